@@ -1,0 +1,58 @@
+"""Penstock trains PyTorch models cut into pipeline stages, and shows, proves and predicts what they do.
+
+Names are loaded on first use, so that ``import penstock`` and the planning commands need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from penstock.errors import PenstockError as PenstockError
+    from penstock.runtime.pipeline import Pipeline as Pipeline
+    from penstock.runtime.pipeline import StepResult as StepResult
+    from penstock.schedule.check import check as check
+    from penstock.schedule.families import build_schedule as build_schedule
+    from penstock.schedule.ops import Kind as Kind
+    from penstock.schedule.ops import Op as Op
+    from penstock.schedule.ops import Pair as Pair
+    from penstock.schedule.placement import Placement as Placement
+    from penstock.schedule.program import Program as Program
+    from penstock.schedule.program import lower as lower
+    from penstock.schedule.schedule import Schedule as Schedule
+    from penstock.schedule.text import read_csv as read_csv
+    from penstock.schedule.text import write_csv as write_csv
+    from penstock.trace.events import Trace as Trace
+
+_HOME = {
+    "Kind": "penstock.schedule.ops",
+    "Op": "penstock.schedule.ops",
+    "Pair": "penstock.schedule.ops",
+    "PenstockError": "penstock.errors",
+    "Pipeline": "penstock.runtime.pipeline",
+    "Placement": "penstock.schedule.placement",
+    "Program": "penstock.schedule.program",
+    "Schedule": "penstock.schedule.schedule",
+    "StepResult": "penstock.runtime.pipeline",
+    "Trace": "penstock.trace.events",
+    "build_schedule": "penstock.schedule.families",
+    "check": "penstock.schedule.check",
+    "lower": "penstock.schedule.program",
+    "read_csv": "penstock.schedule.text",
+    "write_csv": "penstock.schedule.text",
+}
+
+__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

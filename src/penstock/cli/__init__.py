@@ -1,0 +1,62 @@
+"""The ``penstock`` command: a thin face on the package, one file a command, loaded when called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from penstock import __version__
+from penstock.errors import ConfigError, PenstockError
+
+COMMANDS = {
+    "sample": "generate text from a trained run",
+    "schedule": "list, show, check, draw and convert schedules",
+    "simulate": "predict what a schedule costs",
+    "train": "train a model through a pipeline",
+    "verify": "prove that pipelined training equals plain PyTorch",
+}
+
+
+class LazyGroup(click.Group):
+    """Lists every command without importing any; imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"penstock.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup)
+@click.version_option(__version__, prog_name="penstock")
+def group() -> None:
+    """Train PyTorch models cut into pipeline stages; see, prove and predict what the pipeline does."""
+
+
+def main() -> None:
+    """Run the command; bad input ends with one clear line and exit code 2, a failed run with 1."""
+    try:
+        group(prog_name="penstock", standalone_mode=False)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ConfigError as error:
+        click.echo(f"penstock: {error}", err=True)
+        sys.exit(2)
+    except PenstockError as error:
+        click.echo(f"penstock: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,73 @@
+"""Every error Penstock raises on purpose, in one tree.
+
+::
+
+    PenstockError
+    ├── ConfigError          a value the user gave that cannot be used (exit code 2 on the command line)
+    │   ├── ScheduleError    a schedule that is malformed, incomplete, out of order or can deadlock
+    │   ├── SplitError       a model that cannot be cut as asked
+    │   ├── BatchError       a batch that does not fit the microbatches or the labels
+    │   └── DataError        training data or a file that cannot be read
+    ├── StageError           a stage's own code failed: names rank, stage, op and microbatch
+    │   └── StageShapeError  a stage handed over something the next one cannot take
+    └── TransportError       a message that did not come, or came wrong
+        ├── PeerFailure      another rank failed first; the message carries what it said
+        └── WaitTimeout      a bounded wait ran out
+
+``ConfigError`` is also a ``ValueError`` so that code that knows nothing of Penstock reacts as it would to
+any bad argument.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """The root of everything Penstock raises on purpose."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """A value the user gave that cannot be used."""
+
+
+class ScheduleError(ConfigError):
+    """A schedule that is malformed, incomplete, out of order, or can deadlock."""
+
+
+class SplitError(ConfigError):
+    """A model that cannot be cut into stages as asked."""
+
+
+class BatchError(ConfigError):
+    """A batch that does not fit the microbatches or the labels."""
+
+
+class DataError(ConfigError):
+    """Training data, or another file, that cannot be read as what it should be."""
+
+
+class StageError(PenstockError):
+    """A stage's own code failed. The cause is chained and has its own traceback."""
+
+
+class StageShapeError(StageError):
+    """A stage handed over something the next stage cannot take."""
+
+
+class TransportError(PenstockError):
+    """A message between ranks did not come, or came wrong."""
+
+
+class PeerFailure(TransportError):
+    """Another rank failed first. The message names the rank and carries what it said."""
+
+
+class WaitTimeout(TransportError):
+    """A bounded wait ran out."""
+
+
+def nearest(given: str, allowed: list[str]) -> str:
+    """Return ``' (did you mean ...?)'`` with the closest allowed names, or an empty string."""
+    import difflib
+
+    close = difflib.get_close_matches(given, allowed, n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(repr(name) for name in close)}?)" if close else ""

@@ -1,0 +1,89 @@
+"""Interleaved 1F1B: several stages a rank, visited depth-first in groups of microbatches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Columns, Schedule, plain_columns
+
+
+def interleaved_1f1b(
+    ranks: int, microbatches: int, virtual_stages: int = 2, group_size: int | None = None
+) -> Schedule:
+    """Interleaved 1F1B in Megatron's order (2104.04473; core/pipeline_parallel/schedules.py).
+
+    Stage s lives on rank s mod p. Forwards go through groups of N microbatches, chunk by chunk; rank r warms up with
+    2(p-1-r) + (v-1)N of them. The bubble is (p-1)(F+B)/v.
+
+    Args:
+        ranks: p.
+        microbatches: m, any number.
+        virtual_stages: v, stages a rank.
+        group_size: N. At least p, and m mod N must be 0 or at least p, for otherwise a group is too short to
+            fill the pipe (Megatron refuses it, too). By default the smallest such N; with m < p the one group is m.
+
+    ::
+
+        2 ranks, 2 microbatches, 2 virtual stages
+        rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        rank 1  1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    p, m, v = ranks, microbatches, virtual_stages
+    n = smallest_group(p, m) if group_size is None else group_size
+    if group_size is not None and not legal_group(p, m, n):
+        raise ScheduleError(
+            f"interleaved-1f1b: a group of {n} does not suit {p} ranks and {m} microbatches; "
+            f"it must be between {p} and {m}, and {m} mod the size 0 or at least {p}. "
+            f"The smallest that suits is {smallest_group(p, m)}"
+        )
+    return Schedule.from_columns(
+        "interleaved-1f1b",
+        Placement.loop(p, v),
+        m,
+        [depth_first(r, p, m, v, n, min(2 * (p - 1 - r) + (v - 1) * n, m * v)) for r in range(p)],
+        {"group_size": n},
+    )
+
+
+def legal_group(ranks: int, microbatches: int, size: int) -> bool:
+    """Whether groups of `size` keep the pipe full: p <= N <= m, and no short last group."""
+    rest = microbatches % size if size >= 1 else 0
+    return ranks <= size <= microbatches and (rest == 0 or rest >= ranks)
+
+
+def smallest_group(ranks: int, microbatches: int) -> int:
+    """The smallest legal group; all microbatches at once when there are fewer than ranks."""
+    sizes = range(ranks, microbatches + 1)
+    return next((n for n in sizes if legal_group(ranks, microbatches, n)), microbatches)
+
+
+def visits(microbatches: int, virtual_stages: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """The forward order of one rank: (microbatch, chunk), group by group, within a group chunk by chunk."""
+    each = np.arange(microbatches)
+    order, chunks = [], []
+    for start in range(0, microbatches, group):
+        part = each[start : start + group]
+        order.append(np.tile(part, virtual_stages))
+        chunks.append(np.repeat(np.arange(virtual_stages), len(part)))
+    return np.concatenate(order), np.concatenate(chunks)
+
+
+def depth_first(
+    rank: int, ranks: int, microbatches: int, virtual_stages: int, group: int, warm_up: int
+) -> Columns:
+    """One rank's list: `warm_up` forwards, forward and backward in turn, the backwards left."""
+    order, chunks = visits(microbatches, virtual_stages, group)
+    total, w = len(order), warm_up
+    backward_chunks = virtual_stages - 1 - chunks
+    kinds = np.full(2 * total, Kind.B, np.int8)
+    position = np.empty(2 * total, np.int64)
+    steady = slice(w, 2 * total - w)
+    kinds[:w], position[:w] = Kind.F, np.arange(w)
+    kinds[steady][0::2], position[steady][0::2] = Kind.F, np.arange(w, total)
+    position[steady][1::2] = np.arange(total - w)
+    position[2 * total - w :] = np.arange(total - w, total)
+    chunk = np.where(kinds == Kind.F, chunks[position], backward_chunks[position])
+    return plain_columns(chunk * ranks + rank, kinds, order[position])

@@ -1,0 +1,216 @@
+"""A schedule made executable: every hand-over, receive slot, release and reduction explicit, per rank.
+
+The Program keeps the schedule's columns and adds who takes from whom. `Program.instructions` spells one rank's part
+out, one instruction a line, and that is what the executor compiles:
+
+    POST   get ready to receive a message into one of the edge's slots
+    RECV   wait for that message, take it, and free its slot
+    TAKE   take what another stage of the same rank handed over
+    RUN    compute one op, or the two of a fused pair
+    SEND   give the result to another rank, without waiting for it
+    HAND   give the result to another stage of the same rank
+    FREE   drop what the stage saved for this microbatch
+    REDUCE the stage's gradients are complete: reduce them over its copies and replicas
+
+Between two ranks there is one directed edge each way. Its messages arrive in the order in which the sender produces them;
+the receiver has `slots` receives posted ahead. That many suffice for the unit-time execution never to block a
+sender, which proves that the program cannot deadlock even if every send blocks until its receive is posted; one
+more is posted to absorb jitter.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.schedule.index import index, links, rank_column
+from penstock.schedule.ops import Kind, Op
+from penstock.schedule.order import levels
+from penstock.schedule.schedule import IntColumn, Schedule
+
+JITTER_SLOTS = 1
+
+
+class Action(Enum):
+    """What one instruction does; see the module's list."""
+
+    POST = "post"
+    RECV = "recv"
+    TAKE = "take"
+    RUN = "run"
+    SEND = "send"
+    HAND = "hand"
+    FREE = "free"
+    REDUCE = "reduce"
+
+
+class Instruction(NamedTuple):
+    """One line of a rank's program.
+
+    Attributes:
+        action: what to do.
+        row: the schedule row it belongs to: the op that runs, sends, or will take the message.
+        peer: the other rank of POST, RECV and SEND; -1 otherwise.
+        number: the message's place in its edge's order for POST, RECV and SEND; 2 for RUN of a pair, 1 of
+            a single op; the stage for REDUCE; 0 otherwise.
+    """
+
+    action: Action
+    row: int
+    peer: int = -1
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The messages from one rank to another.
+
+    Attributes:
+        source, target: the ranks.
+        takers: rows (on the target) that take the messages, in the order they are sent.
+        slots: receives the target keeps posted.
+    """
+
+    source: int
+    target: int
+    takers: tuple[int, ...]
+    slots: int
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A Schedule with its waits resolved.
+
+    Attributes:
+        schedule: the ops.
+        rank: int32 (ops,), the rank of every row.
+        source: int32 (ops,), the row whose hand-over this row takes, or -1.
+        target: int32 (ops,), the row that takes this row's hand-over, or -1.
+        level: int32 (ops,), the unit-time step of every row: an order that respects every wait.
+    """
+
+    schedule: Schedule
+    rank: IntColumn
+    source: IntColumn
+    target: IntColumn
+    level: IntColumn
+
+    @cached_property
+    def edges(self) -> dict[tuple[int, int], Edge]:
+        """Every directed pair of ranks that exchange messages, in a fixed order (by source, then target)."""
+        takers = np.flatnonzero(self.source >= 0)
+        givers = self.source[takers]
+        crossing = self.rank[takers] != self.rank[givers]
+        takers, givers = takers[crossing], givers[crossing]
+        order = np.lexsort((givers, self.rank[takers], self.rank[givers]))
+        takers, givers = takers[order], givers[order]
+        pair = np.stack([self.rank[givers], self.rank[takers]], axis=1)
+        cuts = np.flatnonzero((pair[1:] != pair[:-1]).any(axis=1)) + 1
+        found = {}
+        for part in np.split(np.arange(len(takers)), cuts) if len(takers) else []:
+            key = (int(pair[part[0], 0]), int(pair[part[0], 1]))
+            rows = takers[part]
+            needed = _slots(self.level[givers[part]].tolist(), (self.level[rows] - 1).tolist())
+            found[key] = Edge(*key, tuple(rows.tolist()), min(len(rows), needed + JITTER_SLOTS))
+        return found
+
+    @cached_property
+    def message_number(self) -> dict[int, int]:
+        """Taker row → its message's place in its edge's order."""
+        return {row: n for edge in self.edges.values() for n, row in enumerate(edge.takers)}
+
+    @cached_property
+    def last_gradient_rows(self) -> dict[tuple[int, int], int]:
+        """(rank, stage) → the row after which that copy's weight gradients are complete."""
+        rows = np.flatnonzero((self.schedule.kind == Kind.B) | (self.schedule.kind == Kind.W))
+        keys = self.rank[rows].astype(np.int64) * self.schedule.stages + self.schedule.stage[rows]
+        found, last = np.unique(keys[::-1], return_index=True)
+        ends = rows[len(rows) - 1 - last]
+        return {
+            (int(key) // self.schedule.stages, int(key) % self.schedule.stages): int(row)
+            for key, row in zip(found, ends, strict=True)
+        }
+
+    def instructions(self, rank: int) -> Iterator[Instruction]:
+        """One rank's part, in the order it is carried out."""
+        schedule = self.schedule
+        incoming = {s: e for (s, t), e in self.edges.items() if t == rank}
+        posted = {}
+        for peer, edge in incoming.items():
+            posted[peer] = edge.slots
+            for number in range(edge.slots):
+                yield Instruction(Action.POST, edge.takers[number], peer, number)
+        complete = {row: stage for (r, stage), row in self.last_gradient_rows.items() if r == rank}
+        rows = schedule.rows(rank)
+        row = rows.start
+        while row < rows.stop:
+            width = 2 if schedule.paired[row] else 1
+            group = range(row, row + width)
+            for k in group:
+                giver = int(self.source[k])
+                if giver < 0:
+                    continue
+                peer = int(self.rank[giver])
+                if peer == rank:
+                    yield Instruction(Action.TAKE, k)
+                    continue
+                yield Instruction(Action.RECV, k, peer, self.message_number[k])
+                edge, number = incoming[peer], posted[peer]
+                if number < len(edge.takers):
+                    yield Instruction(Action.POST, edge.takers[number], peer, number)
+                    posted[peer] += 1
+            yield Instruction(Action.RUN, row, number=width)
+            for k in group:
+                taker = int(self.target[k])
+                if taker >= 0:
+                    peer = int(self.rank[taker])
+                    if peer == rank:
+                        yield Instruction(Action.HAND, k)
+                    else:
+                        yield Instruction(Action.SEND, k, peer, self.message_number[taker])
+                if schedule.kind[k] in (Kind.B, Kind.W):
+                    yield Instruction(Action.FREE, k)
+                if k in complete:
+                    yield Instruction(Action.REDUCE, k, number=complete[k])
+            row += width
+
+    def describe(self, instruction: Instruction) -> str:
+        """One instruction as a line of text, for people."""
+        action, row, peer, number = instruction
+        op: Op = self.schedule.op(row)
+        match action:
+            case Action.POST | Action.RECV:
+                return f"{action.value} #{number} for {op} from rank {peer}"
+            case Action.SEND:
+                return f"send #{number} of {op} to rank {peer}"
+            case Action.RUN if number == 2:
+                return f"run ({op};{self.schedule.op(row + 1)})OVERLAP_F_B"
+            case Action.REDUCE:
+                return f"reduce stage {number} after {op}"
+        return f"{action.value} {op}"
+
+
+def _slots(sent: list[int], taken: list[int]) -> int:
+    """The most messages that wait at once, the one just sent included; both lists are in sending order."""
+    waiting: list[int] = []
+    most = 1
+    for send, take in zip(sent, taken, strict=True):
+        while waiting and waiting[0] <= send:
+            waiting.pop(0)
+        most = max(most, len(waiting) + 1)
+        insort(waiting, take)
+    return most
+
+
+def lower(schedule: Schedule) -> Program:
+    """Resolve every wait of a schedule. `check` says whether it can run; an op that never can has level 0."""
+    source, target = links(schedule, index(schedule))
+    rank = rank_column(schedule)
+    level = levels(schedule.offsets, source, target, schedule.paired, rank)
+    return Program(schedule, rank, source, target, level)

@@ -1,0 +1,183 @@
+"""A schedule: what runs where and in which order. Data only.
+
+Ops are kept as numpy columns, rank after rank, because one schedule may have tens of millions of them;
+`Schedule.ops` gives them back as objects where a person or a test wants to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ops import Kind, Op, Pair
+from penstock.schedule.placement import Placement
+
+IntColumn = npt.NDArray[np.int32]
+KindColumn = npt.NDArray[np.int8]
+BoolColumn = npt.NDArray[np.bool_]
+
+
+class Columns(NamedTuple):
+    """One rank's ops in order; ``paired[i]`` says that op i and op i+1 run as one fused pair."""
+
+    stage: IntColumn
+    kind: KindColumn
+    microbatch: IntColumn
+    paired: BoolColumn
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """An ordered list of ops per rank.
+
+    Attributes:
+        name: family name, or where it was read from.
+        placement: which rank holds which stage.
+        microbatches: how many microbatches a step has.
+        offsets: int64, shape (ranks + 1,); rank r's ops are rows offsets[r]..offsets[r+1]-1.
+        stage, kind, microbatch, paired: the ops of all ranks, shape (ops,).
+        options: the parameters the family built it with, for display.
+    """
+
+    name: str
+    placement: Placement
+    microbatches: int
+    offsets: npt.NDArray[np.int64]
+    stage: IntColumn
+    kind: KindColumn
+    microbatch: IntColumn
+    paired: BoolColumn
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    def __len__(self) -> int:
+        """The number of ops; a fused pair counts as two."""
+        return len(self.stage)
+
+    def __eq__(self, other: object) -> bool:
+        """Same placement and same ops in the same order; names and options do not matter."""
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (
+            self.placement == other.placement
+            and self.microbatches == other.microbatches
+            and all(
+                np.array_equal(getattr(self, c), getattr(other, c))
+                for c in ("offsets", "stage", "kind", "microbatch", "paired")
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # equal by content, and the content is large arrays
+
+    def rows(self, rank: int) -> slice:
+        """The rows of one rank."""
+        return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
+
+    def columns(self, rank: int) -> Columns:
+        """One rank's ops as columns (views, not copies)."""
+        rows = self.rows(rank)
+        return Columns(self.stage[rows], self.kind[rows], self.microbatch[rows], self.paired[rows])
+
+    def op(self, row: int) -> Op:
+        """The op in one row, without its pair."""
+        return Op(int(self.stage[row]), Kind(int(self.kind[row])), int(self.microbatch[row]))
+
+    def rank_of(self, row: int) -> int:
+        """The rank a row belongs to."""
+        return int(np.searchsorted(self.offsets, row, side="right")) - 1
+
+    def ops(self, rank: int) -> Iterator[Op | Pair]:
+        """One rank's ops as objects, pairs joined."""
+        rows = self.rows(rank)
+        row = rows.start
+        while row < rows.stop:
+            if self.paired[row]:
+                yield Pair(self.op(row), self.op(row + 1))
+                row += 2
+            else:
+                yield self.op(row)
+                row += 1
+
+    def text(self, rank: int) -> str:
+        """One rank's ops in PyTorch's notation, separated by blanks."""
+        return " ".join(str(op) for op in self.ops(rank))
+
+    @staticmethod
+    def from_columns(
+        name: str,
+        placement: Placement,
+        microbatches: int,
+        columns: Iterable[Columns],
+        options: Mapping[str, object] | None = None,
+    ) -> Schedule:
+        """Join one `Columns` a rank into a schedule."""
+        per_rank = list(columns)
+        if len(per_rank) != placement.ranks:
+            raise ScheduleError(
+                f"{name}: {len(per_rank)} lists of ops for {placement.ranks} ranks; one a rank"
+            )
+        if microbatches < 1:
+            raise ScheduleError(f"{name}: microbatches must be at least 1, not {microbatches}")
+        offsets = np.zeros(placement.ranks + 1, np.int64)
+        np.cumsum([len(c.stage) for c in per_rank], out=offsets[1:])
+        return Schedule(
+            name,
+            placement,
+            microbatches,
+            offsets,
+            np.concatenate([c.stage for c in per_rank]).astype(np.int32, copy=False),
+            np.concatenate([c.kind for c in per_rank]).astype(np.int8, copy=False),
+            np.concatenate([c.microbatch for c in per_rank]).astype(np.int32, copy=False),
+            np.concatenate([c.paired for c in per_rank]).astype(np.bool_, copy=False),
+            dict(options or {}),
+        )
+
+    @staticmethod
+    def from_ops(
+        name: str,
+        placement: Placement,
+        microbatches: int,
+        ops: Sequence[Iterable[Op | Pair]],
+        options: Mapping[str, object] | None = None,
+    ) -> Schedule:
+        """Build from one list of ops a rank."""
+        return Schedule.from_columns(
+            name, placement, microbatches, [_columns(rank_ops) for rank_ops in ops], options
+        )
+
+
+def _columns(ops: Iterable[Op | Pair]) -> Columns:
+    rows: list[tuple[int, int, int, bool]] = []
+    for op in ops:
+        if isinstance(op, Pair):
+            rows.append((op.forward.stage, op.forward.kind, op.forward.microbatch, True))
+            rows.append((op.backward.stage, op.backward.kind, op.backward.microbatch, False))
+        else:
+            rows.append((op.stage, op.kind, op.microbatch, False))
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    return Columns(
+        table[:, 0].astype(np.int32),
+        table[:, 1].astype(np.int8),
+        table[:, 2].astype(np.int32),
+        table[:, 3].astype(np.bool_),
+    )
+
+
+def plain_columns(stage: npt.ArrayLike, kind: npt.ArrayLike, microbatch: npt.ArrayLike) -> Columns:
+    """Columns without pairs; scalars are repeated to the common length."""
+    s, k, m = np.broadcast_arrays(stage, kind, microbatch)
+    return Columns(
+        s.astype(np.int32), k.astype(np.int8), m.astype(np.int32), np.zeros(s.shape, np.bool_)
+    )
