@@ -45,7 +45,7 @@ _HOME = {
     "write_csv": "penstock.schedule.text",
 }
 
-__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> object:

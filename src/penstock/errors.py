@@ -11,8 +11,8 @@
     ├── StageError           a stage's own code failed: names rank, stage, op and microbatch
     │   └── StageShapeError  a stage handed over something the next one cannot take
     └── TransportError       a message that did not come, or came wrong
-        ├── PeerFailure      another rank failed first; the message carries what it said
-        └── WaitTimeout      a bounded wait ran out
+        ├── PeerError         another rank failed first; the message carries what it said
+        └── WaitTimeoutError  a bounded wait ran out
 
 ``ConfigError`` is also a ``ValueError`` so that code that knows nothing of Penstock reacts as it would to
 any bad argument.
@@ -57,11 +57,11 @@ class TransportError(PenstockError):
     """A message between ranks did not come, or came wrong."""
 
 
-class PeerFailure(TransportError):
+class PeerError(TransportError):
     """Another rank failed first. The message names the rank and carries what it said."""
 
 
-class WaitTimeout(TransportError):
+class WaitTimeoutError(TransportError):
     """A bounded wait ran out."""
 
 

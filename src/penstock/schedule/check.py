@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,7 @@ def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
     size = shape[0] * shape[1]
     count = {k: np.bincount(cell[schedule.kind == k], minlength=size) for k in Kind}
 
-    def name(kind: str, where: int) -> str:
+    def name(kind: str, where: np.signedinteger[Any]) -> str:
         return f"{where // shape[1]}{kind}{where % shape[1]}"
 
     for kind in Kind:
@@ -177,9 +178,7 @@ def _cycle(program: Program) -> str:
 
     def waits_for(row: int) -> tuple[int, int]:
         group = (row, row + 1) if schedule.paired[row] else (row,)
-        blocked = next(
-            k for k in group if program.source[k] >= 0 and program.level[program.source[k]] == 0
-        )
+        blocked = next(k for k in group if program.source[k] >= 0 and program.level[program.source[k]] == 0)
         return blocked, int(program.source[blocked])
 
     chain: list[int] = []
@@ -188,10 +187,10 @@ def _cycle(program: Program) -> str:
         chain.append(rank)
         rank = int(program.rank[waits_for(front[rank])[1]])
     lines = []
-    for rank in chain[chain.index(rank) :]:
-        row, awaited = waits_for(front[rank])
+    for member in chain[chain.index(rank) :]:
+        row, awaited = waits_for(front[member])
         lines.append(
-            f"rank {rank} stands at {schedule.op(row)}, which needs {schedule.op(awaited)} "
+            f"rank {member} stands at {schedule.op(row)}, which needs {schedule.op(awaited)} "
             f"of rank {program.rank[awaited]}"
         )
     return " <- ".join(lines)

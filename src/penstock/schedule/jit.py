@@ -17,7 +17,7 @@ COMPILE_FROM = 30_000
 def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
-    return numba.njit(cache=True)(kernel)  # type: ignore[no-any-return]
+    return numba.njit(cache=True)(kernel)
 
 
 def choose(kernel: Callable[..., Any], ops: int) -> Callable[..., Any]:

@@ -34,9 +34,7 @@ class Placement:
                 )
         idle = set(range(self.ranks)) - {r for ranks in self.holders for r in ranks}
         if idle:
-            raise ScheduleError(
-                f"rank(s) {sorted(idle)} hold no stage; use fewer ranks or more stages"
-            )
+            raise ScheduleError(f"rank(s) {sorted(idle)} hold no stage; use fewer ranks or more stages")
 
     @property
     def stages(self) -> int:
@@ -72,9 +70,7 @@ class Placement:
                 f"ranks and virtual_stages must be at least 1, not {ranks} and {virtual_stages}"
             )
         down, up = range(ranks), range(ranks - 1, -1, -1)
-        return Placement(
-            ranks, tuple((r,) for v in range(virtual_stages) for r in (up if v % 2 else down))
-        )
+        return Placement(ranks, tuple((r,) for v in range(virtual_stages) for r in (up if v % 2 else down)))
 
     @staticmethod
     def two_way(ranks: int) -> Placement:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ class Columns(NamedTuple):
     paired: BoolColumn
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """An ordered list of ops per rank.
 
@@ -62,6 +62,12 @@ class Schedule:
     def stages(self) -> int:
         return self.placement.stages
 
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name!r}, {self.ranks} ranks, {self.stages} stages, "
+            f"{self.microbatches} microbatches, {len(self)} ops)"
+        )
+
     def __len__(self) -> int:
         """The number of ops; a fused pair counts as two."""
         return len(self.stage)
@@ -90,7 +96,7 @@ class Schedule:
         rows = self.rows(rank)
         return Columns(self.stage[rows], self.kind[rows], self.microbatch[rows], self.paired[rows])
 
-    def op(self, row: int) -> Op:
+    def op(self, row: int | np.integer[Any]) -> Op:
         """The op in one row, without its pair."""
         return Op(int(self.stage[row]), Kind(int(self.kind[row])), int(self.microbatch[row]))
 
@@ -178,6 +184,4 @@ def _columns(ops: Iterable[Op | Pair]) -> Columns:
 def plain_columns(stage: npt.ArrayLike, kind: npt.ArrayLike, microbatch: npt.ArrayLike) -> Columns:
     """Columns without pairs; scalars are repeated to the common length."""
     s, k, m = np.broadcast_arrays(stage, kind, microbatch)
-    return Columns(
-        s.astype(np.int32), k.astype(np.int8), m.astype(np.int32), np.zeros(s.shape, np.bool_)
-    )
+    return Columns(s.astype(np.int32), k.astype(np.int8), m.astype(np.int32), np.zeros(s.shape, np.bool_))

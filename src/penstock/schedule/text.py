@@ -91,12 +91,8 @@ def _parse(cell: str, path: str | Path, line: int, column: int) -> Op | Pair:
     except ScheduleError as error:
         hint = ""
         if any(word in cell for word in _COMMUNICATION):
-            hint = (
-                "; communication is worked out from the compute ops, so give the compute-only file"
-            )
-        raise ScheduleError(
-            f"{path}: line {line + 1}, column {column + 1}: {error}{hint}"
-        ) from None
+            hint = "; communication is worked out from the compute ops, so give the compute-only file"
+        raise ScheduleError(f"{path}: line {line + 1}, column {column + 1}: {error}{hint}") from None
 
 
 def kinds_used(schedule: Schedule) -> set[Kind]:

@@ -38,8 +38,7 @@ def _single(build: Callable[[int, int], Schedule], name: str) -> Callable[..., S
     def checked(ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
         if virtual_stages != 1:
             raise ScheduleError(
-                f"{name} has one stage a rank, not {virtual_stages}; "
-                "interleaved-1f1b takes virtual stages"
+                f"{name} has one stage a rank, not {virtual_stages}; interleaved-1f1b takes virtual stages"
             )
         return build(ranks, microbatches)
 
@@ -79,8 +78,7 @@ def build_schedule(
     """
     if name not in FAMILIES:
         raise ScheduleError(
-            f"no schedule family {name!r}{nearest(name, list(FAMILIES))}; "
-            f"there are {', '.join(FAMILIES)}"
+            f"no schedule family {name!r}{nearest(name, list(FAMILIES))}; there are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
     v = family.virtual_stages if virtual_stages is None else virtual_stages
