@@ -5,12 +5,22 @@ Everything that shows, compares or attributes works on a Trace without knowing w
 
 from __future__ import annotations
 
+import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.errors import DataError
+
+FORMAT = 1
+_COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
 
 
 class Activity(IntEnum):
@@ -47,11 +57,63 @@ class Trace:
     stage: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]
     microbatch: npt.NDArray[np.int32]
-    start: npt.NDArray[np.generic]
-    end: npt.NDArray[np.generic]
+    start: npt.NDArray[Any]
+    end: npt.NDArray[Any]
     paired: npt.NDArray[np.bool_]
     held: npt.NDArray[np.int64] | None = None
     info: Mapping[str, object] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        lengths = {len(getattr(self, name)) for name in _COLUMNS}
+        lengths |= set() if self.held is None else {len(self.held)}
+        if len(lengths) > 1:
+            raise DataError(f"the columns of a trace must be of one length, not {sorted(lengths)}")
+
     def __len__(self) -> int:
         return len(self.rank)
+
+    def select(self, rows: npt.NDArray[Any] | slice) -> Trace:
+        """The events in some rows (a mask, indices or a slice), in their order."""
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        held = None if self.held is None else self.held[rows]
+        return Trace(self.ranks, **columns, held=held, info=self.info)
+
+    def rank_slices(self) -> list[slice]:
+        """The rows of every rank, as a slice a rank."""
+        cuts = np.searchsorted(self.rank, np.arange(self.ranks + 1)).tolist()
+        return [slice(a, b) for a, b in pairwise(cuts)]
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace as a compressed ``.npz`` file; `info` must be what JSON can hold.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        if self.held is not None:
+            columns["held"] = self.held
+        header = {"format": FORMAT, "ranks": self.ranks, "info": dict(self.info)}
+        try:
+            with open(path, "wb") as file:
+                np.savez_compressed(file, header=np.array(json.dumps(header)), **columns)
+        except OSError as error:
+            raise DataError(f"cannot write the trace {path}: {error}") from error
+
+    @staticmethod
+    def load(path: str | Path) -> Trace:
+        """Read what `save` wrote. Nothing in the file is executed.
+
+        Raises:
+            DataError: the file cannot be read, or is no trace.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                header = json.loads(str(file["header"]))
+                columns = {name: file[name] for name in _COLUMNS}
+                held = file["held"] if "held" in file.files else None
+            form, ranks, info = header["format"], header["ranks"], header["info"]
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(f"cannot read {path} as a trace: {error}") from error
+        if form != FORMAT:
+            raise DataError(f"{path} is a trace of format {form}; this version reads format {FORMAT}")
+        return Trace(ranks, **columns, held=held, info=info)
