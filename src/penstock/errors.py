@@ -58,7 +58,15 @@ class TransportError(PenstockError):
 
 
 class PeerError(TransportError):
-    """Another rank failed first. The message names the rank and carries what it said."""
+    """Another rank failed first. The message names the rank and carries what it said.
+
+    Attributes:
+        failure: the word that came, to be passed on; None if the connection itself broke.
+    """
+
+    def __init__(self, message: str, failure: object = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class WaitTimeoutError(TransportError):

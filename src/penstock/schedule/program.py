@@ -75,12 +75,15 @@ class Edge:
         source, target: the ranks.
         takers: rows (on the target) that take the messages, in the order they are sent.
         slots: receives the target keeps posted.
+        capacity: the most messages that can ever wait, whatever the timing: none is taken later than the backward of
+            its microbatch, so as many as one of the two ranks has microbatches in flight. Without backwards: slots.
     """
 
     source: int
     target: int
     takers: tuple[int, ...]
     slots: int
+    capacity: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,13 +115,25 @@ class Program:
         takers, givers = takers[order], givers[order]
         pair = np.stack([self.rank[givers], self.rank[takers]], axis=1)
         cuts = np.flatnonzero((pair[1:] != pair[:-1]).any(axis=1)) + 1
+        in_flight = self._in_flight
         found = {}
         for part in np.split(np.arange(len(takers)), cuts) if len(takers) else []:
             key = (int(pair[part[0], 0]), int(pair[part[0], 1]))
             rows = takers[part]
             needed = _slots(self.level[givers[part]].tolist(), (self.level[rows] - 1).tolist())
-            found[key] = Edge(*key, tuple(rows.tolist()), min(len(rows), needed + JITTER_SLOTS))
+            slots = min(len(rows), needed + JITTER_SLOTS)
+            capacity = max(in_flight[key[0]], in_flight[key[1]], slots) if in_flight else slots
+            found[key] = Edge(*key, tuple(rows.tolist()), slots, capacity)
         return found
+
+    @property
+    def _in_flight(self) -> list[int]:
+        """Most forwards a rank is ahead of its backwards; empty for a schedule without backwards."""
+        kind = self.schedule.kind
+        change = (kind == Kind.F).astype(np.int64) - ((kind == Kind.B) | (kind == Kind.I))
+        if not (change < 0).any():
+            return []
+        return [int(np.cumsum(change[self.schedule.rows(r)]).max()) for r in range(self.schedule.ranks)]
 
     @cached_property
     def message_number(self) -> dict[int, int]:

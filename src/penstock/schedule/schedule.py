@@ -120,6 +120,15 @@ class Schedule:
         """One rank's ops in PyTorch's notation, separated by blanks."""
         return " ".join(str(op) for op in self.ops(rank))
 
+    def forwards(self) -> Schedule:
+        """The same placement and order with the forwards alone, for evaluation."""
+        kept = []
+        for rank in range(self.ranks):
+            stage, kind, microbatch, _ = self.columns(rank)
+            forward = kind == Kind.F
+            kept.append(plain_columns(stage[forward], Kind.F, microbatch[forward]))
+        return Schedule.from_columns(self.name, self.placement, self.microbatches, kept, self.options)
+
     @staticmethod
     def from_columns(
         name: str,

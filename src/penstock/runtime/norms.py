@@ -1,0 +1,41 @@
+"""The norm of all gradients, the same number on every rank and whatever the split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.world import World
+
+
+def clip_(
+    parameters: Sequence[tuple[int, nn.Parameter]], max_norm: float, count: int, world: World | None
+) -> Tensor:
+    """Clip gradients by their global 2-norm.
+
+    Each parameter's norm is put in its own place of one vector; ranks fill in the places they hold. So every rank
+    takes the norm of the same vector, and the result does not depend on which rank held what.
+
+    Args:
+        parameters: (place in the whole model, parameter) of those held here.
+        max_norm: the largest norm allowed.
+        count: how many parameters the whole model has.
+        world: the other ranks; None if all parameters are here.
+
+    Returns:
+        0-d tensor, the norm before clipping.
+    """
+    held = [(place, p) for place, p in parameters if p.grad is not None]
+    places = torch.zeros(count, dtype=torch.float64)
+    present = torch.zeros(count, dtype=torch.float64)
+    for place, parameter in held:
+        places[place] = torch.linalg.vector_norm(parameter.grad).double()
+        present[place] = 1.0
+    if world is not None:
+        world.add_up(places)
+        world.add_up(present)
+    total: Tensor = torch.linalg.vector_norm(places[present > 0].float())
+    nn.utils.clip_grads_with_norm_([p for _, p in held], max_norm, total)
+    return total

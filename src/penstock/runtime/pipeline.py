@@ -1,0 +1,428 @@
+"""The user's object: a model, a loss and a schedule become a pipeline that takes whole batches.
+
+This is the one place where the three foundations meet: `schedule` (order), `stage` (work), `parallel` (copies).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import BatchError, ConfigError, PenstockError, ScheduleError
+from penstock.runtime import norms
+from penstock.runtime.crew import Crew
+from penstock.runtime.executor import Executor, Work
+from penstock.runtime.recorder import measured_trace
+from penstock.runtime.transport.base import Channel, Failure
+from penstock.runtime.transport.threads import thread_channels
+from penstock.runtime.world import World, current_world
+from penstock.schedule.check import check
+from penstock.schedule.families import build_schedule
+from penstock.schedule.ops import Kind
+from penstock.schedule.program import Program
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import read_csv
+from penstock.stage.layers import as_layers
+from penstock.stage.split import Split, split_layers
+from penstock.stage.stage import LossFunction, Stage, StageModule
+from penstock.stage.values import slices
+from penstock.trace.events import Trace
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives back.
+
+    Attributes:
+        loss: 0-d tensor, the mean of the microbatches' losses; the same number on every rank. None from an
+            evaluation without targets.
+        losses: shape (microbatches,), by microbatch id; the same on every rank.
+        outputs: the last stage's outputs by microbatch id, if asked for and this process holds the last stage.
+        input_grads: the gradients of the inputs by microbatch id, if asked for and this process holds the first
+            stage: a tensor, or a tuple with one for each floating-point leaf of the input.
+    """
+
+    loss: Tensor | None
+    losses: Tensor | None
+    outputs: tuple[Any, ...] | None = None
+    input_grads: tuple[Any, ...] | None = None
+
+
+class Pipeline:
+    """A model cut into stages and trained by a schedule.
+
+    In one process the ranks are threads and use the model's own parameters. Where RANK and WORLD_SIZE are set
+    (torchrun, Slurm), or ``torch.distributed`` is initialised, every process is a rank and builds and holds its own
+    stages only.
+
+    Args:
+        model: an ``nn.Sequential``; or a list of layers, of functions that build them, or of (name, layer) pairs.
+        loss_fn: ``loss_fn(output, target)``, a scalar tensor, the mean over its microbatch.
+        microbatches: into how many the batch is cut along dimension 0.
+        schedule: a family of the catalogue, a `Schedule`, or the path of a CSV file.
+        ranks: pipeline ranks. By default the schedule's own, the number of processes, or 1.
+        virtual_stages: stages a rank, for the families that take several.
+        split: which layers make up which stage; see `penstock.stage.split.split_layers`.
+        device: where the stages live; by default where the parameters are (in processes with CUDA, the local GPU).
+        timeout: the longest any wait between ranks may last, in seconds.
+
+    Raises:
+        ConfigError: something that cannot be used; the subclass says what (`ScheduleError`, `SplitError`).
+    """
+
+    def __init__(
+        self,
+        model: object,
+        loss_fn: LossFunction,
+        *,
+        microbatches: int,
+        schedule: str | Path | Schedule = "1f1b",
+        ranks: int | None = None,
+        virtual_stages: int = 1,
+        split: Split = "even",
+        device: torch.device | str | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        _count("microbatches", microbatches)
+        _count("virtual_stages", virtual_stages)
+        if ranks is not None:
+            _count("ranks", ranks)
+        if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
+            raise ConfigError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        if not callable(loss_fn):
+            raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), not {loss_fn!r}")
+        world = current_world()
+        self.schedule = _resolve(schedule, ranks, microbatches, virtual_stages, world)
+        self.microbatches = microbatches
+        self.timeout = float(timeout)
+        self.ranks = self.schedule.ranks
+        _runnable(self.schedule)
+        self._train_program = check(self.schedule).program
+        self._evaluate_program: Program | None = None
+        self.layers = as_layers(model)
+        runs = split_layers(self.layers, self.schedule.stages, split)
+        self.in_processes = world is not None and self.ranks > 1
+        self.rank = world.rank if world is not None and self.in_processes else 0
+        self._local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
+        local = sorted({s for r in self._local_ranks for s in self.schedule.placement.stages_of[r]})
+        place = torch.device(device) if device is not None else None
+        last = self.schedule.stages - 1
+        self.stages = {
+            s: Stage(s, StageModule(runs[s], place), loss_fn if s == last else None, microbatches)
+            for s in local
+        }
+        self.holds_first, self.holds_last = 0 in self.stages, last in self.stages
+        _untied(self.stages)
+        self._world: World | None = None
+        self._crew: Crew | None = None
+        if self.in_processes:
+            assert world is not None
+            self._world = world.connect(self._train_program, self.timeout)
+        elif self.ranks > 1:
+            self._crew = Crew(self.ranks, self.timeout)
+        self._executors: dict[bool, list[Executor]] = {}
+        self._step = 0
+        self._closed = False
+        self._traced: list[Executor] | None = None
+
+    def step(
+        self, x: object, y: object = None, *, outputs: bool = False, input_grads: bool = False
+    ) -> StepResult:
+        """Forward and backward of every microbatch of a batch; gradients accumulate in ``.grad``.
+
+        Gradients are those of the mean over microbatches of `loss_fn`, and bit-identical (fp32, CPU, equal thread
+        count) to plain PyTorch running ``(loss_fn(model(x_i), y_i) / microbatches).backward()`` in order.
+
+        Args:
+            x: the model's input: a tensor, or tensors in tuples, lists and dicts, batch first. In processes only the
+                first stage's rank needs it.
+            y: the target, likewise; in processes only the last stage's rank needs it.
+            outputs: also return the last stage's outputs.
+            input_grads: also return the gradients of the floating-point inputs.
+
+        Raises:
+            BatchError: a batch that does not divide into the microbatches; nothing has run.
+            StageError: a stage's own code failed, here or on another rank (then a `PeerError`).
+        """
+        return self._run(True, x, y, outputs, input_grads)
+
+    def evaluate(self, x: object, y: object = None, *, outputs: bool = False) -> StepResult:
+        """Forward only, in eval mode and without gradients; modes are as before afterwards.
+
+        Args:
+            x, y, outputs: as for `step`; without `y` there is no loss.
+        """
+        modes = [
+            (module, module.training) for stage in self.stages.values() for module in stage.module.modules()
+        ]
+        for module, _ in modes:
+            module.training = False
+        try:
+            return self._run(False, x, y, outputs, False)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the whole model, parameter), in model order; in processes this rank's own."""
+        for index in sorted(self.stages):
+            yield from self.stages[index].module.whole_model_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters this process holds: in threads all of the model's."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers by their names in the whole model; in processes this rank's own."""
+        state: dict[str, Any] = {}
+        for index in sorted(self.stages):
+            state.update(self.stages[index].module.whole_model_state())
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load parameters and buffers by whole-model name; entries of stages held elsewhere are left alone.
+
+        Raises:
+            ConfigError: an entry of a stage held here is missing or has another shape, or no layer has the name. Nothing
+                is loaded then.
+        """
+        own = self.state_dict()
+        prefixes = tuple(f"{layer.name}." for layer in self.layers)
+        problems = [f"{name} is missing" for name in own if name not in state]
+        problems += [
+            f"{name} has shape {tuple(state[name].shape)}, not {tuple(value.shape)}"
+            for name, value in own.items()
+            if name in state and isinstance(value, Tensor) and value.shape != state[name].shape
+        ]
+        here = tuple(f"{n}." for stage in self.stages.values() for n in stage.module.names)
+        problems += [
+            f"{name} is unknown"
+            for name in state
+            if name not in own and (name.startswith(here) or not name.startswith(prefixes))
+        ]
+        if problems:
+            raise ConfigError("the state does not fit the model: " + "; ".join(problems[:12]))
+        for stage in self.stages.values():
+            for name, layer in stage.module.named_layers():
+                part = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+                wanted = layer.state_dict().keys()
+                layer.load_state_dict(
+                    {k: v for k, v in part.items() if k in wanted},
+                    assign=any(p.is_meta for p in layer.parameters()),
+                )
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the stages' training mode, as ``nn.Module.train`` does."""
+        for stage in self.stages.values():
+            stage.module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set evaluation mode, as ``nn.Module.eval`` does."""
+        return self.train(False)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`.
+
+        Returns:
+            The norm over all stages before scaling: the same number on every rank, whatever the split, and what
+            ``torch.nn.utils.clip_grad_norm_`` gives for the unsplit model.
+        """
+        parameters = [(self._position[name], p) for name, p in self.named_parameters()]
+        return norms.clip_(parameters, max_norm, self._position_count, self._world)
+
+    @property
+    def _position(self) -> dict[str, int]:
+        return self._positions()[0]
+
+    @property
+    def _position_count(self) -> int:
+        return self._positions()[1]
+
+    def _positions(self) -> tuple[dict[str, int], int]:
+        """Every parameter's place in the whole model, and how many there are on all ranks."""
+        if not hasattr(self, "_known_positions"):
+            names = {
+                s: [n for n, _ in stage.module.whole_model_parameters()] for s, stage in self.stages.items()
+            }
+            everywhere = self._world.gather_dict(names) if self._world is not None else names
+            order = [name for s in sorted(everywhere) for name in everywhere[s]]
+            self._known_positions = {name: n for n, name in enumerate(order)}, len(order)
+        return self._known_positions
+
+    def trace(self) -> Trace | None:
+        """What the last step did and when: all ranks in threads, this rank's part in processes."""
+        return measured_trace(self._traced) if self._traced else None
+
+    def close(self) -> None:
+        """End the threads or the connections; may be called twice. The model stays as it is."""
+        if self._closed:
+            return
+        self._closed = True
+        self._executors.clear()
+        if self._crew is not None:
+            self._crew.close()
+        if self._world is not None:
+            self._world.disconnect()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, trains: bool, x: object, y: object, outputs: bool, input_grads: bool) -> StepResult:
+        if self._closed:
+            raise PenstockError("this pipeline is closed; build a new one")
+        self._step += 1
+        executors = self._ready(trains)
+        try:
+            inputs, targets = self._cut(trains, x, y)
+        except BatchError as error:
+            for executor in executors if self.in_processes else ():
+                if executor.channel is not None:
+                    executor.channel.open(self._step)
+                    executor.channel.fail(Failure(executor.rank, self._step, str(error)))
+            raise
+        works = [Work(inputs, targets, outputs, input_grads) for _ in executors]
+        try:
+            if self._crew is None:
+                executors[0].run(self._step, works[0])
+            else:
+                step = self._step
+                jobs = [lambda e=e, w=w: e.run(step, w) for e, w in zip(executors, works, strict=True)]
+                self._crew.run(jobs, lambda: _interrupt(executors, step))
+        except BaseException:
+            if not self.in_processes:
+                # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
+                self._executors.clear()
+            raise
+        self._traced = executors
+        return self._result(works)
+
+    def _ready(self, trains: bool) -> list[Executor]:
+        if trains not in self._executors:
+            if trains:
+                program = self._train_program
+            else:
+                if self._evaluate_program is None:
+                    self._evaluate_program = check(self.schedule.forwards(), forward_only=True).program
+                program = self._evaluate_program
+            channels: list[Channel | None]
+            if self._world is not None:
+                channels = [self._world.channel]
+            elif self.ranks > 1:
+                channels = list(thread_channels(program, self.timeout))
+            else:
+                channels = [None]
+            self._executors[trains] = [
+                Executor(program, rank, self._stages_of(rank), channel)
+                for rank, channel in zip(self._local_ranks, channels, strict=True)
+            ]
+        return self._executors[trains]
+
+    def _stages_of(self, rank: int) -> dict[int, Stage]:
+        return {s: self.stages[s] for s in self.schedule.placement.stages_of[rank]}
+
+    def _cut(self, trains: bool, x: object, y: object) -> tuple[list[object], list[object]]:
+        m = self.microbatches
+        inputs: list[object] = []
+        targets: list[object] = []
+        if self.holds_first:
+            if x is None:
+                raise BatchError("the rank of the first stage needs the input x")
+            inputs = slices(x, m, "the input x")
+        if self.holds_last:
+            if y is None and trains:
+                raise BatchError("the rank of the last stage needs the target y")
+            targets = slices(y, m, "the target y") if y is not None else []
+        return inputs, targets
+
+    def _result(self, works: list[Work]) -> StepResult:
+        losses: dict[int, Tensor] = {}
+        outputs: dict[int, object] = {}
+        grads: dict[int, Any] = {}
+        for work in works:
+            losses.update(work.losses)
+            outputs.update(work.outputs)
+            grads.update(work.grads)
+        order = range(self.microbatches)
+        values = torch.stack([losses[n] for n in order]) if losses else None
+        return StepResult(
+            values.mean() if values is not None else None,
+            values,
+            tuple(outputs[n] for n in order) if outputs else None,
+            tuple(g[0] if len(g := grads[n].leaves) == 1 else g for n in order) if grads else None,
+        )
+
+
+def _interrupt(executors: list[Executor], step: int) -> None:
+    for executor in executors:
+        if executor.channel is not None:
+            executor.channel.fail(Failure(executor.rank, step, "the step was interrupted"))
+
+
+def _count(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{what} must be a whole number of at least 1, not {value!r}")
+
+
+def _resolve(
+    schedule: str | Path | Schedule,
+    ranks: int | None,
+    microbatches: int,
+    virtual_stages: int,
+    world: World | None,
+) -> Schedule:
+    """The schedule that is meant, with the number of ranks checked against the processes there are."""
+    if ranks is None and world is not None and world.size > 1:
+        ranks = world.size
+    if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        found = build_schedule(schedule, ranks or 1, microbatches, virtual_stages)
+    else:
+        found = schedule if isinstance(schedule, Schedule) else read_csv(schedule)
+        if ranks is not None and found.ranks != ranks:
+            raise ScheduleError(
+                f"the schedule {found.name} is for {found.ranks} ranks, but there are {ranks}"
+            )
+        if found.microbatches != microbatches:
+            raise ScheduleError(
+                f"the schedule {found.name} has {found.microbatches} microbatches, but microbatches={microbatches}"
+            )
+    if world is not None and world.size > 1 and found.ranks != world.size:
+        raise ConfigError(
+            f"{found.ranks} pipeline ranks, but {world.size} processes were started; start one process a rank"
+        )
+    return found
+
+
+def _runnable(schedule: Schedule) -> None:
+    if schedule.placement.has_copies:
+        raise ScheduleError(f"{schedule.name} keeps copies of stages, which the runtime does not run yet")
+    if other := sorted({Kind(int(k)).name for k in set(schedule.kind.tolist())} - {"F", "B"}):
+        raise ScheduleError(
+            f"{schedule.name} has ops of kind {', '.join(other)}, which the runtime does not run yet"
+        )
+
+
+def _untied(stages: Mapping[int, Stage]) -> None:
+    """Refuse a parameter that two stages would write to at once."""
+    home: dict[int, tuple[int, str]] = {}
+    for index, stage in stages.items():
+        for name, parameter in stage.module.whole_model_parameters():
+            other = home.setdefault(id(parameter), (index, name))
+            if other[0] != index:
+                raise ConfigError(
+                    f"{name} (stage {index}) and {other[1]} (stage {other[0]}) are one parameter; "
+                    "tied weights have to be on one stage"
+                )

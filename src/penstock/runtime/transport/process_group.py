@@ -1,0 +1,287 @@
+"""Ranks that are processes of ``torch.distributed``.
+
+Each directed edge is a stream of frames (see `wire`) in the sender's order. The receiver keeps as many receives posted
+as the Program's edge has slots, across steps; the sender does not wait for them.
+
+A large value travels as a payload of its own, without being copied into the frame. So that the payload, too, finds
+a receive posted ahead, both ends follow one rule: with message n the receiver posts a payload buffer as large as the
+largest payload among the messages up to n - slots. The sender fills it with the payload, or, if there is none or it is
+larger, with one byte; a larger one follows separately and is received when the frame has announced it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from penstock.errors import PeerError, TransportError, WaitTimeoutError
+from penstock.runtime.transport.base import Failure
+from penstock.runtime.transport.wire import (
+    FAILURE,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    INLINE,
+    LAYOUT,
+    MOST_LAYOUTS,
+    OVERSIZE,
+    Header,
+    Layout,
+    aligned,
+    layout_of,
+    signature,
+)
+from penstock.stage.values import Parcel
+
+_FRAME, _PAYLOAD, _EXTRA = 1, 2, 3  # tags of the three kinds of message on an edge
+
+
+class _Frame:
+    """A buffer for frames, with the views of its payload that layouts ask for."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(FRAME_BYTES))
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._views: dict[tuple[int, Layout], list[Tensor]] = {}
+        self._heads: dict[int, Tensor] = {}
+
+    def views(self, start: int, layout: Layout) -> list[Tensor]:
+        key = (start, layout)
+        if key not in self._views:
+            if len(self._views) >= MOST_LAYOUTS:
+                self._views.clear()
+            self._views[key] = layout.views(self.bytes[start:])
+        return self._views[key]
+
+    def head(self, size: int) -> Tensor:
+        if size not in self._heads:
+            if len(self._heads) >= MOST_LAYOUTS:
+                self._heads.clear()
+            self._heads[size] = self.bytes[:size]
+        return self._heads[size]
+
+
+class _Outgoing:
+    """The sending end of an edge."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, slots: int, capacity: int, timeout: timedelta
+    ) -> None:
+        self.group, self.peer, self.timeout = group, peer, timeout
+        self._free = [_Frame() for _ in range(capacity + 1)]
+        self._pending: deque[tuple[list[dist.Work], _Frame, Any]] = deque()
+        self._layouts: dict[tuple[Any, ...], tuple[int, Layout]] = {}
+        self._posted = deque([0] * slots)
+        self._largest = 0
+        self._filler = torch.zeros(1, dtype=torch.uint8)
+
+    def send(self, step: int, tag: int, parcel: Parcel) -> None:
+        known = signature(parcel)
+        news = b""
+        if known not in self._layouts:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[known] = len(self._layouts), layout_of(parcel)
+            news = self._layouts[known][1].to_bytes()
+        number, layout = self._layouts[known]
+        start = aligned(HEADER_BYTES + len(news))
+        size = layout.payload_bytes
+        inline = start + size <= FRAME_BYTES
+        if start > FRAME_BYTES:
+            raise TransportError(
+                f"the description of a value for rank {self.peer} takes {len(news)} bytes; at most "
+                f"{FRAME_BYTES - HEADER_BYTES} fit: hand over fewer or shorter plain values"
+            )
+        flags = (INLINE if inline else 0) | (LAYOUT if news else 0)
+        tensors = [leaf for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+        outside: Tensor | None = None
+        if not inline:
+            outside = tensors[0].detach() if len(tensors) == 1 else torch.empty(size, dtype=torch.uint8)
+            if len(tensors) == 1:
+                outside = outside.contiguous()
+            else:
+                for view, tensor in zip(layout.views(outside), tensors, strict=True):
+                    view.copy_(tensor)
+        posted = self._advance(0 if inline else size)
+        if outside is not None and size > posted:
+            flags |= OVERSIZE
+        frame = self._frame()
+        Header(flags, step, tag, number, len(news), size).write(frame.memory)
+        if news:
+            frame.memory[HEADER_BYTES : HEADER_BYTES + len(news)] = news
+        if inline:
+            for view, tensor in zip(frame.views(start, layout), tensors, strict=True):
+                view.copy_(tensor)
+        works = [self.group.send([frame.head(start + size if inline else start)], self.peer, _FRAME)]
+        if posted:
+            body = outside if outside is not None and not flags & OVERSIZE else self._filler
+            works.append(self.group.send([body], self.peer, _PAYLOAD))
+        if flags & OVERSIZE:
+            assert outside is not None
+            works.append(self.group.send([outside], self.peer, _EXTRA))
+        self._pending.append((works, frame, outside))
+
+    def fail(self, failure: Failure) -> None:
+        text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
+        posted = self._advance(0)
+        frame = _Frame()
+        Header(FAILURE, failure.step, failure.rank, 0, len(text), 0).write(frame.memory)
+        frame.memory[HEADER_BYTES : HEADER_BYTES + len(text)] = text
+        works = [self.group.send([frame.head(HEADER_BYTES + len(text))], self.peer, _FRAME)]
+        if posted:
+            works.append(self.group.send([self._filler], self.peer, _PAYLOAD))
+        self._pending.append((works, frame, None))
+
+    def settle(self, most: int = 0) -> None:
+        """Wait until at most `most` messages are under way, and let go of the rest."""
+        while len(self._pending) > most:
+            works, frame, _ = self._pending.popleft()
+            for work in works:
+                _wait(work, self.timeout, self.peer, "take what was sent")
+            self._free.append(frame)
+
+    def _frame(self) -> _Frame:
+        if not self._free:
+            self.settle(len(self._pending) - 1)
+        return self._free.pop()
+
+    def _advance(self, payload: int) -> int:
+        """The size of the payload buffer that the receiver has posted for this message."""
+        posted = self._posted.popleft()
+        self._largest = max(self._largest, payload)
+        self._posted.append(self._largest)
+        return posted
+
+
+class _Incoming:
+    """The receiving end of an edge."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, slots: int, timeout: timedelta) -> None:
+        self.group, self.peer, self.timeout = group, peer, timeout
+        self._layouts: list[Layout] = []
+        self._posted: deque[tuple[_Frame, dist.Work, Tensor | None, dist.Work | None]] = deque()
+        self._largest = 0
+        for _ in range(slots):
+            self._post(_Frame())
+
+    def _post(self, frame: _Frame) -> None:
+        body, work = None, None
+        first = self.group.recv([frame.bytes], self.peer, _FRAME)
+        if self._largest:
+            body = torch.empty(self._largest, dtype=torch.uint8)
+            work = self.group.recv([body], self.peer, _PAYLOAD)
+        self._posted.append((frame, first, body, work))
+
+    def next(self) -> tuple[int, int, Parcel | Failure]:
+        """Wait for the next message on the edge: (step, tag, content)."""
+        frame, first, body, work = self._posted[0]
+        _wait(first, self.timeout, self.peer, "send")
+        header = Header.read(frame.memory)
+        if work is not None:
+            _wait(work, self.timeout, self.peer, "send the rest of a message")
+        self._posted.popleft()
+        end = HEADER_BYTES + header.layout_bytes
+        if header.flags & FAILURE:
+            text = bytes(frame.memory[HEADER_BYTES:end]).decode(errors="replace")
+            self._post(frame)
+            return header.step, header.tag, Failure(header.tag, header.step, text)
+        if header.flags & LAYOUT:
+            if header.layout == 0:
+                self._layouts.clear()
+            self._layouts.append(Layout.from_bytes(bytes(frame.memory[HEADER_BYTES:end])))
+        layout = self._layouts[header.layout]
+        if header.flags & INLINE:
+            tensors = [view.clone() for view in frame.views(aligned(end), layout)]
+        else:
+            self._largest = max(self._largest, header.payload_bytes)
+            if header.flags & OVERSIZE:
+                body = torch.empty(header.payload_bytes, dtype=torch.uint8)
+                _wait(
+                    self.group.recv([body], self.peer, _EXTRA),
+                    self.timeout,
+                    self.peer,
+                    "send a large message",
+                )
+            assert body is not None
+            tensors = layout.views(body)
+        self._post(frame)
+        return header.step, header.tag, layout.join(tensors)
+
+
+class ProcessChannel:
+    """One process's end of all its edges.
+
+    Args:
+        group: the communicator for messages between ranks, used for nothing else.
+        incoming, outgoing: peer → (slots, capacity) of the edge from and to it.
+        timeout: the longest a wait may last, in seconds.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        incoming: Mapping[int, tuple[int, int]],
+        outgoing: Mapping[int, tuple[int, int]],
+        timeout: float,
+    ) -> None:
+        self.timeout = timeout
+        limit = timedelta(seconds=timeout)
+        self._out = {p: _Outgoing(group, p, s, c, limit) for p, (s, c) in sorted(outgoing.items())}
+        self._in = {p: _Incoming(group, p, s, limit) for p, (s, c) in sorted(incoming.items())}
+        self._step = 0
+        self._aside: dict[int, Parcel] = {}
+
+    def open(self, step: int) -> None:
+        self._step = step
+        self._aside.clear()
+
+    def send(self, peer: int, tag: int, parcel: Parcel) -> None:
+        self._out[peer].send(self._step, tag, parcel)
+
+    def recv(self, peer: int, tag: int) -> Parcel:
+        if tag in self._aside:
+            return self._aside.pop(tag)
+        while True:
+            step, arrived, content = self._in[peer].next()
+            if step != self._step:
+                continue  # left over from a step that failed
+            if isinstance(content, Failure):
+                raise PeerError(content.message, content)
+            if arrived == tag:
+                return content
+            self._aside[arrived] = content
+
+    def fail(self, failure: Failure) -> None:
+        for edge in self._out.values():
+            # A peer that is gone cannot be told, and the others must be.
+            try:
+                edge.fail(failure)
+            except RuntimeError:
+                continue
+
+    def finish(self) -> None:
+        assert not self._aside, f"messages nobody took: {sorted(self._aside)}"
+        for edge in self._out.values():
+            edge.settle()
+
+    def close(self) -> None:
+        self._aside.clear()
+        self._in.clear()
+        self._out.clear()
+
+
+def _wait(work: dist.Work, timeout: timedelta, peer: int, what: str) -> None:
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:
+        text = str(error)
+        if "imed out" in text:
+            raise WaitTimeoutError(
+                f"waited {timeout.total_seconds():g} s for rank {peer} to {what}"
+            ) from error
+        raise PeerError(f"the connection to rank {peer} broke: {text.splitlines()[0]}") from error

@@ -1,0 +1,166 @@
+"""How a message looks between processes: a small frame, and for large values a payload behind it.
+
+A frame is a header, the layout of the value if the receiver does not know it yet, and the value itself if it is small:
+
+    bytes 0-63   magic, flags, step, tag, layout number, bytes of layout, bytes of payload
+    then         the layout as JSON, if flag LAYOUT is set
+    then         the payload, if flag INLINE is set; every tensor starts at a multiple of 64
+
+Layouts are numbered per edge in the order in which they first appear, so metadata travels only when it changes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import TransportError
+from penstock.stage.values import Parcel, dump_structure, load_structure
+
+FRAME_BYTES = 1 << 16
+HEADER_BYTES = 64
+INLINE, FAILURE, LAYOUT, OVERSIZE = 1, 2, 4, 8
+MOST_LAYOUTS = 256
+
+_HEADER = struct.Struct("<4sIqqqqq")
+_MAGIC = b"PNS1"
+
+
+class Header(NamedTuple):
+    """A frame's first bytes; all counts in bytes."""
+
+    flags: int
+    step: int
+    tag: int
+    layout: int
+    layout_bytes: int
+    payload_bytes: int
+
+    def write(self, buffer: memoryview) -> None:
+        """Put the header at the start of a frame."""
+        _HEADER.pack_into(buffer, 0, _MAGIC, *self)
+
+    @staticmethod
+    def read(buffer: memoryview) -> Header:
+        """Take the header from a frame.
+
+        Raises:
+            TransportError: these bytes are no frame.
+        """
+        magic, *fields = _HEADER.unpack_from(buffer, 0)
+        if magic != _MAGIC:
+            raise TransportError(f"a message that is no Penstock frame arrived (it starts with {magic!r})")
+        return Header(*fields)
+
+
+def aligned(size: int) -> int:
+    """Round up to a multiple of 64 bytes, which suits every dtype."""
+    return (size + 63) & ~63
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of a value: for every leaf (dtype, shape, needs_grad) of a tensor, or a plain value.
+
+    Attributes:
+        tensors: per leaf ``(dtype, shape, needs_grad)``, or None where the leaf is plain.
+        plain: the plain leaves in order.
+        structure: the pytree spec, or None.
+    """
+
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool] | None, ...]
+    plain: tuple[Any, ...]
+    structure: Any
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int, torch.dtype, tuple[int, ...]], ...]:
+        """(offset, bytes, dtype, shape) of every tensor in the payload."""
+        found, at = [], 0
+        for leaf in self.tensors:
+            if leaf is not None:
+                dtype, shape, _ = leaf
+                size = torch.Size(shape).numel() * dtype.itemsize
+                found.append((at, size, dtype, shape))
+                at = aligned(at + size)
+        return tuple(found)
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes from the first tensor's start to the last one's end."""
+        return self.places[-1][0] + self.places[-1][1] if self.places else 0
+
+    def views(self, payload: Tensor) -> list[Tensor]:
+        """The tensors in a payload, as views.
+
+        Args:
+            payload: uint8, at least `payload_bytes` long, starting at a multiple of 64.
+        """
+        return [
+            payload[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+            for at, size, dtype, shape in self.places
+        ]
+
+    def join(self, tensors: list[Tensor]) -> Parcel:
+        """Tensors and plain leaves as a parcel."""
+        if len(self.tensors) == 1 and tensors:
+            assert self.tensors[0] is not None
+            return Parcel((tensors[0],), self.structure, (self.tensors[0][2],))
+        moving, resting = iter(tensors), iter(self.plain)
+        return Parcel(
+            tuple(next(resting) if leaf is None else next(moving) for leaf in self.tensors),
+            self.structure,
+            tuple(leaf is not None and leaf[2] for leaf in self.tensors),
+        )
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        leaves = [
+            None if leaf is None else [str(leaf[0]).removeprefix("torch."), list(leaf[1]), leaf[2]]
+            for leaf in self.tensors
+        ]
+        structure = None if self.structure is None else dump_structure(self.structure)
+        return json.dumps({"leaves": leaves, "plain": self.plain, "structure": structure}).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Layout:
+        """From JSON."""
+        fields = json.loads(data)
+        return Layout(
+            tuple(
+                None if leaf is None else (getattr(torch, leaf[0]), tuple(leaf[1]), leaf[2])
+                for leaf in fields["leaves"]
+            ),
+            tuple(fields["plain"]),
+            None if fields["structure"] is None else load_structure(fields["structure"]),
+        )
+
+
+def layout_of(parcel: Parcel) -> Layout:
+    """The layout of a parcel."""
+    leaves = parcel.leaves
+    return Layout(
+        tuple(
+            (leaf.dtype, tuple(leaf.shape), need) if isinstance(leaf, Tensor) else None
+            for leaf, need in zip(leaves, parcel.needs_grad, strict=True)
+        ),
+        tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor)),
+        parcel.structure,
+    )
+
+
+def signature(parcel: Parcel) -> tuple[Any, ...]:
+    """What two parcels of the same layout have in common; cheap to make and to compare."""
+    leaves = parcel.leaves
+    if len(leaves) == 1 and isinstance(leaves[0], Tensor):
+        return (leaves[0].dtype, leaves[0].shape, parcel.needs_grad, parcel.structure)
+    return (
+        tuple((x.dtype, x.shape) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+        parcel.needs_grad,
+        parcel.structure,
+    )

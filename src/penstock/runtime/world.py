@@ -1,0 +1,112 @@
+"""The processes of a run: found, connected, and asked for the few collectives a step needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from penstock.errors import ConfigError
+from penstock.runtime.transport.process_group import ProcessChannel
+from penstock.schedule.program import Program
+
+RESULT_SLOTS = 2
+
+
+class World:
+    """This process among the others.
+
+    Attributes:
+        rank, size: as in ``torch.distributed``.
+        channel: its end of the edges between ranks, once connected.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.channel: ProcessChannel | None = None
+        self._messages: dist.ProcessGroup | None = None
+        self._reductions: dist.ProcessGroup | None = None
+        self._timeout = timedelta(seconds=60)
+
+    def connect(self, program: Program, timeout: float) -> World:
+        """Open the communicators (one for messages, one for reductions) and the Program's edges.
+
+        Every rank calls it, with the same Program. Edges that only the end of a step needs (every rank to the one that
+        collects the losses, and back) are opened, too.
+        """
+        self._timeout = timedelta(seconds=timeout)
+        if not dist.is_initialized():
+            _stay_local()
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=self._timeout)
+        ranks = list(range(self.size))
+        self._messages = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
+        self._reductions = dist.new_group(ranks, timeout=self._timeout)
+        collector = program.schedule.placement.holders[-1][0]
+        ends = [(collector, r) for r in ranks if r != collector] + [
+            (r, collector) for r in ranks if r != collector
+        ]
+        sizes: dict[tuple[int, int], tuple[int, int]] = dict.fromkeys(ends, (RESULT_SLOTS, RESULT_SLOTS))
+        for key, edge in program.edges.items():
+            extra = RESULT_SLOTS if key in sizes else 0
+            sizes[key] = (edge.slots + extra, edge.capacity + extra)
+        self.channel = ProcessChannel(
+            self._messages,
+            {s: size for (s, t), size in sizes.items() if t == self.rank},
+            {t: size for (s, t), size in sizes.items() if s == self.rank},
+            timeout,
+        )
+        return self
+
+    def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
+        """Join every rank's dictionary; every rank calls it."""
+        parts: list[Any] = [None] * self.size
+        dist.all_gather_object(parts, part, group=self._reductions)
+        return {key: value for one in parts for key, value in one.items()}
+
+    def add_up(self, values: Tensor) -> None:
+        """Sum a tensor over all ranks, in place; every rank calls it."""
+        dist.all_reduce(values, group=self._reductions)
+
+    def disconnect(self, failed: bool = False) -> None:
+        """Close what `connect` opened; after a sound run once every rank is here, so that nothing in flight is cut."""
+        if self.channel is None:
+            return
+        if not failed:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a rank that is gone, or never comes, does not matter any more
+                dist.barrier(group=self._reductions)
+        self.channel.close()
+        self.channel = None
+        for group in (self._messages, self._reductions):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+def current_world() -> World | None:
+    """The processes this one belongs to; None if it is alone.
+
+    Raises:
+        ConfigError: RANK or WORLD_SIZE is set to something that is no rank.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size())
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or size is None:
+        return None
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ConfigError(f"RANK={rank!r} and WORLD_SIZE={size!r} are not a rank below a number of processes")
+    return World(int(rank), int(size))
+
+
+def _stay_local() -> None:
+    """On one machine keep gloo's sockets on the loopback interface, unless the user chose another."""
+    if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,0 +1,113 @@
+"""How many layers each stage gets: contiguous ranges, evenly, by count, by range, or by weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from penstock.errors import SplitError
+
+Ranges = tuple[tuple[int, int], ...]
+"""One (start, stop) a stage: consecutive, covering all layers, none empty."""
+
+
+def even(blocks: int, stages: int) -> Ranges:
+    """Equal counts, the remainder to the earliest stages: 10 blocks on 3 stages is 4, 3, 3.
+
+    Raises:
+        SplitError: fewer blocks than stages, or no stage.
+    """
+    _enough(blocks, stages)
+    base, extra = divmod(blocks, stages)
+    return _from_counts([base + (s < extra) for s in range(stages)])
+
+
+def by_counts(counts: Sequence[int], blocks: int) -> Ranges:
+    """The given number of blocks a stage.
+
+    Raises:
+        SplitError: a count below 1, or counts that do not add up to `blocks`.
+    """
+    if any(count < 1 for count in counts) or not counts:
+        raise SplitError(f"every stage needs at least one block; the counts are {list(counts)}")
+    if sum(counts) != blocks:
+        raise SplitError(
+            f"the counts {list(counts)} add up to {sum(counts)}, but there are {blocks} blocks to place"
+        )
+    return _from_counts(counts)
+
+
+def by_ranges(ranges: Sequence[tuple[int, int]], blocks: int) -> Ranges:
+    """The given (start, stop) ranges, checked: consecutive, none empty, every block owned exactly once.
+
+    Raises:
+        SplitError: a gap, an overlap, an empty range, or blocks left over.
+    """
+    given = tuple((int(start), int(stop)) for start, stop in ranges)
+    if not given:
+        raise SplitError("no ranges; give one (start, stop) a stage")
+    if any(stop <= start for start, stop in given):
+        raise SplitError(f"an empty range in {list(given)}; every stage needs at least one block")
+    joined = all(a[1] == b[0] for a, b in pairwise(given))
+    if given[0][0] != 0 or given[-1][1] != blocks or not joined:
+        raise SplitError(
+            f"the ranges {list(given)} do not cover blocks 0..{blocks - 1} exactly once, in order"
+        )
+    return given
+
+
+def by_weights(weights: Sequence[float], stages: int) -> Ranges:
+    """The contiguous split whose heaviest stage is lightest; exact.
+
+    Of the splits with that heaviest stage it takes one that fills the early stages no more than needed: later
+    stages are cut as late as the bound allows, so that the early ones, which hold most activations, stay light.
+    Dynamic programming, O(layers² · stages).
+
+    Args:
+        weights: cost of each layer (seconds, bytes, parameters; any one unit), finite and not negative.
+        stages: number of stages.
+
+    Raises:
+        SplitError: a weight that is negative or not finite, or fewer layers than stages.
+    """
+    if bad := [w for w in weights if not (math.isfinite(w) and w >= 0)]:
+        raise SplitError(f"weights must be finite and not negative; given {bad[0]!r}")
+    n = len(weights)
+    _enough(n, stages)
+    prefix = [0.0]
+    for weight in weights:
+        prefix.append(prefix[-1] + weight)
+    # least[k][i]: the lightest possible heaviest stage when layers i.. go to k stages.
+    least = [[math.inf] * (n + 1) for _ in range(stages + 1)]
+    cut = [[n] * (n + 1) for _ in range(stages + 1)]
+    least[0][n] = 0.0
+    for k in range(1, stages + 1):
+        for i in range(n - k, -1, -1):
+            for j in range(i + 1, n - k + 2):
+                heaviest = max(prefix[j] - prefix[i], least[k - 1][j])
+                if heaviest < least[k][i]:
+                    least[k][i], cut[k][i] = heaviest, j
+    counts, start = [], 0
+    for k in range(stages, 0, -1):
+        stop = cut[k][start]
+        counts.append(stop - start)
+        start = stop
+    return _from_counts(counts)
+
+
+def _enough(blocks: int, stages: int) -> None:
+    if stages < 1:
+        raise SplitError(f"the number of stages must be at least 1, not {stages}")
+    if blocks < stages:
+        raise SplitError(
+            f"{stages} stages but only {blocks} layer(s) to cut; use at most {blocks} stage(s) "
+            "(ranks times virtual stages), or a model with more layers"
+        )
+
+
+def _from_counts(counts: Sequence[int]) -> Ranges:
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return tuple(pairwise(ends))

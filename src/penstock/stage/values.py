@@ -1,0 +1,136 @@
+"""What stages hand to each other: a value taken apart into leaves, so that any transport can carry it.
+
+`torch.utils._pytree` is private, but it is the registry in which other libraries enter their output types; this is the
+one place that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from penstock.errors import StageShapeError
+
+PLAIN = (type(None), bool, int, float, str)
+"""Leaves that travel besides tensors."""
+
+
+class Parcel(NamedTuple):
+    """A value between two stages, detached from any graph.
+
+    Attributes:
+        leaves: tensors and plain values; for a gradient, a tensor or None for each leaf that needed one.
+        structure: how to put the leaves together (a pytree spec); None for one bare leaf, and for gradients.
+        needs_grad: for every leaf, whether a gradient for it is to come back.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: Any = None
+    needs_grad: tuple[bool, ...] = (False,)
+
+
+def pack(value: object) -> tuple[Parcel, tuple[Tensor, ...]]:
+    """Take a stage's output apart; returns the parcel to hand over and the leaves that have a graph.
+
+    Raises:
+        StageShapeError: a leaf is neither a tensor nor None, bool, int, float or str.
+    """
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            return Parcel((value.detach(),), None, (True,)), (value,)
+        return Parcel((value,)), ()
+    leaves, structure = _pytree.tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise StageShapeError(
+                f"a stage returned a {type(leaf).__name__} among its outputs; what stages hand over is made of "
+                "tensors, None, bool, int, float and str in tuples, lists and dicts"
+            )
+    roots = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
+    return (
+        Parcel(
+            tuple(
+                leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves
+            ),
+            structure,
+            tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves),
+        ),
+        roots,
+    )
+
+
+def unpack(parcel: Parcel) -> tuple[object, tuple[Tensor, ...]]:
+    """Put a parcel together; returns the value and its leaves that now collect a gradient."""
+    collecting = tuple(
+        leaf.requires_grad_() for leaf, needed in zip(parcel.leaves, parcel.needs_grad, strict=True) if needed
+    )
+    if parcel.structure is None:
+        return parcel.leaves[0], collecting
+    return _pytree.tree_unflatten(list(parcel.leaves), parcel.structure), collecting
+
+
+def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
+    """A value's leaves and its structure; None for one bare tensor."""
+    if isinstance(value, Tensor):
+        return (value,), None
+    leaves, structure = _pytree.tree_flatten(value)
+    return tuple(leaves), structure
+
+
+def describe(parcel: Parcel) -> str:
+    """The leaves in a few words, as ``float32 (4, 16)``."""
+    return ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else repr(leaf)
+        for leaf in parcel.leaves
+    )
+
+
+def gradients(tensors: Sequence[Tensor]) -> Parcel:
+    """The gradients that the given leaves have collected, as a parcel for the stage that made them."""
+    return Parcel(tuple(t.grad for t in tensors), None, (False,) * len(tensors))
+
+
+def dump_structure(structure: Any) -> str:
+    """A pytree spec as JSON text."""
+    return _pytree.treespec_dumps(structure)
+
+
+def load_structure(text: str) -> Any:
+    """The pytree spec of a JSON text."""
+    return _pytree.treespec_loads(text)
+
+
+def slices(value: object, microbatches: int, what: str) -> list[object]:
+    """Cut a batch along dimension 0 into equal microbatches: every tensor in it; other leaves go to all.
+
+    Raises:
+        BatchError: no tensor, or a batch size that `microbatches` does not divide.
+    """
+    from penstock.errors import BatchError
+
+    leaves, structure = _pytree.tree_flatten(value)
+    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves if isinstance(leaf, Tensor)}
+    if len(sizes) != 1 or None in sizes:
+        found = "no tensor" if not sizes else f"batch sizes {sorted(map(str, sizes))}"
+        raise BatchError(f"{what}: {found}; it needs tensors that share dimension 0, the batch")
+    (size,) = sizes
+    assert size is not None
+    if size == 0 or size % microbatches:
+        fits = [n for n in range(1, size + 1) if size % n == 0]
+        raise BatchError(
+            f"{what}: a batch of {size} does not divide into {microbatches} microbatches; "
+            f"use a multiple of {microbatches}" + (f", or one of {fits[:12]} microbatches" if fits else "")
+        )
+    parts = [
+        torch.split(leaf.detach(), size // microbatches)
+        if isinstance(leaf, Tensor)
+        else (leaf,) * microbatches
+        for leaf in leaves
+    ]
+    return [_pytree.tree_unflatten([part[n] for part in parts], structure) for n in range(microbatches)]
