@@ -1,0 +1,25 @@
+"""What all tests share: one pool of worker processes, and one intra-op thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[object]:
+    """Four worker processes, started on first use and reused by every test."""
+    from penstock.runtime.local import LocalProcesses
+
+    with LocalProcesses(4) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> None:
+    """Bit-equality is stated for equal thread counts; one everywhere."""
+    if "torch" in __import__("sys").modules:
+        import torch
+
+        torch.set_num_threads(1)

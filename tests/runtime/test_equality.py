@@ -1,0 +1,67 @@
+"""The main oracle: pipelined training gives bit for bit what plain PyTorch gives."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.pipeline import Pipeline
+from tests.runtime import plain
+
+FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b"]
+CASES = [
+    (family, ranks, microbatches)
+    for family, ranks in itertools.product(FAMILIES, [1, 2, 4])
+    for microbatches in sorted({ranks, 2 * ranks, 7})
+]
+
+
+def pipelined(rank: int, family: str, ranks: int, microbatches: int):
+    """Three steps through a pipeline; what this process holds of losses, weights and gradients."""
+    torch.set_num_threads(1)
+    virtual = 2 if family == "interleaved-1f1b" else 1
+    with Pipeline(
+        plain.model(8), nn.functional.mse_loss, microbatches=microbatches, schedule=family, ranks=ranks,
+        virtual_stages=virtual,
+    ) as pipe:  # fmt: skip
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        history = []
+        for n in range(3):
+            optimizer.zero_grad()
+            result = pipe.step(*plain.batch(n, 2 * microbatches))
+            pipe.clip_grad_norm_(0.5)
+            optimizer.step()
+            assert torch.equal(result.loss, result.losses.mean())
+            history.append(result.losses)
+        weights = {n: p.detach() for n, p in pipe.named_parameters()}
+        return history, weights, {n: p.grad for n, p in pipe.named_parameters()}
+
+
+def assert_same(parts, microbatches: int) -> None:
+    history, weights, grads = plain.train(8, microbatches)
+    seen_weights, seen_grads = {}, {}
+    for losses, part, part_grads in parts:
+        for ours, theirs in zip(losses, history, strict=True):
+            assert torch.equal(ours, theirs)
+        seen_weights.update(part)
+        seen_grads.update(part_grads)
+    assert seen_weights.keys() == weights.keys()
+    for name in weights:
+        assert torch.equal(seen_weights[name], weights[name]), name
+        assert torch.equal(seen_grads[name], grads[name]), name
+
+
+@pytest.mark.parametrize(("family", "ranks", "microbatches"), CASES)
+def test_threads_give_the_losses_weights_and_gradients_of_plain_pytorch(family, ranks, microbatches):
+    assert_same([pipelined(0, family, ranks, microbatches)], microbatches)
+
+
+@pytest.mark.parametrize(("family", "ranks", "microbatches"), CASES)
+def test_processes_give_the_losses_weights_and_gradients_of_plain_pytorch(
+    processes: LocalProcesses, family, ranks, microbatches
+):
+    assert_same(processes.run(ranks, pipelined, family, ranks, microbatches), microbatches)
