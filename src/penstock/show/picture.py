@@ -1,0 +1,111 @@
+"""A trace as a picture: a timeline in SVG, PNG or PDF, drawn by matplotlib (the extra `pictures`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.trace.events import Activity, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = (".svg", ".png", ".pdf")
+LABELLED = 600
+RASTERIZED = 100_000
+_COLOURS = {
+    Activity.F: ("#7aa6d8", "#a9c8ea", "forward"),
+    Activity.B: ("#7fbf7b", "#addca9", "backward"),
+    Activity.I: ("#66c2b5", "#9edcd3", "input gradient"),
+    Activity.W: ("#f2c14e", "#f8dc9a", "weight gradient"),
+    Activity.R: ("#b89bd9", "#d6c5ea", "recompute"),
+    Activity.REDUCE: ("#d1605e", "#d1605e", "reduction"),
+    Activity.OPTIMIZER: ("#555555", "#555555", "optimizer"),
+}
+
+
+def draw_picture(trace: Trace, path: str | Path) -> None:
+    """Draw a trace into a file: a row a rank, time from left to right, a colour a kind of op.
+
+    The lighter shade marks every second of a rank's stages; the halves of a fused pair lie over each other. Ops carry their
+    microbatch when there are at most `LABELLED`; from `RASTERIZED` on they are pixels in a vector file, too.
+
+    Args:
+        trace: what to draw; its messages are left out.
+        path: where to; its ending, one of `FORMATS`, says the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed, the ending is another one, or the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"cannot draw {path.name}: the name must end in {', '.join(FORMATS)}")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ConfigError("pictures need matplotlib: pip install 'penstock[pictures]'") from error
+    shown = trace.select(np.isin(trace.kind, list(_COLOURS)))
+    figure = Figure(figsize=(12, 1.2 + 0.3 * min(trace.ranks, 64)), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = [kind for kind in _COLOURS if (shown.kind == kind).any()]
+    for kind in drawn:
+        _bars(axes, shown, kind)
+    if len(shown) <= LABELLED:
+        _labels(axes, shown)
+    axes.set_ylim(trace.ranks - 0.5, -0.5)
+    axes.set_xlim(float(shown.start.min(initial=0)), float(shown.end.max(initial=0)) or 1.0)
+    axes.set_ylabel("rank")
+    axes.set_xlabel("time")
+    axes.set_title(str(trace.info.get("schedule", "")))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    keys = [Patch(color=colour, label=meaning) for colour, _, meaning in map(_COLOURS.__getitem__, drawn)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(_COLOURS), frameon=False)
+    # Fixed identifiers and no date: the same trace gives the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "penstock"}):
+        try:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        except OSError as error:
+            raise ConfigError(f"cannot write the picture {path}: {error.strerror}") from error
+
+
+def _bars(axes: Axes, trace: Trace, kind: Activity) -> None:
+    """All ops of one kind as one collection of rectangles; a pair's forward fills the upper half."""
+    from matplotlib.collections import PolyCollection
+
+    rows = np.flatnonzero(trace.kind == kind)
+    second = np.concatenate([[False], trace.paired[:-1]])
+    top = trace.rank[rows] - 0.42 + 0.42 * second[rows]
+    bottom = trace.rank[rows] + 0.42 - 0.42 * trace.paired[rows]
+    left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
+    corners = np.stack(
+        [np.stack(point, axis=1) for point in ((left, top), (right, top), (right, bottom), (left, bottom))],
+        axis=1,
+    )
+    full, light, _ = _COLOURS[kind]
+    shade = np.where(_odd_chunk(trace)[rows], light, full)
+    bars = PolyCollection(list(corners), facecolors=shade.tolist(), edgecolors="white", linewidths=0.3)
+    bars.set_rasterized(len(trace) > RASTERIZED)
+    axes.add_collection(bars)
+
+
+def _odd_chunk(trace: Trace) -> np.ndarray[Any, Any]:
+    """Whether an event is of the second, fourth, ... of its rank's stages."""
+    odd = np.zeros(len(trace), np.bool_)
+    for rows in trace.rank_slices():
+        stages, place = np.unique(trace.stage[rows], return_inverse=True)
+        odd[rows] = place % 2 == 1 if len(stages) > 1 else False
+    return odd
+
+
+def _labels(axes: Axes, trace: Trace) -> None:
+    second = np.concatenate([[False], trace.paired[:-1]])
+    for row in np.flatnonzero(trace.microbatch >= 0):
+        x = (float(trace.start[row]) + float(trace.end[row])) / 2
+        y = trace.rank[row] + 0.21 * (int(second[row]) - int(trace.paired[row]))
+        axes.text(x, y, str(trace.microbatch[row]), ha="center", va="center", fontsize=6, clip_on=True)

@@ -1,0 +1,142 @@
+"""A trace as a timeline in text: one line a rank, time from left to right, on one screen.
+
+Every op starts with its letter, so the drawing reads without colours, too; `·` is an idle rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.trace.events import Activity, Trace
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+MOST_LINES = 32
+IDLE = "·"
+_LETTERS = {
+    Activity.F: "F",
+    Activity.B: "B",
+    Activity.I: "I",
+    Activity.W: "W",
+    Activity.R: "R",
+    Activity.REDUCE: "=",
+    Activity.OPTIMIZER: "O",
+}
+_STYLES = {
+    "F": ("black on bright_blue", "black on blue"),
+    "B": ("black on bright_green", "black on green"),
+    "I": ("black on bright_cyan", "black on cyan"),
+    "W": ("black on bright_yellow", "black on yellow"),
+    "R": ("black on bright_magenta", "black on magenta"),
+    "&": ("black on bright_white", "black on white"),
+    "=": ("red", "red"),
+    "O": ("white on red", "white on red"),
+    IDLE: ("bright_black", "bright_black"),
+}
+_MEANINGS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recompute",
+    "&": "forward and backward in one",
+    "=": "reduction",
+    "O": "optimizer",
+}
+
+
+def draw_terminal(trace: Trace, width: int | None = None) -> Text:
+    """Draw a trace as text that rich colours by kind of op; ``str()`` of it is the same without colours.
+
+    An op wide enough shows its microbatch, too, and its stage where ranks hold several; the shade tells a rank's stages
+    apart. Of more than `MOST_LINES` ranks the first and the last are drawn.
+
+    Args:
+        trace: what to draw; its messages are left out.
+        width: columns to use; the terminal's if not given.
+    """
+    from rich.text import Text
+
+    columns = width or shutil.get_terminal_size().columns
+    shown = trace.select(np.isin(trace.kind, list(_LETTERS)))
+    text = Text(no_wrap=True, overflow="crop")
+    if not len(shown):
+        return text.append("nothing ran\n")
+    begin, end = float(shown.start.min()), float(shown.end.max())
+    margin = len(f"rank {trace.ranks - 1} ")
+    cells = _cells(shown, max(8, columns - margin), end - begin)
+    centres = begin + (np.arange(cells) + 0.5) * ((end - begin) / cells)
+    several = any(len(np.unique(shown.stage[rows])) > 1 for rows in shown.rank_slices())
+    used: set[str] = set()
+    for rank, rows in enumerate(shown.rank_slices()):
+        if _hidden(rank, trace.ranks):
+            if rank == MOST_LINES // 2:
+                text.append(f"{'⋮'.rjust(margin - 1)} {trace.ranks - MOST_LINES + 1} ranks more\n")
+            continue
+        text.append(f"rank {rank} ".rjust(margin))
+        for piece, letter, shade in _line(shown.select(rows), centres, several):
+            used.add(letter)
+            text.append(piece, _STYLES[letter][shade])
+        text.append("\n")
+    text.append(_axis(margin, cells, begin, end))
+    legend = [f"{letter} {meaning}" for letter, meaning in _MEANINGS.items() if letter in used]
+    return text.append(" " * margin + "   ".join([*legend, f"{IDLE} idle"]) + "\n")
+
+
+def _cells(trace: Trace, most: int, span: float) -> int:
+    """How many cells to use: so many that the shortest op has a whole number of them, if it has one at all."""
+    spent = (trace.end - trace.start).astype(np.float64)
+    shortest = spent[spent > 0].min(initial=span)
+    each = int(most * shortest / span) if span > 0 else 0
+    return min(most, round(span / shortest * each)) if each else most
+
+
+def _hidden(rank: int, ranks: int) -> bool:
+    return ranks > MOST_LINES and MOST_LINES // 2 <= rank < ranks - MOST_LINES // 2 + 1
+
+
+def _line(trace: Trace, centres: np.ndarray[Any, Any], several: bool) -> list[tuple[str, str, int]]:
+    """One rank's line in pieces: the text of an op, its letter, and its shade."""
+    work = np.flatnonzero(trace.kind != Activity.REDUCE)
+    reductions = np.flatnonzero(trace.kind == Activity.REDUCE)
+    event = np.full(len(centres), -1)
+    for rows in (reductions, work):
+        at = np.searchsorted(trace.start[rows], centres, side="right") - 1
+        running = at >= 0
+        running[running] = trace.end[rows[at[running]]] > centres[running]
+        event[running] = rows[at[running]]
+    # Both halves of a pair start at once, and the search finds the second.
+    first = np.concatenate([[False], trace.paired[:-1]])
+    event[event >= 0] -= first[event[event >= 0]]
+    stages = np.unique(trace.stage)
+    cuts = [0, *(np.flatnonzero(np.diff(event)) + 1).tolist(), len(event)]
+    pieces = []
+    for a, b in pairwise(cuts):
+        row = int(event[a])
+        if row < 0:
+            pieces.append((IDLE * (b - a), IDLE, 0))
+            continue
+        letter = "&" if trace.paired[row] else _LETTERS[Activity(int(trace.kind[row]))]
+        label = _label(trace, row, several)
+        shade = int(np.searchsorted(stages, trace.stage[row])) % 2
+        pieces.append(((label if len(label) <= b - a else letter).ljust(b - a), letter, shade))
+    return pieces
+
+
+def _label(trace: Trace, row: int, several: bool) -> str:
+    kind = Activity(int(trace.kind[row]))
+    if trace.stage[row] < 0 or trace.microbatch[row] < 0:
+        return _LETTERS[kind]
+    stage = str(trace.stage[row]) if several else ""
+    label = f"{stage}{_LETTERS[kind]}{trace.microbatch[row]}"
+    return f"{label}&{_label(trace, row + 1, several)}" if trace.paired[row] else label
+
+
+def _axis(margin: int, cells: int, begin: float, end: float) -> str:
+    left, right = f"{begin:.6g}", f" {end:.6g}"
+    return " " * margin + left + right.rjust(cells - len(left)) + "\n"

@@ -1,0 +1,100 @@
+"""Costs from a file, in TOML or (by its name, ``.json``) in JSON.
+
+::
+
+    F = 10.4                           # seconds of one microbatch: a number, which a rank's stages share,
+    B = 10.2                           #   or a list with the seconds of every stage
+    W = [7.7, 7.7, 7.7, 9.1]
+    # optional
+    full = 17.9                        # a full backward; B + W otherwise
+    R = 10.4                           # a recompute; F otherwise
+    pair = 25.0                        # a fused pair; the sum of its halves otherwise
+    pair_output = "end"                # or "early": the forward's output leaves before the pair ends
+    message_bytes = 8388608            # an activation's bytes, or a list with those over every boundary
+    latency = 0.00001                  # seconds
+    bandwidth = 200e9                  # bytes a second
+    ranks_per_node = 8
+    latency_between_nodes = 0.00003    # as within a node otherwise
+    bandwidth_between_nodes = 40e9
+    blocks = "none"                    # or "sender", "receiver", "both": who cannot compute meanwhile
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, nearest
+from penstock.schedule.placement import Placement
+from penstock.simulate.costs import Communication, Costs, Link
+
+_NEEDED = ("F", "B", "W")
+_OPTIONAL = {
+    "full": None, "R": None, "pair": None, "pair_output": "end",
+    "message_bytes": 0, "latency": 0, "bandwidth": math.inf, "ranks_per_node": None,
+    "latency_between_nodes": None, "bandwidth_between_nodes": None, "blocks": "none",
+}  # fmt: skip
+
+
+def read_costs(path: str | Path, placement: Placement, latency: float | int | None = None) -> Costs:
+    """Read a file of costs for the stages of a placement.
+
+    Args:
+        path: the file.
+        placement: says how many stages there are and how many a rank has.
+        latency: takes the place of the file's latencies.
+
+    Raises:
+        ConfigError: the file cannot be read, misses a cost or has a key that means nothing here, or a value is none that
+            `Costs` allows.
+    """
+    table = _read(Path(path))
+    allowed = [*_NEEDED, *_OPTIONAL]
+    for key in table:
+        if key not in allowed:
+            raise ConfigError(
+                f"{path}: no cost is called {key!r}{nearest(key, allowed)}; there are {', '.join(allowed)}"
+            )
+    for key in _NEEDED:
+        if key not in table:
+            raise ConfigError(f"{path}: {key} is missing; F, B and W are needed")
+    given = _OPTIONAL | table
+    near = Link(given["latency"] if latency is None else latency, given["bandwidth"])
+    far_latency, far_bandwidth = given["latency_between_nodes"], given["bandwidth_between_nodes"]
+    far = Link(
+        near.latency if far_latency is None or latency is not None else far_latency,
+        near.bandwidth if far_bandwidth is None else far_bandwidth,
+    )
+    try:
+        return Costs.of(
+            placement,
+            given["F"],
+            given["B"],
+            given["W"],
+            full=given["full"],
+            recompute=given["R"],
+            pair=given["pair"],
+            pair_output=given["pair_output"],
+            communication=Communication(
+                given["message_bytes"], near, far, given["ranks_per_node"], given["blocks"]
+            ),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the costs {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"{path} is no {kind} file: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} holds a {type(table).__name__}, not a table of costs")
+    return table
