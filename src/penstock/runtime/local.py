@@ -35,7 +35,9 @@ class LocalProcesses:
         self._calls = 0
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, ranks: int, function: Callable[..., Any], *args: object, timeout: float = 120.0) -> list[Any]:
+    def run(
+        self, ranks: int, function: Callable[..., Any], *args: object, timeout: float = 120.0
+    ) -> list[Any]:
         """Run ``function(rank, *args)`` in `ranks` processes that form one group.
 
         Args:
@@ -57,7 +59,7 @@ class LocalProcesses:
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
-        running = {}
+        running: dict[Connection, int] = {}
         for rank in range(ranks):
             connection = self._workers[rank][1]
             connection.send((function, rank, ranks, store, args))
@@ -70,8 +72,7 @@ class LocalProcesses:
                 raise WaitTimeoutError(
                     f"rank(s) {sorted(running.values())} did not end within {timeout:g} s; the workers were ended"
                 ) from next(iter(errors.values()), None)
-            for connection in ready:
-                assert isinstance(connection, Connection)
+            for connection in [c for c in running if c in ready]:
                 rank = running.pop(connection)
                 try:
                     good, value = connection.recv()
@@ -128,7 +129,7 @@ def _serve(connection: Connection, threads: int) -> None:
         except (EOFError, OSError):
             return
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
             answer = (True, function(rank, *args))
         except BaseException as error:
             error.add_note(f"in the process of rank {rank}:\n{traceback.format_exc()}")

@@ -1,0 +1,254 @@
+"""A rank that fails stops every other, and the message names who failed first and at what."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import (
+    BatchError,
+    ConfigError,
+    PeerError,
+    PenstockError,
+    ScheduleError,
+    StageError,
+    WaitTimeoutError,
+)
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.pipeline import Pipeline
+from tests.runtime import plain
+
+
+class Boom(nn.Module):
+    """Raises in the forward, or in the backward, of one microbatch; harmless once disarmed."""
+
+    def __init__(self, at: int, backward: bool = False) -> None:
+        super().__init__()
+        self.at, self.backward, self.seen, self.armed = at, backward, -1, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        if self.armed and self.seen == self.at:
+            if not self.backward:
+                raise ValueError("boom")
+            x.register_hook(self.explode)
+        return x * 1.0
+
+    def explode(self, grad: torch.Tensor) -> None:
+        raise ValueError("boom")
+
+
+def failing(stage: int, at: int, backward: bool = False) -> tuple[nn.Sequential, Boom]:
+    net = plain.model(4)
+    bomb = Boom(at, backward)
+    net[stage].append(bomb)
+    return net, bomb
+
+
+def caught(error: BaseException | None) -> str:
+    chain = []
+    while error is not None:
+        chain.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return " | ".join(chain)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_layer_that_raises_in_a_thread_reaches_the_caller_with_its_own_traceback(stage, backward):
+    net, bomb = failing(stage, 2, backward)
+    before = threading.active_count()
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4) as pipe:
+        with pytest.raises(StageError, match=f"rank {stage}, stage {stage}, microbatch 2, op {stage}") as info:
+            pipe.step(*plain.batch(0, 8))
+        cause = info.value.__cause__
+        assert isinstance(cause, ValueError)
+        assert str(cause) == "boom"
+        frames, frame = [], cause.__traceback__
+        while frame is not None:
+            frames.append(frame.tb_frame.f_code.co_name)
+            frame = frame.tb_next
+        assert frames[-1] == ("explode" if backward else "forward")
+        # The pipeline is sound afterwards: the next step runs and equals a fresh one.
+        bomb.armed = False
+        pipe_loss = pipe.step(*plain.batch(1, 8)).losses
+    losses, _ = plain.step(plain.model(4), nn.functional.mse_loss, *plain.batch(1, 8), 4)
+    assert torch.equal(pipe_loss, losses)
+    assert threading.active_count() == before
+
+
+def fail_in_process(rank: int, stage: int, backward: bool) -> tuple[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    net, bomb = failing(stage, 2, backward)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4, timeout=20) as pipe:
+        try:
+            pipe.step(*plain.batch(0, 8))
+        except PenstockError as error:
+            bomb.armed = False
+            return caught(error), pipe.step(*plain.batch(1, 8)).losses
+    raise AssertionError("the step did not fail")
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(
+    processes: LocalProcesses, stage, backward
+):
+    told = processes.run(4, fail_in_process, stage, backward)
+    losses, _ = plain.step(plain.model(4), nn.functional.mse_loss, *plain.batch(1, 8), 4)
+    for rank, (text, after) in enumerate(told):
+        assert f"rank {stage}, stage {stage}, microbatch 2, op {stage}{'B' if backward else 'F'}2" in text
+        assert "ValueError: boom" in text
+        assert text.startswith("StageError" if rank == stage else "PeerError")
+        assert torch.equal(after, losses)
+
+
+def only_first_rank_has_the_batch(rank: int) -> list[str]:
+    texts = []
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=20) as pipe:
+        for size in (7, 8):
+            x, y = plain.batch(0, size)
+            try:
+                pipe.step(x if rank == 0 else None, y if rank == 1 and size == 8 else plain.batch(0, 8)[1])
+                texts.append("ok")
+            except PenstockError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_a_batch_that_does_not_divide_is_refused_on_every_rank_and_the_next_one_runs(processes: LocalProcesses):
+    first, second = processes.run(2, only_first_rank_has_the_batch)
+    assert first[0].startswith("BatchError")
+    assert second[0].startswith("PeerError")
+    assert "a batch of 7 does not divide into 4 microbatches" in second[0]
+    assert first[1] == second[1] == "ok"
+
+
+def dies(rank: int) -> str:
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=30) as pipe:
+        pipe.step(*plain.batch(0, 8))
+        if rank == 1:
+            import os
+
+            os._exit(7)
+        try:
+            pipe.step(*plain.batch(1, 8))
+        except PeerError as error:
+            return str(error)
+    raise AssertionError("the step did not fail")
+
+
+def test_a_rank_that_dies_is_named_by_the_ranks_that_wait_for_it():
+    with LocalProcesses(2) as pool, pytest.raises(PenstockError, match="rank 1 ended without a word"):
+        pool.run(2, dies)
+
+
+def never_answers(rank: int) -> str:
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=1) as pipe:
+        if rank == 1:
+            return "left"
+        try:
+            pipe.step(*plain.batch(1, 8))
+        except (WaitTimeoutError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError("the step did not fail")
+
+
+def test_a_rank_that_never_answers_ends_the_wait_of_the_others():
+    with LocalProcesses(2) as pool:
+        assert pool.run(2, never_answers)[0].startswith(("WaitTimeoutError: waited 1 s for rank 1", "PeerError"))
+
+
+class Stuck(nn.Module):
+    """Waits until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.go.wait()
+        return x
+
+
+def test_a_thread_that_waits_in_vain_says_for_whom_and_at_what():
+    net = plain.model(2)
+    stuck = Stuck()
+    net[0].append(stuck)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2, timeout=0.2) as pipe:
+        with pytest.raises(WaitTimeoutError, match=r"rank\(s\) \[0\] did not stop .* rank 1 waited 0.2 s") as info:
+            pipe.step(*plain.batch(0, 4))
+        assert isinstance(info.value.__cause__, WaitTimeoutError)
+        stuck.go.set()
+
+
+def test_a_shape_the_next_stage_cannot_take_is_named():
+    net = nn.Sequential(nn.Linear(12, 12), nn.Linear(5, 12))
+    with (
+        Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe,
+        pytest.raises(StageError, match=r"rank 1, stage 1, microbatch 0.*the stage's input was float32 \(2, 12\)"),
+    ):
+        pipe.step(*plain.batch(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 0}, "microbatches must be a whole number of at least 1, not 0"),
+        ({"microbatches": -3}, "not -3"),
+        ({"microbatches": True}, "not True"),
+        ({"microbatches": 2, "ranks": 0}, "ranks must be"),
+        ({"microbatches": 2, "virtual_stages": 0}, "virtual_stages must be"),
+        ({"microbatches": 2, "timeout": 0}, "timeout must be a positive number of seconds"),
+        ({"microbatches": 2, "ranks": 5}, "5 stages but only 4 layer"),
+        ({"microbatches": 2, "ranks": 2, "schedule": "1f1c"}, "did you mean '1f1b'"),
+        ({"microbatches": 2, "schedule": "no/such.csv"}, "cannot read the schedule no/such.csv"),
+        ({"microbatches": 2, "ranks": 2, "split": "odd"}, "no split 'odd'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_what_is_allowed(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(plain.model(4), nn.functional.mse_loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("0F0,0B0\n1F0\n", "1B0 is missing"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 stands 2 times"),
+        ("0B0,0F0\n1F0,1B0\n", "0B0 on rank 0 does not come after 0F0"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlocks"),
+        ("0F0,0X0\n1F0,1B0\n", "line 1, column 2"),
+    ],
+)
+def test_a_csv_schedule_that_is_wrong_is_refused(tmp_path, lines, message):
+    path = tmp_path / "wrong.csv"
+    path.write_text(lines)
+    with pytest.raises(ScheduleError, match=message):
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=2 if "0F1" in lines else 1, schedule=str(path))
+
+
+def test_a_target_of_another_length_is_refused_before_anything_runs():
+    with Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        with pytest.raises(BatchError, match="the target y: a batch of 3"):
+            pipe.step(plain.batch(0, 4)[0], plain.batch(0, 3)[1])
+        pipe.step(*plain.batch(0, 4))
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    with (
+        Pipeline(plain.model(2), lambda a, b: a - b, microbatches=2, ranks=2) as pipe,
+        pytest.raises(StageError, match=r"loss_fn must return a scalar tensor.*shape \(2, 12\)"),
+    ):
+        pipe.step(*plain.batch(0, 4))
+
+
+def test_a_closed_pipeline_says_so():
+    pipe = Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, ranks=2)
+    pipe.close()
+    pipe.close()
+    with pytest.raises(PenstockError, match="closed"):
+        pipe.step(*plain.batch(0, 4))

@@ -1,0 +1,75 @@
+"""Every way of cutting, against the rule in words and against trying all splits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import SplitError
+from penstock.stage.partition import by_counts, by_ranges, by_weights, even
+
+
+def sizes(ranges):
+    return [stop - start for start, stop in ranges]
+
+
+def test_ten_blocks_on_three_stages_are_four_three_three():
+    assert sizes(even(10, 3)) == [4, 3, 3]
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_an_even_split_owns_every_block_once_and_puts_the_remainder_first(blocks, stages):
+    if blocks < stages:
+        with pytest.raises(SplitError, match=f"only {blocks} layer"):
+            even(blocks, stages)
+        return
+    ranges = even(blocks, stages)
+    assert [n for start, stop in ranges for n in range(start, stop)] == list(range(blocks))
+    assert sizes(ranges) == sorted(sizes(ranges), reverse=True)
+    assert max(sizes(ranges)) - min(sizes(ranges)) <= 1
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
+def test_a_weighted_split_is_as_good_as_the_best_of_all(weights, stages):
+    if len(weights) < stages:
+        return
+    heaviest = max(sum(weights[a:b]) for a, b in by_weights(weights, stages))
+    best = min(
+        max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cuts, len(weights))))
+        for cuts in itertools.combinations(range(1, len(weights)), stages - 1)
+    )
+    assert heaviest == best
+
+
+@pytest.mark.parametrize("weights", [[1.0, float("nan")], [1.0, -1.0], [float("inf"), 1.0]])
+def test_weights_that_are_no_costs_are_refused(weights):
+    with pytest.raises(SplitError, match="finite and not negative"):
+        by_weights(weights, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([(0, 2), (3, 4)], "exactly once"),
+        ([(0, 3), (2, 4)], "exactly once"),
+        ([(0, 2), (2, 3)], "exactly once"),
+        ([(0, 2), (2, 2), (2, 4)], "empty range"),
+        ([], "no ranges"),
+    ],
+)
+def test_ranges_that_do_not_cover_are_refused(ranges, message):
+    with pytest.raises(SplitError, match=message):
+        by_ranges(ranges, 4)
+
+
+def test_counts_must_add_up():
+    assert by_counts([1, 3], 4) == ((0, 1), (1, 4))
+    with pytest.raises(SplitError, match="add up to 5"):
+        by_counts([2, 3], 4)
+    with pytest.raises(SplitError, match="at least one block"):
+        by_counts([4, 0], 4)
+    with pytest.raises(SplitError, match="at least 1"):
+        even(4, 0)

@@ -1,0 +1,182 @@
+"""Layers end up on the stages that the split names, built once, under whole-model names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, SplitError
+from penstock.runtime.pipeline import Pipeline
+from penstock.stage.layers import Layer, as_layers
+from penstock.stage.split import split_layers
+from penstock.stage.stage import StageModule
+
+
+def named(count: int) -> list[Layer]:
+    ends = [Layer("embedding", nn.Identity, "embedding")], [Layer("head", nn.Identity, "head")]
+    return [*ends[0], *(Layer(f"blocks.{n}", nn.Identity) for n in range(count)), *ends[1]]
+
+
+def names(runs: list[list[Layer]]) -> list[str]:
+    return [" ".join(layer.name.removeprefix("blocks.") for layer in run) for run in runs]
+
+
+def test_embedding_and_head_ride_along_with_the_first_and_the_last_stage():
+    assert names(split_layers(named(10), 3)) == ["embedding 0 1 2 3", "4 5 6", "7 8 9 head"]
+    assert names(split_layers(named(2), 1)) == ["embedding 0 1 head"]
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ({"layers_per_stage": 2}, ["embedding 0 1", "2 3", "4 head"]),
+        ({"layers_per_stage": [1, 1, 3]}, ["embedding 0", "1", "2 3 4 head"]),
+        ([3, 1, 1], ["embedding 0 1 2", "3", "4 head"]),
+        ({"ranges": [(0, 1), (1, 6), (6, 7)]}, ["embedding", "0 1 2 3 4", "head"]),
+        ([(0, 1), (1, 6), (6, 7)], ["embedding", "0 1 2 3 4", "head"]),
+        ({"weights": [0, 1, 1, 1, 1, 1, 5]}, ["embedding 0 1", "2 3 4", "head"]),
+    ],
+)
+def test_a_split_by_count_range_or_weight(split, expected):
+    runs = split_layers(named(5), 3, split)
+    if isinstance(split, dict) and "weights" in split:
+        assert max(len(run) - ("embedding" in run[0].name) for run in runs[:2]) <= 5
+        assert names(runs)[2] == "head"
+    else:
+        assert names(runs) == expected
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("evenly", "did you mean 'even'"),
+        ({"layers_per_stage": 1}, "make 5 stage"),
+        ({"layers_per_stage": 0}, "at least 1"),
+        ({"weight": [1]}, "cannot read the split"),
+        ({"weights": [1, 2]}, "2 weights for 7 layers"),
+        ({"weights": "abc"}, "list of numbers"),
+        ([1, 2], "add up to 3"),
+        ([(0, 7)], "makes 1 stage"),
+        ([(0, 7, 2)], "cannot read"),
+        ([], "cannot read"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(split, message):
+    with pytest.raises(SplitError, match=message):
+        split_layers(named(5), 3, split)
+
+
+def test_a_head_between_blocks_is_refused():
+    layers = [Layer("a", nn.Identity), Layer("h", nn.Identity, "head"), Layer("b", nn.Identity)]
+    with pytest.raises(SplitError, match="'h' stands between"):
+        split_layers(layers, 2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        [nn.Linear(2, 2), nn.Linear(2, 2)],
+        [lambda: nn.Linear(2, 2), lambda: nn.Linear(2, 2)],
+        [("0", nn.Linear(2, 2)), ("1", lambda: nn.Linear(2, 2))],
+    ],
+    ids=["sequential", "modules", "factories", "pairs"],
+)
+def test_parameters_keep_the_names_of_the_whole_model(model):
+    with Pipeline(model, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        assert [n for n, _ in pipe.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert list(pipe.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_threads_use_the_models_own_parameters():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        assert [id(p) for p in pipe.parameters()] == [id(p) for p in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2), "cannot cut a Linear"),
+        ([], "no layers"),
+        ([("a", nn.Identity()), ("a", nn.Identity())], "more than once: a"),
+        ([3], "layer '0' is a int"),
+        ("abc", "cannot cut a str"),
+    ],
+)
+def test_what_is_no_model_is_refused(model, message):
+    with pytest.raises(SplitError, match=message):
+        as_layers(model)
+
+
+def test_a_builder_that_returns_no_module_is_refused():
+    with pytest.raises(SplitError, match="its builder returned a int"):
+        StageModule([Layer("a", lambda: 3)])
+
+
+def build_local(rank: int) -> list[str]:
+    built: list[str] = []
+
+    def factory(n: int) -> nn.Module:
+        built.append(str(n))
+        return nn.Linear(2, 2)
+
+    layers = [(str(n), lambda n=n: factory(n)) for n in range(4)]
+    with Pipeline(layers, nn.functional.mse_loss, microbatches=2, ranks=2):
+        return built
+
+
+def test_a_process_builds_only_its_own_layers(processes):
+    assert processes.run(2, build_local) == [["0", "1"], ["2", "3"]]
+
+
+def test_virtual_stages_go_round_the_ranks():
+    with Pipeline(
+        nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]),
+        nn.functional.mse_loss,
+        microbatches=2,
+        ranks=2,
+        schedule="interleaved-1f1b",
+        virtual_stages=2,
+    ) as pipe:
+        assert pipe.schedule.placement.stages_of == ((0, 2), (1, 3))
+
+
+def test_a_model_built_on_meta_is_filled_by_load_state_dict():
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def meta() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Linear(2, 2)
+
+    with Pipeline([meta, meta], nn.functional.mse_loss, microbatches=1, ranks=2) as pipe:
+        pipe.load_state_dict(whole.state_dict())
+        x = torch.randn(2, 2)
+        assert torch.equal(pipe.evaluate(x, outputs=True).outputs[0], whole(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("1.bias"), "1.bias is missing"),
+        (lambda s: s.update({"2.bias": torch.zeros(2)}), "2.bias is unknown"),
+        (lambda s: s.update({"0.bias": torch.zeros(3)}), r"0.bias has shape \(3,\), not \(2,\)"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change, message):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = {n: p.clone() for n, p in net.state_dict().items()}
+    state = {n: p + 1 for n, p in net.state_dict().items()}
+    change(state)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=1, ranks=2) as pipe:
+        with pytest.raises(ConfigError, match=message):
+            pipe.load_state_dict(state)
+        for name, value in pipe.state_dict().items():
+            assert torch.equal(value, before[name])
+
+
+def test_a_parameter_on_two_stages_is_refused():
+    one = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="are one parameter"):
+        Pipeline(nn.Sequential(one, one), nn.functional.mse_loss, microbatches=1, ranks=2)

@@ -1,0 +1,121 @@
+"""The rules of the house: imports run one way, planning needs no torch, the public names are what is exported."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+SOURCE = Path(penstock.__file__).parent
+FLOORS = [
+    {"errors"},
+    {"schedule", "stage", "parallel"},
+    {"trace"},
+    {"simulate", "runtime"},
+    {"show"},
+    {"train"},
+    {"cli", "__main__"},
+]
+FLOOR = {room: n for n, rooms in enumerate(FLOORS) for room in rooms}
+WITHOUT_TORCH = ["schedule", "trace", "simulate", "show"]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def rooms() -> list[tuple[str, Path]]:
+    return [
+        (path.relative_to(SOURCE).parts[0].removesuffix(".py"), path)
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.relative_to(SOURCE).parts[0] != "__init__.py"
+    ]
+
+
+@pytest.mark.parametrize(("room", "path"), rooms(), ids=lambda v: str(v) if isinstance(v, str) else v.stem)
+def test_a_room_uses_only_the_floors_below_it(room: str, path: Path):
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "penstock" or len(parts) == 1 or parts[1] in (room, "__version__"):
+            continue
+        assert FLOOR[parts[1]] < FLOOR[room], f"{path.relative_to(SOURCE)} imports {name}"
+
+
+def module_graph() -> dict[str, set[str]]:
+    names = {}
+    for path in SOURCE.rglob("*.py"):
+        dotted = ".".join(("penstock", *path.relative_to(SOURCE).with_suffix("").parts))
+        names[dotted.removesuffix(".__init__")] = path
+    graph = {}
+    for name, path in names.items():
+        tree = ast.parse(path.read_text())
+        top = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+        used = set()
+        for node in ast.walk(top):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                used |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        graph[name] = {u for u in used if u in names and u != name}
+    return graph
+
+
+def test_no_imports_run_in_a_circle():
+    graph, done = module_graph(), set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for used in graph[name]:
+                visit(used, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_planning_imports_no_torch():
+    modules = [
+        ".".join(("penstock", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        for room, path in rooms()
+        if room in WITHOUT_TORCH
+    ]
+    lines = ["import sys", "import penstock", *(f"import {m}" for m in modules), "assert 'torch' not in sys.modules"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=60)
+
+
+def test_the_command_and_its_help_import_no_torch():
+    code = (
+        "import sys\nfrom click.testing import CliRunner\nfrom penstock.cli import COMMANDS, group\n"
+        "for name in COMMANDS:\n"
+        "    result = CliRunner().invoke(group, [name, '--help'])\n"
+        "    assert result.exit_code == 0, (name, result.output)\n"
+        "    assert 'xample' in result.output, name\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_all_is_exactly_what_is_exported():
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+    assert set(penstock.__all__) == set(penstock._HOME) | {"__version__"}
+    typed = set()
+    for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text())):
+        if isinstance(node, ast.If):
+            typed = {alias.asname for inner in node.body for alias in inner.names}
+    assert typed == set(penstock._HOME)
+
+
+def test_no_file_holds_two_subjects():
+    long = {str(p.relative_to(SOURCE)): n for _, p in rooms() if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
