@@ -15,20 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import BatchError, ConfigError, PenstockError, ScheduleError
+from penstock.errors import BatchError, ConfigError, PenstockError
 from penstock.runtime import norms
 from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor, Work
 from penstock.runtime.recorder import measured_trace
+from penstock.runtime.setup import require_count, require_runnable, require_untied, resolve_schedule
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.world import World, current_world
 from penstock.schedule.check import check
-from penstock.schedule.families import build_schedule
-from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.text import read_csv
 from penstock.stage.layers import as_layers
 from penstock.stage.split import Split, split_layers
 from penstock.stage.stage import LossFunction, Stage, StageModule
@@ -90,20 +88,20 @@ class Pipeline:
         device: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        _count("microbatches", microbatches)
-        _count("virtual_stages", virtual_stages)
+        require_count("microbatches", microbatches)
+        require_count("virtual_stages", virtual_stages)
         if ranks is not None:
-            _count("ranks", ranks)
+            require_count("ranks", ranks)
         if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
             raise ConfigError(f"timeout must be a positive number of seconds, not {timeout!r}")
         if not callable(loss_fn):
             raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), not {loss_fn!r}")
         world = current_world()
-        self.schedule = _resolve(schedule, ranks, microbatches, virtual_stages, world)
+        self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, world)
         self.microbatches = microbatches
         self.timeout = float(timeout)
         self.ranks = self.schedule.ranks
-        _runnable(self.schedule)
+        require_runnable(self.schedule)
         self._train_program = check(self.schedule).program
         self._evaluate_program: Program | None = None
         self.layers = as_layers(model)
@@ -119,7 +117,7 @@ class Pipeline:
             for s in local
         }
         self.holds_first, self.holds_last = 0 in self.stages, last in self.stages
-        _untied(self.stages)
+        require_untied(self.stages)
         self._world: World | None = None
         self._crew: Crew | None = None
         if self.in_processes:
@@ -128,6 +126,7 @@ class Pipeline:
         elif self.ranks > 1:
             self._crew = Crew(self.ranks, self.timeout)
         self._executors: dict[bool, list[Executor]] = {}
+        self._places: tuple[dict[str, int], int] | None = None
         self._step = 0
         self._closed = False
         self._traced: list[Executor] | None = None
@@ -236,27 +235,18 @@ class Pipeline:
             The norm over all stages before scaling: the same number on every rank, whatever the split, and what
             ``torch.nn.utils.clip_grad_norm_`` gives for the unsplit model.
         """
-        parameters = [(self._position[name], p) for name, p in self.named_parameters()]
-        return norms.clip_(parameters, max_norm, self._position_count, self._world)
+        if self._places is None:
+            self._places = self._find_places()
+        places, count = self._places
+        parameters = [(places[name], p) for name, p in self.named_parameters()]
+        return norms.clip_(parameters, max_norm, count, self._world)
 
-    @property
-    def _position(self) -> dict[str, int]:
-        return self._positions()[0]
-
-    @property
-    def _position_count(self) -> int:
-        return self._positions()[1]
-
-    def _positions(self) -> tuple[dict[str, int], int]:
+    def _find_places(self) -> tuple[dict[str, int], int]:
         """Every parameter's place in the whole model, and how many there are on all ranks."""
-        if not hasattr(self, "_known_positions"):
-            names = {
-                s: [n for n, _ in stage.module.whole_model_parameters()] for s, stage in self.stages.items()
-            }
-            everywhere = self._world.gather_dict(names) if self._world is not None else names
-            order = [name for s in sorted(everywhere) for name in everywhere[s]]
-            self._known_positions = {name: n for n, name in enumerate(order)}, len(order)
-        return self._known_positions
+        names = {s: [n for n, _ in stage.module.whole_model_parameters()] for s, stage in self.stages.items()}
+        everywhere = self._world.gather_dict(names) if self._world is not None else names
+        order = [name for s in sorted(everywhere) for name in everywhere[s]]
+        return {name: n for n, name in enumerate(order)}, len(order)
 
     def trace(self) -> Trace | None:
         """What the last step did and when: all ranks in threads, this rank's part in processes."""
@@ -370,59 +360,3 @@ def _interrupt(executors: list[Executor], step: int) -> None:
     for executor in executors:
         if executor.channel is not None:
             executor.channel.fail(Failure(executor.rank, step, "the step was interrupted"))
-
-
-def _count(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{what} must be a whole number of at least 1, not {value!r}")
-
-
-def _resolve(
-    schedule: str | Path | Schedule,
-    ranks: int | None,
-    microbatches: int,
-    virtual_stages: int,
-    world: World | None,
-) -> Schedule:
-    """The schedule that is meant, with the number of ranks checked against the processes there are."""
-    if ranks is None and world is not None and world.size > 1:
-        ranks = world.size
-    if isinstance(schedule, str) and not schedule.endswith(".csv"):
-        found = build_schedule(schedule, ranks or 1, microbatches, virtual_stages)
-    else:
-        found = schedule if isinstance(schedule, Schedule) else read_csv(schedule)
-        if ranks is not None and found.ranks != ranks:
-            raise ScheduleError(
-                f"the schedule {found.name} is for {found.ranks} ranks, but there are {ranks}"
-            )
-        if found.microbatches != microbatches:
-            raise ScheduleError(
-                f"the schedule {found.name} has {found.microbatches} microbatches, but microbatches={microbatches}"
-            )
-    if world is not None and world.size > 1 and found.ranks != world.size:
-        raise ConfigError(
-            f"{found.ranks} pipeline ranks, but {world.size} processes were started; start one process a rank"
-        )
-    return found
-
-
-def _runnable(schedule: Schedule) -> None:
-    if schedule.placement.has_copies:
-        raise ScheduleError(f"{schedule.name} keeps copies of stages, which the runtime does not run yet")
-    if other := sorted({Kind(int(k)).name for k in set(schedule.kind.tolist())} - {"F", "B"}):
-        raise ScheduleError(
-            f"{schedule.name} has ops of kind {', '.join(other)}, which the runtime does not run yet"
-        )
-
-
-def _untied(stages: Mapping[int, Stage]) -> None:
-    """Refuse a parameter that two stages would write to at once."""
-    home: dict[int, tuple[int, str]] = {}
-    for index, stage in stages.items():
-        for name, parameter in stage.module.whole_model_parameters():
-            other = home.setdefault(id(parameter), (index, name))
-            if other[0] != index:
-                raise ConfigError(
-                    f"{name} (stage {index}) and {other[1]} (stage {other[0]}) are one parameter; "
-                    "tied weights have to be on one stage"
-                )

@@ -45,7 +45,9 @@ def as_layers(model: object) -> list[Layer]:
         SplitError: it is none of these, is empty, or has a name twice.
     """
     if isinstance(model, nn.Sequential):
-        layers = [_layer(name, module) for name, module in model.named_children()]
+        # named_children would leave out a layer that stands twice.
+        everything = model.named_modules(remove_duplicate=False)
+        layers = [_layer(name, module) for name, module in everything if name and "." not in name]
     elif isinstance(model, Sequence) and not isinstance(model, str | bytes):
         layers = [_element(n, item) for n, item in enumerate(model)]
     else:

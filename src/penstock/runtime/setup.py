@@ -1,0 +1,72 @@
+"""What a Pipeline checks before it builds anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.runtime.world import World
+from penstock.schedule.families import build_schedule
+from penstock.schedule.ops import Kind
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import read_csv
+from penstock.stage.stage import Stage
+
+
+def require_count(what: str, value: object) -> None:
+    """Refuse anything but a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{what} must be a whole number of at least 1, not {value!r}")
+
+
+def resolve_schedule(
+    schedule: str | Path | Schedule,
+    ranks: int | None,
+    microbatches: int,
+    virtual_stages: int,
+    world: World | None,
+) -> Schedule:
+    """The schedule that is meant, with the number of ranks checked against the processes there are."""
+    if ranks is None and world is not None and world.size > 1:
+        ranks = world.size
+    if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        found = build_schedule(schedule, ranks or 1, microbatches, virtual_stages)
+    else:
+        found = schedule if isinstance(schedule, Schedule) else read_csv(schedule)
+        if ranks is not None and found.ranks != ranks:
+            raise ScheduleError(
+                f"the schedule {found.name} is for {found.ranks} ranks, but there are {ranks}"
+            )
+        if found.microbatches != microbatches:
+            raise ScheduleError(
+                f"the schedule {found.name} has {found.microbatches} microbatches, but microbatches={microbatches}"
+            )
+    if world is not None and world.size > 1 and found.ranks != world.size:
+        raise ConfigError(
+            f"{found.ranks} pipeline ranks, but {world.size} processes were started; start one process a rank"
+        )
+    return found
+
+
+def require_runnable(schedule: Schedule) -> None:
+    """Refuse a schedule with ops or placements the executor has no code for."""
+    if schedule.placement.has_copies:
+        raise ScheduleError(f"{schedule.name} keeps copies of stages, which the runtime does not run yet")
+    if other := sorted({Kind(int(k)).name for k in set(schedule.kind.tolist())} - {"F", "B"}):
+        raise ScheduleError(
+            f"{schedule.name} has ops of kind {', '.join(other)}, which the runtime does not run yet"
+        )
+
+
+def require_untied(stages: Mapping[int, Stage]) -> None:
+    """Refuse a parameter that two stages would write to at once."""
+    home: dict[int, tuple[int, str]] = {}
+    for index, stage in stages.items():
+        for name, parameter in stage.module.whole_model_parameters():
+            other = home.setdefault(id(parameter), (index, name))
+            if other[0] != index:
+                raise ConfigError(
+                    f"{name} (stage {index}) and {other[1]} (stage {other[0]}) are one parameter; "
+                    "tied weights have to be on one stage"
+                )
