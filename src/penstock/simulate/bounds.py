@@ -1,0 +1,158 @@
+"""How short any schedule with this placement and these costs can be.
+
+Two things hold whatever the order of the ops. A microbatch goes through all stages and back: the critical path. And
+a rank's ops, or any subset of them, cannot start before the first of them can (its head: the path of its microbatch up
+to it), take their time one after the other, and are followed by at least the shortest of the paths that follow them
+(its tail). That is the one-machine bound head + work + tail; taken is its best over all subsets {ops with head >= h and
+tail >= q}. Ranks that hold copies of the same stages may share their work in any way; of them the average is taken.
+
+With one stage a rank, latency c and a full backward this is m(F+B) + (p-1)(F+B+2c); with a split one the larger of
+m(F+B+W) + (p-1)(F+c) and (m+p-1)(F+B) + 2(p-1)c + W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+from penstock.simulate.costs import Costs, Table
+
+Backward = Literal["full", "split", "none"]
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """Lower bounds on the makespan, in the costs' unit of time.
+
+    Attributes:
+        makespan: the largest of all.
+        critical_path: of one microbatch through all stages and back.
+        machine: the one-machine bound of every rank, shape (ranks,).
+    """
+
+    makespan: Any
+    critical_path: Any
+    machine: Table
+
+
+def bound_of(schedule: Schedule, costs: Costs) -> Bound:
+    """`lower_bound` for the placement, the microbatches and the kind of backward of a schedule."""
+    kinds = set(np.unique(schedule.kind).tolist())
+    backward: Backward = "split" if kinds & {Kind.I, Kind.W} else "full" if Kind.B in kinds else "none"
+    return lower_bound(schedule.placement, schedule.microbatches, costs, backward)
+
+
+def lower_bound(placement: Placement, microbatches: int, costs: Costs, backward: Backward = "full") -> Bound:
+    """Bound the makespan of every schedule from below.
+
+    Args:
+        placement: which rank holds which stage.
+        microbatches: how many a step has.
+        costs: what ops and messages cost. That messages may block a rank is not counted.
+        backward: "full": backwards are not split. "split": each may be. "none": forwards only.
+
+    Raises:
+        ConfigError: the costs do not cover the stages.
+    """
+    costs.cover(placement.stages)
+    parts = _parts(placement, costs, backward)
+    machine = np.zeros(placement.ranks, parts.forward.dtype)
+    for ranks, stages in _shared(placement):
+        machine[ranks] = _machine(parts, stages, len(ranks), microbatches, costs)
+    whole = parts.head[Kind.I][0] + parts.inputs[0] + parts.tail[Kind.I][0]
+    return Bound(max(whole, machine.max()), whole, machine)
+
+
+class _Parts(NamedTuple):
+    """Per stage: the least an op of it takes, and the paths before and after it (head and tail by kind)."""
+
+    forward: Table
+    inputs: Table
+    weights: Table
+    head: dict[Kind, Table]
+    tail: dict[Kind, Table]
+
+
+def _parts(placement: Placement, costs: Costs, backward: Backward) -> _Parts:
+    forward, full, half, rest = (costs.seconds[:, kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    hop = _hops(placement, costs)
+    hop_back = hop
+    if backward == "split":
+        # A full backward counts as its halves back to back; whichever form is cheaper may be taken.
+        inputs = np.minimum(full, half)
+        weights = np.minimum(full, half + rest) - inputs
+    elif backward == "full":
+        inputs, weights = full, np.zeros_like(full)
+    else:
+        inputs, weights, hop_back = np.zeros_like(full), np.zeros_like(full), np.zeros_like(hop)
+    kind = np.result_type(forward, inputs, weights, hop)
+    last = placement.stages - 1
+    head = {k: np.zeros(last + 1, kind) for k in (Kind.F, Kind.I, Kind.W)}
+    tail = {k: np.zeros(last + 1, kind) for k in (Kind.F, Kind.I, Kind.W)}
+    for s in range(last):
+        head[Kind.F][s + 1] = head[Kind.F][s] + forward[s] + hop[s]
+    head[Kind.I][last] = head[Kind.F][last] + forward[last]
+    for s in reversed(range(last)):
+        head[Kind.I][s] = head[Kind.I][s + 1] + inputs[s + 1] + hop_back[s]
+    head[Kind.W] = head[Kind.I] + inputs
+    tail[Kind.I][0] = weights[0]
+    for s in range(1, last + 1):
+        tail[Kind.I][s] = max(weights[s], hop_back[s - 1] + inputs[s - 1] + tail[Kind.I][s - 1])
+    tail[Kind.F][last] = inputs[last] + tail[Kind.I][last]
+    for s in reversed(range(last)):
+        tail[Kind.F][s] = hop[s] + forward[s + 1] + tail[Kind.F][s + 1]
+    return _Parts(forward, inputs, weights, head, tail)
+
+
+def _hops(placement: Placement, costs: Costs) -> Table:
+    """The least a message takes from each stage to the next, shape (stages - 1,)."""
+    transfer = costs.communication.transfer(placement.stages)
+    node = costs.communication.node(placement.ranks)
+    least = [
+        min(0 if a == b else transfer[s, int(node[a] != node[b])] for a in givers for b in takers)
+        for s, (givers, takers) in enumerate(zip(placement.holders[:-1], placement.holders[1:], strict=True))
+    ]
+    return np.array(least, transfer.dtype)
+
+
+def _shared(placement: Placement) -> Iterator[tuple[list[int], list[int]]]:
+    """Groups of ranks that hold copies of each other's stages, with these stages; mostly a rank for itself."""
+    seen: set[int] = set()
+    for rank in range(placement.ranks):
+        if rank in seen:
+            continue
+        ranks, stages, todo = {rank}, set[int](), [rank]
+        while todo:
+            for stage in set(placement.stages_of[todo.pop()]) - stages:
+                stages.add(stage)
+                todo += set(placement.holders[stage]) - ranks
+                ranks |= set(placement.holders[stage])
+        seen |= ranks
+        yield sorted(ranks), sorted(stages)
+
+
+def _machine(parts: _Parts, stages: list[int], copies: int, microbatches: int, costs: Costs) -> Any:
+    """The one-machine bound of a group of `copies` ranks that share the work of some stages."""
+    forward = parts.forward[stages]
+    if costs.pair is not None:
+        # In a pair a forward may take as little as the pair takes longer than its backward.
+        beside = costs.seconds[stages][:, [Kind.B, Kind.I]].max()
+        forward = np.clip(costs.pair[stages] - beside, 0, forward)
+    head, tail = (np.concatenate([side[k][stages] for k in (Kind.F, Kind.I, Kind.W)]) for side in parts[3:])
+    work = microbatches * np.concatenate([forward, parts.inputs[stages], parts.weights[stages]])
+    head, tail, work = head[work > 0], tail[work > 0], work[work > 0]
+    order = np.argsort(-head, kind="stable")
+    head, tail, work = head[order], tail[order], work[order]
+    best = 0
+    for least in np.unique(tail):
+        among = tail >= least
+        total = np.cumsum(work[among])
+        each = -(-total // copies) if total.dtype.kind == "i" else total / copies
+        best = max(best, (head[among] + each + least).max())
+    return best

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule import jit
+from penstock.schedule.families import FAMILIES
+from penstock.schedule.ops import Kind, parse_op
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import lower
+from penstock.schedule.schedule import Schedule
+from penstock.simulate.costs import Communication, Costs, Link
+from penstock.simulate.engine import _run, simulate
+from penstock.trace.bubbles import makespan
+from tests.simulate.cases import built, priced, timed, timeline, written
+
+TWO = Placement.loop(2)
+
+
+def test_1f1b_runs_as_in_the_drawing():
+    trace = timed(built("1f1b", 2, 3), 1, 1, 1)
+    assert timeline(trace, 0) == "0F0@0-1 0F1@1-2 0B0@4-6 0F2@6-7 0B1@7-9 0B2@10-12"
+    assert timeline(trace, 1) == "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10"
+
+
+def test_split_backwards_hand_the_gradient_over_before_the_weights():
+    program = written(TWO, 2, "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
+    trace = timed(program, 2, 3, 4)
+    assert timeline(trace, 0) == "0F0@0-2 0F1@2-4 0I0@7-10 0W0@10-14 0I1@14-17 0W1@17-21"
+    assert timeline(trace, 1) == "1F0@2-4 1I0@4-7 1F1@7-9 1I1@9-12 1W0@12-16 1W1@16-20"
+
+
+def test_latency_delays_messages_between_ranks_and_nothing_else():
+    program = written(Placement.waves(2), 1, "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    trace = timed(program, 2, 2, 2, latency=5)
+    assert timeline(trace, 0) == "0F0@0-1 3F0@13-14 3B0@14-16 0B0@30-32"
+    assert timeline(trace, 1) == "1F0@6-7 2F0@7-8 2B0@21-23 1B0@23-25"
+
+
+def test_a_recompute_takes_its_own_time():
+    program = written(Placement.loop(1), 1, "0F0 0R0 0B0")
+    assert timeline(timed(program, 2, 3, 4), 0) == "0F0@0-2 0R0@2-4 0B0@4-11"
+    assert timeline(timed(program, 2, 3, 4, recompute=1, full=5), 0) == "0F0@0-2 0R0@2-3 0B0@3-8"
+
+
+BLOCKING = {
+    "none": ("0F0@0-2 0F1@2-4 0B0@14-18 0B1@20-24", "1F0@5-7 1B0@7-11 1F1@11-13 1B1@13-17"),
+    "sender": ("0F0@0-2 0F1@5-7 0B0@14-18 0B1@23-27", "1F0@5-7 1B0@7-11 1F1@14-16 1B1@16-20"),
+    "receiver": ("0F0@0-2 0F1@2-4 0B0@14-18 0B1@23-27", "1F0@5-7 1B0@7-11 1F1@14-16 1B1@16-20"),
+    "both": ("0F0@0-2 0F1@5-7 0B0@14-18 0B1@26-30", "1F0@5-7 1B0@7-11 1F1@17-19 1B1@19-23"),
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKING)
+def test_a_message_keeps_those_ranks_from_computing_that_it_blocks(blocks: str):
+    trace = timed(built("1f1b", 2, 2), 2, 2, 2, latency=3, blocks=blocks)
+    assert (timeline(trace, 0), timeline(trace, 1)) == BLOCKING[blocks]
+
+
+PAIRS = ["0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+
+
+def test_both_outputs_of_a_pair_leave_at_its_end():
+    trace = timed(written(TWO, 3, *PAIRS), 1, 1, 1)
+    assert timeline(trace, 0) == "0F0@0-1 0F1@1-2 0F2@4-7 0B0@4-7 0B1@7-9 0B2@10-12"
+    assert timeline(trace, 1) == "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10"
+
+
+def test_a_pairs_forward_may_leave_early():
+    program = written(TWO, 3, "0F0 (0F1;0B0)OVERLAP_F_B 0F2 0B1 0B2", PAIRS[1])
+    late, soon = (timed(program, 1, 1, 1, pair_output=output) for output in ("end", "early"))
+    assert timeline(late, 1) == "1F0@1-2 1B0@2-4 1F1@7-8 1B1@8-10 1F2@10-11 1B2@11-13"
+    assert timeline(soon, 1) == "1F0@1-2 1B0@2-4 1F1@5-6 1B1@6-8 1F2@8-9 1B2@9-11"
+
+
+def test_a_pair_may_take_less_than_its_halves():
+    trace = timed(written(TWO, 3, *PAIRS), 1, 1, 1, pair=2)
+    assert timeline(trace, 0) == "0F0@0-1 0F1@1-2 0F2@4-6 0B0@4-6 0B1@7-9 0B2@10-12"
+
+
+def test_a_pair_shorter_than_a_half_is_refused():
+    with pytest.raises(ConfigError, match=r"at least as long .* \(0F2;0B0\) has 1, its halves 1 and 2"):
+        timed(written(TWO, 3, *PAIRS), 1, 1, 1, pair=1)
+
+
+def test_every_pairs_message_follows_the_other_when_the_sender_is_blocked():
+    program = written(
+        Placement.loop(3), 2, "0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1", "2F0 2B0 2F1 2B1"
+    )
+    trace = timed(program, 1, 1, 1, latency=1, blocks="sender")
+    assert timeline(trace, 1) == "1F0@2-3 1F1@8-11 1B0@8-11 1B1@16-18"
+    assert timeline(trace, 2) == "2F0@4-5 2B0@5-7 2F1@12-13 2B1@13-15"
+    assert timeline(trace, 0) == "0F0@0-1 0F1@2-3 0B0@13-15 0B1@19-21"
+
+
+def test_links_within_a_node_and_between_nodes_differ():
+    talk = Communication(100, Link(1, 100), Link(10, 10), ranks_per_node=2)
+    program = built("1f1b", 4, 1)
+    trace = simulate(program, Costs.of(program.schedule.placement, 1, 1, 1, communication=talk))
+    assert [trace.start[rows.start] for rows in trace.rank_slices()] == [0, 3, 24, 27]
+
+
+def test_whole_costs_give_whole_times_and_other_costs_floats():
+    program = built("1f1b", 2, 3)
+    assert timed(program, 1, 1, 1).start.dtype == np.int64
+    assert timed(program, 1, 1, 0.5).start.dtype == np.float64
+    assert timed(program, 1, 1, 1, latency=0.5).start.dtype == np.float64
+    big = 2**60
+    assert makespan(timed(built("1f1b", 1, 1), big + 1, big, 0)) == 2 * big + 1
+
+
+def test_the_trace_says_where_it_is_from_and_what_is_held():
+    trace = timed(built("1f1b", 2, 3), 1, 1, 1)
+    assert dict(trace.info) == {"source": "simulated", "schedule": "1f1b", "stages": 2, "microbatches": 3}
+    assert trace.held.tolist() == [1, 2, 1, 2, 1, 0] + [1, 0] * 3
+
+
+def test_a_deadlock_is_named():
+    ops = [[parse_op(op) for op in line.split()] for line in ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")]
+    program = lower(Schedule.from_ops("crossed", TWO, 2, ops))
+    with pytest.raises(ScheduleError, match=r"crossed deadlocks: 0B0 on rank 0 never runs"):
+        simulate(program, Costs.of(TWO, 1, 1, 1))
+
+
+def test_costs_of_other_stages_are_refused():
+    with pytest.raises(ConfigError, match=r"the costs must cover stages 0\.\.3 .*: stage 2 has no cost"):
+        simulate(built("1f1b", 4, 4), Costs.of(TWO, 1, 1, 1))
+
+
+@pytest.mark.parametrize(("f", "b", "w", "c"), [(3, 5, 2, 1), (0.3, 0.5, 0.2, 0.1)])
+@pytest.mark.parametrize("blocks", ["none", "both"])
+def test_the_compiled_kernel_gives_the_times_of_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch, f: float, b: float, w: float, c: float, blocks: str
+):
+    program = built("interleaved-1f1b", 4, 40, 2)
+    plain = timed(program, f, b, w, c, blocks=blocks)
+    monkeypatch.setattr(jit, "COMPILE_FROM", 0)
+    compiled = timed(program, f, b, w, c, blocks=blocks)
+    assert np.array_equal(plain.start, compiled.start)
+    assert np.array_equal(plain.end, compiled.end)
+
+
+def test_the_compiled_kernel_does_pairs(monkeypatch: pytest.MonkeyPatch):
+    program = written(TWO, 3, *PAIRS)
+    plain = timed(program, 1, 1, 1, 1, pair=2, pair_output="early")
+    monkeypatch.setattr(jit, "COMPILE_FROM", 0)
+    assert np.array_equal(timed(program, 1, 1, 1, 1, pair=2, pair_output="early").end, plain.end)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_op_starts_as_soon_as_it_can_and_no_sooner(family: str):
+    """The definition of the simulation, checked op by op against its own result."""
+    for ranks, microbatches in ((2, 6), (4, 8), (4, 12), (6, 12)):
+        program = built(family, ranks, microbatches)
+        schedule = program.schedule
+        costs = priced(program, 12, 18, 6, latency=5)
+        trace = simulate(program, costs)
+        arrives = {}
+        for row in range(len(schedule)):
+            giver = program.source[row]
+            if giver >= 0:
+                arrives[row] = trace.end[giver] + 5 * int(program.rank[giver] != program.rank[row])
+        for rank in range(schedule.ranks):
+            free = 0
+            rows = schedule.rows(rank)
+            row = rows.start
+            while row < rows.stop:
+                width = 2 if schedule.paired[row] else 1
+                group = range(row, row + width)
+                spent = sum(costs.seconds[schedule.stage[k], schedule.kind[k]] for k in group)
+                for k in group:
+                    assert trace.start[k] == max([free, *(arrives[j] for j in group if j in arrives)])
+                    assert trace.end[k] == trace.start[k] + spent
+                free = trace.end[row]
+                row += width
+
+
+def test_time_grows_with_the_number_of_ops_alone():
+    """Every op is touched a bounded number of times: the sweep never starts over."""
+    touched = []
+
+    class Counting(list):
+        def __getitem__(self, key):
+            touched.append(key)
+            return super().__getitem__(key)
+
+    per_op = []
+    for microbatches in (50, 200):
+        program = built("1f1b", 8, microbatches)
+        schedule = program.schedule
+        touched.clear()
+        columns = [[-1] * len(schedule) for _ in range(3)]
+        _run(
+            schedule.offsets.tolist(), Counting(program.source.tolist()), program.target.tolist(),
+            program.rank.tolist(), schedule.paired.tolist(), schedule.stage.tolist(), schedule.kind.tolist(),
+            [0] * 8, [1] * 8 * len(Kind), [], [0] * 14, False, False, False, *columns,
+        )  # fmt: skip
+        per_op.append(len(touched) / len(schedule))
+    assert max(per_op) <= 2
+    assert math.isclose(per_op[0], per_op[1], rel_tol=0.05)
