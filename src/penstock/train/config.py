@@ -1,0 +1,299 @@
+"""What a training run is told: one frozen dataclass a section, checked once, before anything else happens.
+
+The sections are those of the TOML file; `config_file` reads and writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, nearest
+from penstock.schedule.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a value may be: a test, and the same in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+COUNT = Allowed(lambda v: 1 <= v < 2**31, "at least 1 and below 2^31")
+NOT_NEGATIVE = Allowed(lambda v: 0 <= v < 2**31, "0 or more and below 2^31")
+POSITIVE = Allowed(lambda v: v > 0, "more than 0")
+FRACTION = Allowed(lambda v: 0 < v < 1, "between 0 and 1, both excluded")
+SHARE = Allowed(lambda v: 0 <= v <= 1, "from 0 to 1")
+MOMENTUM = Allowed(lambda v: 0 <= v < 1, "from 0 to 1, 1 excluded")
+FOLDER_NAME = Allowed(lambda v: v == "" or Path(v).name == v, "a plain name without a path")
+
+
+def _key(default: object, allowed: Allowed | None = None) -> Any:
+    return field(default=default, metadata={"allowed": allowed})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``[model]``: the Llama-style decoder of `penstock.train.models.llama`.
+
+    Attributes:
+        vocabulary: number of tokens; 256 for bytes.
+        width: size of the residual stream.
+        layers: number of blocks.
+        heads: query heads; `width` is divided among them.
+        kv_heads: key and value heads, each shared by ``heads / kv_heads`` query heads.
+        hidden: inner size of the SwiGLU feed-forward.
+        rotary_base: the longest wavelength of the rotary positions is about 2π times this.
+        norm_epsilon: added to the mean square in RMSNorm.
+    """
+
+    vocabulary: int = _key(256, COUNT)
+    width: int = _key(192, COUNT)
+    layers: int = _key(6, COUNT)
+    heads: int = _key(6, COUNT)
+    kv_heads: int = _key(2, COUNT)
+    hidden: int = _key(512, COUNT)
+    rotary_base: float = _key(10_000.0, POSITIVE)
+    norm_epsilon: float = _key(1e-5, POSITIVE)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``[data]``: what is read and what is kept apart.
+
+    Attributes:
+        path: a file or folder of text, or a ``.npy`` file of tokens (or a folder of them); empty for the text of
+            Python's own standard library.
+        pattern: which files of a folder, at any depth.
+        held_out: share of the *files* never trained on; of the one file's end where there is only one.
+        sequence: tokens a sample.
+    """
+
+    path: str = _key("")
+    pattern: str = _key("*")
+    held_out: float = _key(0.05, FRACTION)
+    sequence: int = _key(256, COUNT)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """``[optim]``: AdamW and its learning rate.
+
+    Attributes:
+        lr: the highest learning rate.
+        final_lr: the last learning rate, as a share of `lr`.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: for matrices; vectors and embeddings are not decayed.
+        beta1, beta2, epsilon: AdamW's.
+        clip: the global gradient norm is cut to this; 0 never cuts.
+    """
+
+    lr: float = _key(4e-3, POSITIVE)
+    final_lr: float = _key(0.05, SHARE)
+    warmup_steps: int = _key(20, NOT_NEGATIVE)
+    weight_decay: float = _key(0.1, NOT_NEGATIVE)
+    beta1: float = _key(0.9, MOMENTUM)
+    beta2: float = _key(0.95, MOMENTUM)
+    epsilon: float = _key(1e-8, POSITIVE)
+    clip: float = _key(1.0, NOT_NEGATIVE)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """``[schedule]``: the order of the work.
+
+    Attributes:
+        name: a family's name (``penstock schedule list``) or the path of a CSV file.
+        microbatches: equal parts each batch is cut into.
+    """
+
+    name: str = _key("1f1b")
+    microbatches: int = _key(8, COUNT)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """``[parallel]``: how the model is spread.
+
+    Attributes:
+        pp: pipeline ranks. Where it is not set: the number of processes under torchrun, else 2 threads.
+        virtual_stages: stages a rank. Where it is not set: the schedule family's own number.
+    """
+
+    pp: int | None = _key(None, COUNT)
+    virtual_stages: int | None = _key(None, COUNT)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """``[train]``: the run.
+
+    Attributes:
+        steps: optimizer steps.
+        batch: samples a step, over all microbatches.
+        seed: of the initial weights, the order of the data and the sample.
+        name: of the run folder; empty for the time it started.
+        folder: where run folders are kept.
+        log_every: steps between two lines of metrics.
+        eval_every: steps between two evaluations on held-out text; there is always one at the end.
+        eval_batches: batches of held-out samples an evaluation reads, the same ones each time.
+    """
+
+    steps: int = _key(400, COUNT)
+    batch: int = _key(32, COUNT)
+    seed: int = _key(0, NOT_NEGATIVE)
+    name: str = _key("", FOLDER_NAME)
+    folder: str = _key("runs")
+    log_every: int = _key(10, COUNT)
+    eval_every: int = _key(100, COUNT)
+    eval_batches: int = _key(8, COUNT)
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """``[sample]``: the text generated at the end.
+
+    Attributes:
+        prompt: what the text starts with.
+        length: tokens to generate.
+        temperature: 0 always takes the likeliest token.
+        top_k: draws only among this many likeliest tokens; 0 draws among all.
+    """
+
+    prompt: str = _key("def ")
+    length: int = _key(256, NOT_NEGATIVE)
+    temperature: float = _key(0.8, NOT_NEGATIVE)
+    top_k: int = _key(40, NOT_NEGATIVE)
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """``[runtime]``: the machine.
+
+    Attributes:
+        device: ``cpu``, ``cuda``, ``cuda:1``; empty lets the pipeline choose.
+        threads: CPU threads a rank computes with; 0 shares the machine's cores among its ranks.
+        timeout: seconds any wait between ranks may last.
+    """
+
+    device: str = _key("")
+    threads: int = _key(0, NOT_NEGATIVE)
+    timeout: float = _key(60.0, POSITIVE)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of it. Build with `from_mapping` (checked) or `penstock.train.config_file.load`."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    sample: SampleConfig = SampleConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+def from_mapping(tables: dict[str, Any]) -> Config:
+    """Check ``{section: {key: value}}`` and fill what is not given with the defaults.
+
+    Raises:
+        ConfigError: a section or key that does not exist (with the nearest that does), a value of the wrong
+            type or outside its range, or values that do not go together.
+    """
+    kinds = {part.name: type(part.default) for part in dataclasses.fields(Config)}
+    sections = {}
+    for name, table in tables.items():
+        if name not in kinds:
+            raise ConfigError(
+                f"no section [{name}]{nearest(name, list(kinds))}; the sections are {', '.join(kinds)}"
+            )
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name} is a section with keys of its own, not {table!r}")
+        sections[name] = _section(name, kinds[name], table)
+    config = Config(**sections)
+    _check_together(config)
+    return config
+
+
+def _section(name: str, kind: type, table: dict[str, Any]) -> Any:
+    keys = {part.name: part for part in dataclasses.fields(kind)}
+    values = {}
+    for key, value in table.items():
+        if key not in keys:
+            raise ConfigError(
+                f"no key {name}.{key}{nearest(key, list(keys))}; [{name}] has {', '.join(keys)}"
+            )
+        values[key] = _value(f"{name}.{key}", keys[key], value)
+    return kind(**values)
+
+
+_WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes"}
+
+
+def _value(name: str, part: dataclasses.Field[Any], value: Any) -> Any:
+    wanted = str(part.type).removesuffix(" | None")
+    given = type(value).__name__
+    if given != wanted and not (wanted == "float" and given == "int"):
+        raise ConfigError(f"{name} must be {_WORDS[wanted]}, not {value!r}")
+    if wanted == "float" and not abs(value) <= sys.float_info.max:
+        raise ConfigError(f"{name} must be a finite number, not {value}")
+    if wanted == "str" and not _is_plain(value):
+        raise ConfigError(f"{name} must be text without NUL and without broken characters, not {value!r}")
+    allowed: Allowed | None = part.metadata["allowed"]
+    if allowed is not None and not allowed.holds(value):
+        raise ConfigError(f"{name} must be {allowed.words}, not {value!r}")
+    return float(value) if wanted == "float" else value
+
+
+def _is_plain(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _check_together(config: Config) -> None:
+    model, train, schedule = config.model, config.train, config.schedule
+    if model.width % model.heads or (model.width // model.heads) % 2:
+        raise ConfigError(
+            f"model.width {model.width} does not divide into {model.heads} heads of an even size; "
+            "rotary positions turn pairs"
+        )
+    if model.heads % model.kv_heads:
+        raise ConfigError(f"model.heads {model.heads} must be a multiple of model.kv_heads {model.kv_heads}")
+    if train.batch % schedule.microbatches:
+        raise ConfigError(
+            f"train.batch {train.batch} does not divide into {schedule.microbatches} equal microbatches; "
+            f"schedule.microbatches must divide it"
+        )
+    if config.optim.warmup_steps > train.steps:
+        raise ConfigError(
+            f"optim.warmup_steps {config.optim.warmup_steps} is more than train.steps {train.steps}"
+        )
+
+
+def resolve(config: Config, processes: int | None) -> Config:
+    """Fill in what depends on how the command was started.
+
+    Args:
+        config: checked.
+        processes: number of processes torchrun (or the like) started; None for a single process with threads.
+
+    Raises:
+        ConfigError: ``parallel.pp`` is set to another number than `processes`.
+    """
+    given = config.parallel.pp
+    if processes is not None and given not in (None, processes):
+        raise ConfigError(
+            f"parallel.pp is {given}, but {processes} processes were started; leave it unset or start {given}"
+        )
+    pp = processes if processes is not None else given if given is not None else 2
+    v = config.parallel.virtual_stages
+    if v is None:
+        family = FAMILIES.get(config.schedule.name)
+        v = family.virtual_stages if family else 1
+    return dataclasses.replace(config, parallel=ParallelConfig(pp, v))

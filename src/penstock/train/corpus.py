@@ -1,0 +1,183 @@
+"""Files as one long sequence of tokens, read where they lie: nothing is copied, only what is asked for is mapped.
+
+A text file's tokens are its bytes and a 0 that marks its end; a ``.npy`` file's are its integers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import DataError
+from penstock.train.config import DataConfig
+
+Tokens = npt.NDArray[np.int64]
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+_OPEN_FILES = 256
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """A part of a file.
+
+    Attributes:
+        path: of the file.
+        start, stop: the file's tokens start..stop-1, without the end mark.
+        end_mark: 1 where a 0 follows the last token, else 0.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    end_mark: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start + self.end_mark
+
+
+class Corpus:
+    """Documents one after the other, addressed by the position of a token.
+
+    Attributes:
+        documents: in order.
+        offsets: int64, shape (documents + 1,); where each starts.
+    """
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self.documents = tuple(documents)
+        self.offsets = np.zeros(len(self.documents) + 1, np.int64)
+        np.cumsum([len(document) for document in self.documents], out=self.offsets[1:])
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def read(self, start: int, length: int) -> Tokens:
+        """Tokens start..start+length-1, int64 of shape (length,).
+
+        Raises:
+            DataError: a file can no longer be read, or is shorter than when the run began.
+        """
+        out = np.zeros(length, np.int64)
+        at, filled = int(np.searchsorted(self.offsets, start, side="right")) - 1, 0
+        while filled < length:
+            document = self.documents[at]
+            skip = start + filled - int(self.offsets[at])
+            take = min(len(document) - skip, length - filled)
+            # A zero left as it is where the end mark falls into the part taken.
+            stored = min(take, document.stop - document.start - skip)
+            if stored > 0:
+                first = document.start + skip
+                part = _mapped(document.path)[first : first + stored]
+                if len(part) != stored:
+                    raise DataError(f"{document.path} became shorter while it was being read")
+                out[filled : filled + stored] = part
+            filled += take
+            at += 1
+        return out
+
+    def chunks(self) -> Iterator[Tokens]:
+        """All tokens in pieces of at most 2^20, each but the first beginning with the last one's last token."""
+        for start in range(0, max(len(self) - 1, 1), _CHUNK - 1):
+            yield self.read(start, min(_CHUNK, len(self) - start))
+
+
+def open_corpora(config: DataConfig) -> tuple[Corpus, Corpus]:
+    """Find the files and divide them into what is trained on and what is held out.
+
+    Of several files those with the smallest hash of their name (within the folder) are held out, so the division
+    depends on nothing else; of a single file, its end is.
+
+    Returns:
+        (training, held out).
+
+    Raises:
+        DataError: nothing found, a file that cannot be read, or one that is no list of tokens.
+    """
+    if config.path:
+        root = Path(config.path).expanduser()
+        paths = _files_below(root, config.pattern)
+    else:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [p for p in _files_below(root, "*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts)]
+    documents = [document for path in paths if len(document := _whole(path)) > document.end_mark]
+    if not documents:
+        raise DataError(f"every file in {root} is empty; data.path must name text or .npy token files")
+    if len(documents) == 1:
+        return _divide_one(documents[0], config.held_out)
+    count = min(max(1, round(config.held_out * len(documents))), len(documents) - 1)
+    by_hash = sorted(documents, key=lambda document: _name_hash(document.path.relative_to(root)))
+    held_out = {document.path for document in by_hash[:count]}
+    return (
+        Corpus([document for document in documents if document.path not in held_out]),
+        Corpus([document for document in documents if document.path in held_out]),
+    )
+
+
+def _divide_one(document: Document, share: float) -> tuple[Corpus, Corpus]:
+    size = document.stop - document.start
+    cut = document.start + size - max(1, round(share * size))
+    return (
+        Corpus([Document(document.path, document.start, cut, 0)]),
+        Corpus([Document(document.path, cut, document.stop, document.end_mark)]),
+    )
+
+
+def _name_hash(name: Path) -> bytes:
+    return hashlib.sha256(name.as_posix().encode("utf-8", "surrogateescape")).digest()
+
+
+def _files_below(root: Path, pattern: str) -> list[Path]:
+    """The file `root` itself, or the files below it that match, sorted by name; hidden ones are passed over."""
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise DataError(f"there is no file or folder {root}; data.path must name one")
+    shown = []
+    for folder, folders, names in os.walk(root, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        shown += [Path(folder, n) for n in fnmatch.filter(names, pattern) if not n.startswith(".")]
+    if not shown:
+        raise DataError(f"no file in {root} matches {pattern!r}; see data.path and data.pattern")
+    return sorted(shown)
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
+
+
+def _whole(path: Path) -> Document:
+    """All of a file, which is opened once to know that it can be."""
+    size = len(_map(path))
+    return Document(path, 0, size, 0 if path.suffix == ".npy" else 1)
+
+
+def _map(path: Path) -> npt.NDArray[np.generic]:
+    try:
+        if path.suffix == ".npy":
+            tokens: npt.NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+                raise DataError(
+                    f"{path} holds {tokens.dtype} of shape {tokens.shape}; tokens are one dimension of integers"
+                )
+            return tokens
+        if path.stat().st_size == 0:
+            return np.zeros(0, np.uint8)  # an empty file cannot be mapped
+        return np.memmap(path, np.uint8, "r")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} is no numpy token file: {error}") from error
+
+
+_mapped = lru_cache(maxsize=_OPEN_FILES)(_map)
