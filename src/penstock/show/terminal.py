@@ -71,7 +71,7 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
     margin = len(f"rank {trace.ranks - 1} ")
     cells = _cells(shown, max(8, columns - margin), end - begin)
     centres = begin + (np.arange(cells) + 0.5) * ((end - begin) / cells)
-    several = any(len(np.unique(shown.stage[rows])) > 1 for rows in shown.rank_slices())
+    several = any(len(_stages(shown.stage[rows])) > 1 for rows in shown.rank_slices())
     used: set[str] = set()
     for rank, rows in enumerate(shown.rank_slices()):
         if _hidden(rank, trace.ranks):
@@ -113,7 +113,7 @@ def _line(trace: Trace, centres: np.ndarray[Any, Any], several: bool) -> list[tu
     # Both halves of a pair start at once, and the search finds the second.
     first = np.concatenate([[False], trace.paired[:-1]])
     event[event >= 0] -= first[event[event >= 0]]
-    stages = np.unique(trace.stage)
+    stages = _stages(trace.stage)
     cuts = [0, *(np.flatnonzero(np.diff(event)) + 1).tolist(), len(event)]
     pieces = []
     for a, b in pairwise(cuts):
@@ -124,8 +124,13 @@ def _line(trace: Trace, centres: np.ndarray[Any, Any], several: bool) -> list[tu
         letter = "&" if trace.paired[row] else _LETTERS[Activity(int(trace.kind[row]))]
         label = _label(trace, row, several)
         shade = int(np.searchsorted(stages, trace.stage[row])) % 2
-        pieces.append(((label if len(label) <= b - a else letter).ljust(b - a), letter, shade))
+        piece = label if len(label) <= b - a else letter
+        pieces.append((piece.ljust(b - a, "=" if letter == "=" else " "), letter, shade))
     return pieces
+
+
+def _stages(column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.unique(column[column >= 0])
 
 
 def _label(trace: Trace, row: int, several: bool) -> str:

@@ -61,29 +61,31 @@ def read_costs(path: str | Path, placement: Placement, latency: float | int | No
     for key in _NEEDED:
         if key not in table:
             raise ConfigError(f"{path}: {key} is missing; F, B and W are needed")
-    given = _OPTIONAL | table
-    near = Link(given["latency"] if latency is None else latency, given["bandwidth"])
-    far_latency, far_bandwidth = given["latency_between_nodes"], given["bandwidth_between_nodes"]
-    far = Link(
-        near.latency if far_latency is None or latency is not None else far_latency,
-        near.bandwidth if far_bandwidth is None else far_bandwidth,
-    )
     try:
-        return Costs.of(
-            placement,
-            given["F"],
-            given["B"],
-            given["W"],
-            full=given["full"],
-            recompute=given["R"],
-            pair=given["pair"],
-            pair_output=given["pair_output"],
-            communication=Communication(
-                given["message_bytes"], near, far, given["ranks_per_node"], given["blocks"]
-            ),
-        )
+        return _costs(_OPTIONAL | table, placement, latency)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _costs(given: dict[str, Any], placement: Placement, latency: float | int | None) -> Costs:
+    if latency is not None:
+        given |= {"latency": latency, "latency_between_nodes": latency}
+    near = Link(given["latency"], given["bandwidth"])
+    far_latency, far_bandwidth = given["latency_between_nodes"], given["bandwidth_between_nodes"]
+    far = Link(
+        near.latency if far_latency is None else far_latency,
+        near.bandwidth if far_bandwidth is None else far_bandwidth,
+    )
+    talk = Communication(given["message_bytes"], near, far, given["ranks_per_node"], given["blocks"])
+    return Costs.of(
+        placement,
+        *(given[key] for key in _NEEDED),
+        full=given["full"],
+        recompute=given["R"],
+        pair=given["pair"],
+        pair_output=given["pair_output"],
+        communication=talk,
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

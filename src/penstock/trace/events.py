@@ -107,7 +107,8 @@ class Trace:
             DataError: the file cannot be read, or is no trace.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            # Opened here, so that a damaged file is closed, too.
+            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 header = json.loads(str(file["header"]))
                 columns = {name: file[name] for name in _COLUMNS}
                 held = file["held"] if "held" in file.files else None

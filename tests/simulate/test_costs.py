@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.simulate.costs import Communication, Costs, Link
+
+FOUR = Placement.loop(2, 2)
+
+
+def test_a_number_is_shared_by_the_stages_of_a_rank():
+    costs = Costs.of(FOUR, 2, 4, 6)
+    assert costs.seconds.tolist() == [[1, 5, 2, 3, 1]] * 4
+    assert costs.seconds.dtype == np.int64
+
+
+def test_a_number_is_not_shared_where_two_ranks_hold_copies_of_a_stage():
+    assert Costs.of(Placement.two_way(4), 2, 4, 6).seconds.tolist() == [[2, 10, 4, 6, 2]] * 4
+
+
+def test_a_share_that_is_not_whole_is_a_float():
+    costs = Costs.of(FOUR, 1, 2, 2)
+    assert costs.seconds[:, Kind.F].tolist() == [0.5] * 4
+    assert costs.seconds.dtype == np.float64
+
+
+def test_a_list_gives_the_seconds_of_every_stage():
+    costs = Costs.of(FOUR, [1, 2, 3, 4], 2, 2, full=[5, 5, 5, 9], recompute=4, pair=[3, 4, 5, 6])
+    assert costs.seconds[:, Kind.F].tolist() == [1, 2, 3, 4]
+    assert costs.seconds[:, Kind.B].tolist() == [5, 5, 5, 9]
+    assert costs.seconds[:, Kind.I].tolist() == [1, 1, 1, 1]
+    assert costs.seconds[:, Kind.R].tolist() == [2, 2, 2, 2]
+    assert costs.pair.tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("bad", [-1, math.nan, math.inf, -0.5])
+def test_a_cost_that_is_no_time_is_refused(bad: float):
+    with pytest.raises(ConfigError, match=r"B must be a finite number of at least 0, not"):
+        Costs.of(FOUR, 1, bad, 1)
+    with pytest.raises(ConfigError, match=r"W of stage 2 must be a finite number of at least 0, not"):
+        Costs.of(FOUR, 1, 1, [1, 1, bad, 1])
+    with pytest.raises(ConfigError, match=r"latency must be a finite number"):
+        Link(bad)
+
+
+@pytest.mark.parametrize("bad", ["1", None, True, [1]])
+def test_a_cost_that_is_no_number_is_refused(bad: object):
+    with pytest.raises(ConfigError, match=r"F of stage 1 must be a number, not"):
+        Costs.of(FOUR, [1, bad, 1, 1], 1, 1)
+
+
+def test_costs_that_do_not_cover_a_stage_are_refused():
+    with pytest.raises(ConfigError, match=r"F must cover stages 0\.\.3 of the schedule: stage 3 has no cost"):
+        Costs.of(FOUR, [1, 1, 1], 1, 1)
+    with pytest.raises(ConfigError, match=r"W must cover .*: there are costs of 5 stages"):
+        Costs.of(FOUR, 1, 1, [1] * 5)
+    with pytest.raises(ConfigError, match="pair must cover"):
+        Costs.of(FOUR, 1, 1, 1, pair=[1])
+
+
+def test_a_table_is_checked_like_the_rest():
+    with pytest.raises(ConfigError, match=r"shape \(4, 3\); it needs \(stages, 5\)"):
+        Costs(np.ones((4, 3)))
+    table = np.ones((4, 5))
+    table[1, Kind.W] = math.nan
+    with pytest.raises(ConfigError, match=r"W of stage 1 must be a finite number"):
+        Costs(table)
+
+
+def test_a_message_takes_latency_and_bytes_over_bandwidth():
+    talk = Communication([100, 200, 0], Link(1, 100), Link(5, 10))
+    assert talk.transfer(4).tolist() == [[2, 15], [3, 25], [1, 5]]
+    assert Communication(100, Link(3), Link(7)).transfer(3).tolist() == [[3, 7], [3, 7]]
+    assert Communication(100, Link(3), Link(7)).transfer(3).dtype == np.int64
+    with pytest.raises(ConfigError, match="message_bytes gives 3 numbers for 5 stages"):
+        talk.transfer(5)
+
+
+def test_ranks_fill_nodes_in_order():
+    assert Communication(ranks_per_node=2).node(5).tolist() == [0, 0, 1, 1, 2]
+    assert Communication().node(3).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("message", "make"),
+    [
+        ("bandwidth must be above 0", lambda: Link(0, 0)),
+        ("bandwidth must be above 0", lambda: Link(0, "fast")),
+        ("bandwidth must be above 0", lambda: Link(0, math.nan)),
+        ("message_bytes must be a finite number", lambda: Communication(-1)),
+        ("ranks_per_node must be a whole number of at least 1, not 0", lambda: Communication(ranks_per_node=0)),
+        ("ranks_per_node must be a whole number of at least 1, not '8'", lambda: Communication(ranks_per_node="8")),
+        ("blocks must be one of none, sender, receiver, both, not 'all'", lambda: Communication(blocks="all")),
+        ("pair_output must be end or early, not 'now'", lambda: Costs.of(FOUR, 1, 1, 1, pair_output="now")),
+        (
+            "pair_output early needs messages that do not block their sender",
+            lambda: Costs.of(FOUR, 1, 1, 1, pair_output="early", communication=Communication(blocks="both")),
+        ),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused(message: str, make):
+    with pytest.raises(ConfigError, match=message):
+        make()

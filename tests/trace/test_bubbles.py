@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule.families import FAMILIES
+from penstock.schedule.placement import Placement
+from penstock.simulate.costs import Communication, Costs, Link
+from penstock.simulate.engine import simulate
+from penstock.trace.bubbles import CAUSES, bubble_fraction, bubbles, busy, longest, makespan
+from tests.simulate.cases import built, timed, timeline, written
+from tests.trace.cases import trace_of
+
+
+def idle_of(trace, rank: int) -> dict[str, float]:
+    """The causes a rank has any of."""
+    split = bubbles(trace)
+    return {cause: split.idle[cause][rank].item() for cause in CAUSES if split.idle[cause][rank]}
+
+
+def test_1f1b_idles_while_the_pipe_fills_and_drains_and_at_no_other_time():
+    trace = timed(built("1f1b", 4, 8), 1, 1, 1)
+    split = bubbles(trace)
+    assert (split.makespan, split.busy.tolist()) == (33, [24] * 4)
+    assert split.idle["warm_up"].tolist() == [6, 5, 4, 3]
+    assert split.idle["cool_down"].tolist() == [3, 4, 5, 6]
+    assert sum(split.idle.values()).tolist() == [9] * 4
+    assert bubble_fraction(trace) == pytest.approx(9 / 33)
+
+
+def test_every_cause_of_a_hand_made_trace():
+    trace = trace_of(
+        "0F0@0-1 0F1@1-2 0B0@5-7 0B1@9-11 0F2@11-12 0B2@16-18",
+        "1F0@1-2 1B0@3-5 1F1@6-7 1B1@7-9 1F2@13-14 1B2@14-16",
+    )
+    assert idle_of(trace, 0) == {"warm_up": 3, "gradient": 2, "cool_down": 4}
+    assert idle_of(trace, 1) == {
+        "warm_up": 1, "overhead": 1, "communication": 2, "activation": 3, "cool_down": 2,
+    }  # fmt: skip
+
+
+def test_latency_is_communication_and_its_echo_a_wait():
+    trace = timed(built("1f1b", 2, 2), 2, 2, 2, latency=3)
+    # rank 0: 0F0 0-2, 0F1 2-4, 0B0 14-18, 0B1 20-24; rank 1: 1F0 5-7, 1B0 7-11, 1F1 11-13, 1B1 13-17
+    assert idle_of(trace, 0) == {"warm_up": 7, "communication": 3 + 2}
+    assert idle_of(trace, 1) == {"warm_up": 2, "communication": 3, "cool_down": 7}
+
+
+@pytest.mark.parametrize("blocks", ["sender", "receiver", "both"])
+def test_a_blocked_rank_communicates(blocks: str):
+    split = bubbles(timed(built("1f1b", 4, 8), 2, 2, 2, latency=1, blocks=blocks))
+    assert split.idle["communication"].sum() > 0
+    assert split.idle["overhead"].tolist() == [0] * 4
+    assert (sum(split.idle.values()) == split.makespan - split.busy).all()
+
+
+def test_what_the_busiest_rank_works_more_is_imbalance():
+    program = built("1f1b", 2, 4)
+    costs = Costs.of(program.schedule.placement, [1, 3], 1, 1)
+    trace = simulate(program, costs)
+    split = bubbles(trace)
+    assert split.busy.tolist() == [12, 20]
+    assert split.idle["imbalance"].tolist() == [8, 0]
+    assert (sum(split.idle.values()) == split.makespan - split.busy).all()
+
+
+def test_idle_time_with_nothing_to_wait_for_is_overhead():
+    trace = trace_of("0F0@0-1 0F1@3-4 0B0@4-5 0B1@5.5-7")
+    assert idle_of(trace, 0) == {"overhead": 2.5}
+
+
+def test_a_wait_for_a_giver_the_trace_does_not_know_is_a_wait():
+    trace = trace_of("1F0@0-1 1B0@4-6 1F1@7-8 1B1@8-9", "2F0@1-2 2B0@2-3")
+    assert idle_of(trace, 0) == {"communication": 1, "warm_up": 2, "activation": 1}
+
+
+def test_a_reduction_outside_of_computation_is_communication():
+    trace = trace_of("0F0@0-1 0B0@1-3 REDUCE@2-6 OPTIMIZER@8-9")
+    assert idle_of(trace, 0) == {"communication": 3, "cool_down": 2}
+    assert bubbles(trace).busy.tolist() == [4]
+    assert makespan(trace) == 9
+
+
+def test_overlapping_reductions_count_once():
+    trace = trace_of("0F0@0-1 0B0@1-3 REDUCE@2-5 REDUCE@3-4 REDUCE@4-7 OPTIMIZER@9-10")
+    assert idle_of(trace, 0) == {"communication": 4, "cool_down": 2}
+
+
+def test_a_pair_counts_once_and_waits_for_what_comes_last():
+    pairs = ("0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    trace = timed(written(Placement.loop(2), 3, *pairs), 1, 1, 1)
+    assert timeline(trace, 0) == "0F0@0-1 0F1@1-2 0F2@4-7 0B0@4-7 0B1@7-9 0B2@10-12"
+    assert busy(trace).tolist() == [9, 9]
+    assert idle_of(trace, 0) == {"warm_up": 2, "cool_down": 1}
+
+
+def test_messages_are_no_work():
+    trace = trace_of("RECV@0-2 0F0@2-3 SEND@3-9 0B0@4-6")
+    assert (makespan(trace), longest(trace), busy(trace).tolist()) == (4, 4, [3])
+    assert bubble_fraction(trace) == pytest.approx(1 / 4)
+
+
+def test_longest_is_the_largest_span_of_one_rank():
+    assert longest(trace_of("0F0@0-1 0B0@4-6", "1F0@1-2 1B0@2-9")) == 8
+
+
+def test_a_trace_without_events_has_no_bubble():
+    empty = trace_of("", "")
+    assert (makespan(empty), longest(empty), bubble_fraction(empty)) == (0, 0, 0)
+    assert bubbles(empty).busy.tolist() == [0, 0]
+
+
+def test_a_rank_without_events_idles_all_the_time():
+    split = bubbles(trace_of("0F0@0-2", ""))
+    assert split.idle["imbalance"].tolist() == [0, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_causes_add_up_exactly(data: st.DataObject):
+    family = data.draw(st.sampled_from(sorted(FAMILIES)))
+    p = data.draw(st.sampled_from([2, 4]))
+    program = built(family, p, data.draw(st.sampled_from([2 * p, 3 * p])))
+    stages = program.schedule.stages
+    f, b, w = (data.draw(st.lists(st.integers(0, 30), min_size=stages, max_size=stages)) for _ in "FBW")
+    talk = Communication(
+        same_node=Link(data.draw(st.integers(0, 9))),
+        blocks=data.draw(st.sampled_from(["none", "sender", "receiver", "both"])),
+    )
+    trace = simulate(program, Costs.of(program.schedule.placement, f, b, w, communication=talk))
+    split = bubbles(trace)
+    assert (sum(split.idle.values()) == split.makespan - split.busy).all()
+    assert np.array_equal(split.busy, busy(trace))
+    assert all((time >= 0).all() for time in split.idle.values())
+    assert not split.idle["overhead"].any()
+    assert np.array_equal(split.idle["imbalance"], split.busy.max() - split.busy)
+    if talk.same_node.latency == 0:
+        assert not split.idle["communication"].any()
+
+
+def test_in_seconds_they_add_up_to_rounding():
+    split = bubbles(timed(built("interleaved-1f1b", 4, 8), 0.3, 0.7, 0.1, latency=0.07))
+    np.testing.assert_allclose(sum(split.idle.values()), split.makespan - split.busy, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(split.busy, 8 * 1.1, rtol=1e-12)

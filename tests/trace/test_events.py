@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import DataError
+from penstock.trace.events import Trace
+from tests.trace.cases import trace_of
+
+LINES = ["0F0@0-1 0B0@4-6", "1F0@1-2 1B0@2-4"]
+
+
+def same(a: Trace, b: Trace) -> bool:
+    columns = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
+    return (
+        a.ranks == b.ranks
+        and dict(a.info) == dict(b.info)
+        and all(np.array_equal(getattr(a, c), getattr(b, c)) for c in columns)
+        and all(getattr(a, c).dtype == getattr(b, c).dtype for c in columns)
+    )
+
+
+def test_a_saved_trace_loads_as_it_was(tmp_path: Path):
+    trace = trace_of(*LINES, info={"source": "measured", "steps": [1, 2]})
+    trace.save(tmp_path / "a.npz")
+    again = Trace.load(tmp_path / "a.npz")
+    assert same(trace, again)
+    assert again.held is None
+
+
+def test_what_is_held_is_saved_too(tmp_path: Path):
+    plain = trace_of(*LINES)
+    trace = Trace(**{**vars(plain), "held": np.array([1, 0, 1, 0], np.int64)})
+    trace.save(tmp_path / "a.npz")
+    assert Trace.load(tmp_path / "a.npz").held.tolist() == [1, 0, 1, 0]
+
+
+def test_columns_of_different_lengths_are_refused():
+    plain = trace_of(*LINES)
+    with pytest.raises(DataError, match=r"must be of one length, not \[3, 4\]"):
+        Trace(**{**vars(plain), "end": plain.end[:3]})
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path):
+    path = tmp_path / "a.npz"
+    with pytest.raises(DataError, match=r"cannot read .*a\.npz as a trace"):
+        Trace.load(path)
+    path.write_bytes(b"not a zip file")
+    with pytest.raises(DataError, match="as a trace"):
+        Trace.load(path)
+    np.savez(path, header=np.array("{}"))
+    with pytest.raises(DataError, match="as a trace"):
+        Trace.load(path)
+
+
+def test_a_cut_off_file_is_refused(tmp_path: Path):
+    path = tmp_path / "a.npz"
+    trace_of(*LINES).save(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match="as a trace"):
+        Trace.load(path)
+
+
+def test_a_file_with_pickled_objects_is_not_executed(tmp_path: Path):
+    path, flag = tmp_path / "a.npz", tmp_path / "flag"
+
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (flag,)
+
+    assert pickle.dumps(Trap())
+    np.savez(path, header=np.array([Trap()], object))
+    with pytest.raises(DataError, match="as a trace"):
+        Trace.load(path)
+    assert not flag.exists()
+
+
+def test_another_format_is_refused_by_its_number(tmp_path: Path):
+    path = tmp_path / "a.npz"
+    trace_of(*LINES).save(path)
+    with np.load(path) as file:
+        columns = dict(file)
+    columns["header"] = np.array(json.dumps({**json.loads(str(columns["header"])), "format": 9}))
+    np.savez(path, **columns)
+    with pytest.raises(DataError, match="a trace of format 9; this version reads format 1"):
+        Trace.load(path)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
+    with pytest.raises(DataError, match="cannot write the trace"):
+        trace_of(*LINES).save(tmp_path / "no" / "a.npz")
+
+
+def test_rows_of_a_rank_and_selections():
+    trace = trace_of(*LINES, "2F0@2-3")
+    assert trace.rank_slices() == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert trace.select(trace.kind == 0).stage.tolist() == [0, 1, 2]
+    assert trace.select(trace.kind == 1).rank_slices() == [slice(0, 1), slice(1, 2), slice(2, 2)]
