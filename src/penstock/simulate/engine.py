@@ -77,14 +77,17 @@ def _times(program: Program, costs: Costs) -> tuple[Table, Table]:
         communication.blocks in ("sender", "both"),
         communication.blocks in ("receiver", "both"),
     )
+    # Mostly an output leaves when its op ends, and one column serves for both.
+    apart = flags[0] or flags[1]
     run = choose(_run, len(schedule))
     if run is _run:
-        lists = [[-1] * len(schedule) for _ in range(3)]
-        run(*(array.tolist() for array in arrays), *flags, *lists)
-        return np.array(lists[0], kind), np.array(lists[1], kind)
-    columns = [np.full(len(schedule), -1, kind) for _ in range(3)]
-    run(*arrays, *flags, *columns)
-    return columns[0], columns[1]
+        begin, finish = [-1] * len(schedule), [-1] * len(schedule)
+        leave = list(finish) if apart else finish
+        run(*(array.tolist() for array in arrays), *flags, begin, finish, leave)
+        return np.array(begin, kind), np.array(finish, kind)
+    start, end = np.empty(len(schedule), kind), np.full(len(schedule), -1, kind)
+    run(*arrays, *flags, start, end, end.copy() if apart else end)
+    return start, end
 
 
 def _pair_seconds(program: Program, costs: Costs) -> Table:
