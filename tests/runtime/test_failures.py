@@ -62,7 +62,9 @@ def test_a_layer_that_raises_in_a_thread_reaches_the_caller_with_its_own_traceba
     net, bomb = failing(stage, 2, backward)
     before = threading.active_count()
     with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4) as pipe:
-        with pytest.raises(StageError, match=f"rank {stage}, stage {stage}, microbatch 2, op {stage}") as info:
+        with pytest.raises(
+            StageError, match=f"rank {stage}, stage {stage}, microbatch 2, op {stage}"
+        ) as info:
             pipe.step(*plain.batch(0, 8))
         cause = info.value.__cause__
         assert isinstance(cause, ValueError)
@@ -119,7 +121,9 @@ def only_first_rank_has_the_batch(rank: int) -> list[str]:
     return texts
 
 
-def test_a_batch_that_does_not_divide_is_refused_on_every_rank_and_the_next_one_runs(processes: LocalProcesses):
+def test_a_batch_that_does_not_divide_is_refused_on_every_rank_and_the_next_one_runs(
+    processes: LocalProcesses,
+):
     first, second = processes.run(2, only_first_rank_has_the_batch)
     assert first[0].startswith("BatchError")
     assert second[0].startswith("PeerError")
@@ -159,7 +163,9 @@ def never_answers(rank: int) -> str:
 
 def test_a_rank_that_never_answers_ends_the_wait_of_the_others():
     with LocalProcesses(2) as pool:
-        assert pool.run(2, never_answers)[0].startswith(("WaitTimeoutError: waited 1 s for rank 1", "PeerError"))
+        assert pool.run(2, never_answers)[0].startswith(
+            ("WaitTimeoutError: waited 1 s for rank 1", "PeerError")
+        )
 
 
 class Stuck(nn.Module):
@@ -179,7 +185,9 @@ def test_a_thread_that_waits_in_vain_says_for_whom_and_at_what():
     stuck = Stuck()
     net[0].append(stuck)
     with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2, timeout=0.2) as pipe:
-        with pytest.raises(WaitTimeoutError, match=r"rank\(s\) \[0\] did not stop .* rank 1 waited 0.2 s") as info:
+        with pytest.raises(
+            WaitTimeoutError, match=r"rank\(s\) \[0\] did not stop .* rank 1 waited 0.2 s"
+        ) as info:
             pipe.step(*plain.batch(0, 4))
         assert isinstance(info.value.__cause__, WaitTimeoutError)
         stuck.go.set()
@@ -189,7 +197,9 @@ def test_a_shape_the_next_stage_cannot_take_is_named():
     net = nn.Sequential(nn.Linear(12, 12), nn.Linear(5, 12))
     with (
         Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe,
-        pytest.raises(StageError, match=r"rank 1, stage 1, microbatch 0.*the stage's input was float32 \(2, 12\)"),
+        pytest.raises(
+            StageError, match=r"rank 1, stage 1, microbatch 0.*the stage's input was float32 \(2, 12\)"
+        ),
     ):
         pipe.step(*plain.batch(0, 4))
 
@@ -228,7 +238,12 @@ def test_a_csv_schedule_that_is_wrong_is_refused(tmp_path, lines, message):
     path = tmp_path / "wrong.csv"
     path.write_text(lines)
     with pytest.raises(ScheduleError, match=message):
-        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=2 if "0F1" in lines else 1, schedule=str(path))
+        Pipeline(
+            plain.model(4),
+            nn.functional.mse_loss,
+            microbatches=2 if "0F1" in lines else 1,
+            schedule=str(path),
+        )
 
 
 def test_a_target_of_another_length_is_refused_before_anything_runs():

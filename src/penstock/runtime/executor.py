@@ -7,16 +7,18 @@ computes, records when, hands over the result. A step is then a walk through tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.errors import PeerError, ScheduleError, StageError, TransportError
+from penstock.errors import PeerError, StageError, TransportError
+from penstock.runtime.copies import Copies
 from penstock.runtime.transport.base import Channel, Failure
-from penstock.schedule.ops import Kind
+from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Action, Instruction, Program
 from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel, describe, flatten
@@ -53,15 +55,22 @@ class Executor:
         rank: which rank's part.
         stages: the stages this rank holds, by number.
         channel: its end of the transport; None for a single rank, which needs none.
+        copies: the reduction of the stages of which other ranks hold copies; None if there are none.
     """
 
     def __init__(
-        self, program: Program, rank: int, stages: Mapping[int, Stage], channel: Channel | None
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, Stage],
+        channel: Channel | None,
+        copies: Copies | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
         self.stages = stages
         self.channel = channel
+        self.copies = copies
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
@@ -93,10 +102,14 @@ class Executor:
         if self.channel is not None:
             self.channel.open(step)
         try:
+            if self.copies is not None:
+                self.copies.begin()
             with torch.set_grad_enabled(self.trains):
                 for at, op in enumerate(self._ops):  # noqa: B007 - read when an op fails
                     op()
                 at = len(self._ops)
+                if self.copies is not None:
+                    self.copies.finish()
                 self._agree()
         except BaseException as error:
             told = self._explain(error, at, step)
@@ -119,6 +132,8 @@ class Executor:
         self._work, self._input_parcel = Work(), None
         for stage in self.stages.values():
             stage.drop()
+        if self.copies is not None:
+            self.copies.abandon()
 
     def _explain(self, error: BaseException, at: int, step: int) -> BaseException:
         """The error to raise: it names rank, stage, microbatch and op, unless another rank has named its own."""
@@ -166,32 +181,38 @@ class Executor:
         takes: dict[int, Take] = {}
         run: Instruction | None = None
         gives: dict[int, Give] = {}
+        complete: list[int] = []
+
+        def close() -> None:
+            nonlocal run, takes, gives, complete
+            if run is not None:
+                self._close_op(run, takes, gives, complete)
+                run, takes, gives, complete = None, {}, {}, []
+
         for line in self.program.instructions(self.rank):
             match line.action:
                 case Action.RECV | Action.TAKE:
-                    if run is not None:
-                        self._close_op(run, takes, gives)
-                        run, takes, gives = None, {}, {}
+                    close()
                     takes[line.row] = self._take(line)
                 case Action.RUN:
                     if run is not None:
-                        self._close_op(run, takes, gives)
-                        takes, gives = {}, {}
+                        close()
                     run = line
                 case Action.SEND | Action.HAND:
                     gives[line.row] = self._give(line)
-        if run is not None:
-            self._close_op(run, takes, gives)
+                case Action.REDUCE:
+                    complete.append(line.number)
+        close()
 
-    def _close_op(self, run: Instruction, takes: dict[int, Take], gives: dict[int, Give]) -> None:
+    def _close_op(
+        self, run: Instruction, takes: dict[int, Take], gives: dict[int, Give], complete: list[int]
+    ) -> None:
         rows = tuple(range(run.row, run.row + run.number))
         parts = [self._compute(row, takes.get(row), gives.get(row)) for row in rows]
+        if self.copies is not None:
+            parts += [partial(self.copies.send, stage) for stage in complete if stage in self.copies.holders]
         self._op_rows.append(rows)
-        if len(parts) == 1:
-            self._ops.append(parts[0])
-        else:
-            first, second = parts
-            self._ops.append(lambda: (first(), second())[0])
+        self._ops.append(parts[0] if len(parts) == 1 else partial(_one_after_another, parts))
 
     def _take(self, line: Instruction) -> Take:
         row, peer = line.row, line.peer
@@ -219,11 +240,29 @@ class Executor:
             if op.stage == self.program.schedule.stages - 1:
                 return self._last_forward(op.microbatch, stage, slot, take or self._input(op.microbatch))
             return self._forward(op.microbatch, stage, slot, take or self._input(op.microbatch), give)
-        if op.kind == Kind.B:
-            return self._backward(
-                op.microbatch, stage, slot, take, give or self._input_gradient(op.microbatch)
-            )
-        raise ScheduleError(f"{op}: the runtime does not run ops of kind {op.kind.name} yet")
+        if op.kind == Kind.W:
+            return self._weight(op.microbatch, stage, slot)
+        half = op.kind == Kind.I and op not in self._merged
+        run = stage.backward_input if half else stage.backward
+        return self._backward(op.microbatch, run, slot, take, give or self._input_gradient(op.microbatch))
+
+    @cached_property
+    def _merged(self) -> frozenset[Op]:
+        """I whose W follows at once and for whose result nobody waits: one full backward is cheaper than two halves."""
+        schedule, rows = self.program.schedule, self.program.schedule.rows(self.rank)
+        inputs = [r for r in range(rows.start, rows.stop - 1) if schedule.kind[r] == Kind.I]
+        return frozenset(
+            schedule.op(r)
+            for r in inputs
+            if self.program.target[r] < 0 and schedule.op(r + 1) == replace(schedule.op(r), kind=Kind.W)
+        )
+
+    @cached_property
+    def _split(self) -> frozenset[tuple[int, int]]:
+        """(stage, microbatch) whose backward comes in two halves on this rank."""
+        schedule, rows = self.program.schedule, self.program.schedule.rows(self.rank)
+        halves = [schedule.op(r) for r in range(rows.start, rows.stop) if schedule.kind[r] == Kind.I]
+        return frozenset((op.stage, op.microbatch) for op in halves if op not in self._merged)
 
     def _input(self, microbatch: int) -> Take:
         """A microbatch of the batch, for the first stage."""
@@ -254,7 +293,8 @@ class Executor:
     ) -> Callable[[], None]:
         start, end, now = self.start, self.end, perf_counter
         assert give is not None, "only the last stage hands nothing on"
-        run = stage.forward if self.trains else stage.evaluate
+        split = (stage.index, microbatch) in self._split
+        run = partial(stage.forward, split=split) if self.trains else stage.evaluate
 
         def op() -> None:
             self._input_parcel = parcel = take()
@@ -267,7 +307,10 @@ class Executor:
 
     def _last_forward(self, microbatch: int, stage: Stage, slot: int, take: Take) -> Callable[[], None]:
         start, end, now = self.start, self.end, perf_counter
-        run = stage.forward_with_loss if self.trains else stage.evaluate_with_loss
+        split = (stage.index, microbatch) in self._split
+        run: Callable[..., tuple[Tensor | None, object]] = stage.evaluate_with_loss
+        if self.trains:
+            run = partial(stage.forward_with_loss, split=split)
 
         def op() -> None:
             work = self._work
@@ -284,18 +327,38 @@ class Executor:
         return op
 
     def _backward(
-        self, microbatch: int, stage: Stage, slot: int, take: Take | None, give: Give
+        self,
+        microbatch: int,
+        run: Callable[[int, Parcel | None], Parcel],
+        slot: int,
+        take: Take | None,
+        give: Give,
     ) -> Callable[[], None]:
         start, end, now = self.start, self.end, perf_counter
 
         def op() -> None:
             grads = take() if take is not None else None
             start[slot] = now()
-            inputs = stage.backward(microbatch, grads)
+            inputs = run(microbatch, grads)
             end[slot] = now()
             give(inputs)
 
         return op
+
+    def _weight(self, microbatch: int, stage: Stage, slot: int) -> Callable[[], None]:
+        start, end, now = self.start, self.end, perf_counter
+
+        def op() -> None:
+            start[slot] = now()
+            stage.backward_weight(microbatch)
+            end[slot] = now()
+
+        return op
+
+
+def _one_after_another(parts: Sequence[Callable[[], None]]) -> None:
+    for part in parts:
+        part()
 
 
 def _pack_losses(losses: Mapping[int, Tensor]) -> Parcel:

@@ -11,7 +11,7 @@ from penstock.runtime.world import World
 
 
 def clip_(
-    parameters: Sequence[tuple[int, nn.Parameter]], max_norm: float, count: int, world: World | None
+    parameters: Sequence[tuple[int, nn.Parameter, bool]], max_norm: float, count: int, world: World | None
 ) -> Tensor:
     """Clip gradients by their global 2-norm.
 
@@ -19,7 +19,7 @@ def clip_(
     takes the norm of the same vector, and the result does not depend on which rank held what.
 
     Args:
-        parameters: (place in the whole model, parameter) of those held here.
+        parameters: (place in the whole model, parameter, whether this rank's copy is the one that counts).
         max_norm: the largest norm allowed.
         count: how many parameters the whole model has.
         world: the other ranks; None if all parameters are here.
@@ -27,15 +27,17 @@ def clip_(
     Returns:
         0-d tensor, the norm before clipping.
     """
-    held = [(place, p) for place, p in parameters if p.grad is not None]
+    held = [p for _, p, _ in parameters if p.grad is not None]
     places = torch.zeros(count, dtype=torch.float64)
     present = torch.zeros(count, dtype=torch.float64)
-    for place, parameter in held:
+    for place, parameter, counts in parameters:
+        if parameter.grad is None or not counts:
+            continue
         places[place] = torch.linalg.vector_norm(parameter.grad).double()
         present[place] = 1.0
     if world is not None:
         world.add_up(places)
         world.add_up(present)
     total: Tensor = torch.linalg.vector_norm(places[present > 0].float())
-    nn.utils.clip_grads_with_norm_([p for _, p in held], max_norm, total)
+    nn.utils.clip_grads_with_norm_(held, max_norm, total)
     return total

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError, ConfigError, PenstockError
 from penstock.runtime import norms
+from penstock.runtime.copies import Copies, alias, equalise
 from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor, Work
 from penstock.runtime.recorder import measured_trace
@@ -112,9 +113,17 @@ class Pipeline:
         local = sorted({s for r in self._local_ranks for s in self.schedule.placement.stages_of[r]})
         place = torch.device(device) if device is not None else None
         last = self.schedule.stages - 1
-        self.stages = {
-            s: Stage(s, StageModule(runs[s], place), loss_fn if s == last else None, microbatches)
+        holders = self.schedule.placement.holders
+
+        def stage(s: int, module: StageModule) -> Stage:
+            return Stage(s, module, loss_fn if s == last else None, microbatches)
+
+        self.stages = {s: stage(s, StageModule(runs[s], place)) for s in local}
+        # In threads a stage's further copies share the first one's memory; in processes each has its own.
+        self._copies = {
+            (rank, s): stage(s, alias(self.stages[s].module))
             for s in local
+            for rank in ([] if self.in_processes else holders[s][1:])
         }
         self.holds_first, self.holds_last = 0 in self.stages, last in self.stages
         require_untied(self.stages)
@@ -123,6 +132,8 @@ class Pipeline:
         if self.in_processes:
             assert world is not None
             self._world = world.connect(self._train_program, self.timeout)
+            assert self._world.channel is not None
+            equalise(self.stages, self.schedule.placement, self.rank, self._world.channel)
         elif self.ranks > 1:
             self._crew = Crew(self.ranks, self.timeout)
         self._executors: dict[bool, list[Executor]] = {}
@@ -238,7 +249,12 @@ class Pipeline:
         if self._places is None:
             self._places = self._find_places()
         places, count = self._places
-        parameters = [(places[name], p) for name, p in self.named_parameters()]
+        holders = self.schedule.placement.holders
+        parameters = [
+            (places[name], p, not self.in_processes or holders[s][0] == self.rank)
+            for s in sorted(self.stages)
+            for name, p in self.stages[s].module.whole_model_parameters()
+        ]
         return norms.clip_(parameters, max_norm, count, self._world)
 
     def _find_places(self) -> tuple[dict[str, int], int]:
@@ -316,13 +332,18 @@ class Pipeline:
             else:
                 channels = [None]
             self._executors[trains] = [
-                Executor(program, rank, self._stages_of(rank), channel)
+                self._executor(program, rank, channel)
                 for rank, channel in zip(self._local_ranks, channels, strict=True)
             ]
         return self._executors[trains]
 
-    def _stages_of(self, rank: int) -> dict[int, Stage]:
-        return {s: self.stages[s] for s in self.schedule.placement.stages_of[rank]}
+    def _executor(self, program: Program, rank: int, channel: Channel | None) -> Executor:
+        placement = self.schedule.placement
+        stages = {s: self._copies.get((rank, s), self.stages[s]) for s in placement.stages_of[rank]}
+        copies = None
+        if placement.has_copies and channel is not None and program is self._train_program:
+            copies = Copies(program, rank, stages, channel, one_memory=not self.in_processes)
+        return Executor(program, rank, stages, channel, copies)
 
     def _cut(self, trains: bool, x: object, y: object) -> tuple[list[object], list[object]]:
         m = self.microbatches

@@ -53,9 +53,12 @@ class World:
             (r, collector) for r in ranks if r != collector
         ]
         sizes: dict[tuple[int, int], tuple[int, int]] = dict.fromkeys(ends, (RESULT_SLOTS, RESULT_SLOTS))
-        for key, edge in program.edges.items():
-            extra = RESULT_SLOTS if key in sizes else 0
-            sizes[key] = (edge.slots + extra, edge.capacity + extra)
+        more = [(key, edge.slots, edge.capacity) for key, edge in program.edges.items()]
+        for holders in program.schedule.placement.holders:
+            more += [((a, b), 1, 1) for a in holders for b in holders if a != b]
+        for key, slots, capacity in more:
+            before = sizes.get(key, (0, 0))
+            sizes[key] = (before[0] + slots, before[1] + capacity)
         self.channel = ProcessChannel(
             self._messages,
             {s: size for (s, t), size in sizes.items() if t == self.rank},

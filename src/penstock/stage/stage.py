@@ -6,8 +6,9 @@ the gradients that the next stage hands back (or from the loss), and nothing cro
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer
 from penstock.stage.values import Parcel, gradients, pack, unpack
+from penstock.stage.weight_grad import Queue, deferring
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -57,6 +59,14 @@ class StageModule(nn.Module):
         return state
 
 
+class _Saved(NamedTuple):
+    """What a microbatch's backward needs: leaves that collect, roots to start from, and the weights' queue."""
+
+    collecting: tuple[Tensor, ...]
+    roots: tuple[Tensor, ...]
+    queue: Queue | None
+
+
 class Stage:
     """A stage at work: what it saved for each microbatch between forward and backward.
 
@@ -74,42 +84,72 @@ class Stage:
         self.module = module
         self.loss_fn = loss_fn
         self.microbatches = microbatches
-        self._saved: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self._saved: dict[int, _Saved] = {}
+        self._waiting: dict[int, Queue] = {}
+        self._shared: set[int] = set()
+        self._splits: bool | None = None
 
     @property
     def held(self) -> int:
-        """How many microbatches' activations the stage holds."""
-        return len(self._saved)
+        """How many microbatches' activations the stage holds, those that wait for W included."""
+        return len(self._saved) + len(self._waiting)
 
-    def forward(self, microbatch: int, inputs: Parcel) -> Parcel:
+    def forward(self, microbatch: int, inputs: Parcel, split: bool = False) -> Parcel:
         """Run the layers on a microbatch, keep what its backward needs, and return the output.
+
+        Args:
+            microbatch: which.
+            inputs: from the stage before, or the batch.
+            split: the backward will come in two halves, `backward_input` and `backward_weight`.
 
         Raises:
             PenstockError: the microbatch is already held: used twice without a backward between.
         """
-        if microbatch in self._saved:
-            raise PenstockError(
-                f"stage {self.index} already holds microbatch {microbatch}; its backward has to come first"
-            )
-        value, collecting = unpack(inputs)
-        output, roots = pack(self.module(value))
-        self._saved[microbatch] = (collecting, roots)
+        value, collecting, queue = self._begin(microbatch, inputs, split)
+        output, roots = pack(self._run(value, queue))
+        self._saved[microbatch] = _Saved(collecting, roots, queue)
         return output
 
     def forward_with_loss(
-        self, microbatch: int, inputs: Parcel, target: object, keep_output: bool
+        self, microbatch: int, inputs: Parcel, target: object, keep_output: bool, split: bool = False
     ) -> tuple[Tensor, object]:
         """As `forward`, on the last stage: returns the microbatch's loss and, if kept, the detached output."""
-        if microbatch in self._saved:
+        value, collecting, queue = self._begin(microbatch, inputs, split)
+        result = self._run(value, queue)
+        loss = self.loss(result, target)
+        scaled = loss / self.microbatches
+        self._saved[microbatch] = _Saved(collecting, (scaled,) if scaled.requires_grad else (), queue)
+        return loss.detach(), _detached(result) if keep_output else None
+
+    def _begin(
+        self, microbatch: int, inputs: Parcel, split: bool
+    ) -> tuple[object, tuple[Tensor, ...], Queue | None]:
+        if microbatch in self._saved or microbatch in self._waiting:
             raise PenstockError(
                 f"stage {self.index} already holds microbatch {microbatch}; its backward has to come first"
             )
         value, collecting = unpack(inputs)
-        result = self.module(value)
-        loss = self.loss(result, target)
-        scaled = loss / self.microbatches
-        self._saved[microbatch] = (collecting, (scaled,) if scaled.requires_grad else ())
-        return loss.detach(), _detached(result) if keep_output else None
+        return value, collecting, Queue() if split and self.splits else None
+
+    def _run(self, value: object, queue: Queue | None) -> object:
+        if queue is None:
+            return self.module(value)
+        with deferring(queue, self._shared):
+            return self.module(value)
+
+    @property
+    def splits(self) -> bool:
+        """Whether the stage's backward can be split; says so once where it cannot."""
+        if self._splits is None:
+            compiled = [name for name, m in self.module.named_modules() if hasattr(m, "_orig_mod")]
+            self._splits = not compiled
+            if compiled:
+                warnings.warn(
+                    f"stage {self.index} holds compiled modules ({compiled[0]}), into which the split of the "
+                    "backward cannot look: its I does the full backward and its W nothing",
+                    stacklevel=2,
+                )
+        return self._splits
 
     def evaluate(self, microbatch: int, inputs: Parcel) -> Parcel:
         """Run the layers on a microbatch and keep nothing; to be called without gradients enabled."""
@@ -147,12 +187,18 @@ class Stage:
         Raises:
             PenstockError: no activation of that microbatch is held.
         """
+        inputs = self.backward_input(microbatch, grads)
+        self.backward_weight(microbatch)
+        return inputs
+
+    def backward_input(self, microbatch: int, grads: Parcel | None) -> Parcel:
+        """The half of `backward` that yields the inputs' gradients (and whatever weight gradients cannot wait)."""
         if microbatch not in self._saved:
             raise PenstockError(
                 f"stage {self.index} holds no activation of microbatch {microbatch}; its forward has to come "
                 "first, and its backward only once"
             )
-        collecting, roots = self._saved.pop(microbatch)
+        collecting, roots, queue = self._saved.pop(microbatch)
         if grads is None:
             if roots:
                 torch.autograd.backward(roots)
@@ -165,11 +211,22 @@ class Stage:
             given = [(r, g) for r, g in zip(roots, grads.leaves, strict=True) if g is not None]
             if given:
                 torch.autograd.backward([r for r, _ in given], [g for _, g in given])
+        if queue is not None and queue.pending:
+            self._waiting[microbatch] = queue
         return gradients(collecting)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The other half: the weight gradients that `backward_input` put off."""
+        queue = self._waiting.pop(microbatch, None)
+        if queue is not None:
+            queue.work_off()
+        elif microbatch in self._saved:
+            raise PenstockError(f"stage {self.index}, microbatch {microbatch}: W came before I")
 
     def drop(self) -> None:
         """Forget every microbatch, as after a failed step."""
         self._saved.clear()
+        self._waiting.clear()
 
 
 def _detached(value: object) -> object:

@@ -78,7 +78,8 @@ class ThreadChannel:
 def thread_channels(program: Program, timeout: float) -> list[ThreadChannel]:
     """The connected ends of a Program's ranks.
 
-    Every rank is connected with every other: besides the Program's edges there is one place for the step's result.
+    Every rank is connected with every other: besides the Program's edges there is a place for the step's result, and
+    one for the gradients of each stage of which both hold a copy.
 
     Args:
         program: whose edges they are.
@@ -91,7 +92,8 @@ def thread_channels(program: Program, timeout: float) -> list[ThreadChannel]:
             if source != target:
                 edge = program.edges.get((source, target))
                 places: _Places = queue.SimpleQueue()
-                for _ in range((edge.capacity if edge else 0) + 1):
+                both = sum(source in h and target in h for h in program.schedule.placement.holders)
+                for _ in range((edge.capacity if edge else 0) + both + 1):
                     places.put(None)
                 edges[source, target] = (queue.SimpleQueue(), places)
     return [ThreadChannel(rank, timeout, edges) for rank in ranks]
