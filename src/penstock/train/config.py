@@ -15,6 +15,9 @@ from typing import Any
 from penstock.errors import ConfigError, nearest
 from penstock.schedule.families import FAMILIES
 
+BYTES = 256
+"""The vocabulary of a model whose tokens are bytes."""
+
 
 @dataclass(frozen=True)
 class Allowed:
@@ -52,12 +55,12 @@ class ModelConfig:
         norm_epsilon: added to the mean square in RMSNorm.
     """
 
-    vocabulary: int = _key(256, COUNT)
-    width: int = _key(192, COUNT)
+    vocabulary: int = _key(BYTES, COUNT)
+    width: int = _key(128, COUNT)
     layers: int = _key(6, COUNT)
-    heads: int = _key(6, COUNT)
+    heads: int = _key(4, COUNT)
     kv_heads: int = _key(2, COUNT)
-    hidden: int = _key(512, COUNT)
+    hidden: int = _key(352, COUNT)
     rotary_base: float = _key(10_000.0, POSITIVE)
     norm_epsilon: float = _key(1e-5, POSITIVE)
 
@@ -77,7 +80,7 @@ class DataConfig:
     path: str = _key("")
     pattern: str = _key("*")
     held_out: float = _key(0.05, FRACTION)
-    sequence: int = _key(256, COUNT)
+    sequence: int = _key(128, COUNT)
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,9 @@ class OptimConfig:
         clip: the global gradient norm is cut to this; 0 never cuts.
     """
 
-    lr: float = _key(4e-3, POSITIVE)
+    lr: float = _key(6e-3, POSITIVE)
     final_lr: float = _key(0.05, SHARE)
-    warmup_steps: int = _key(20, NOT_NEGATIVE)
+    warmup_steps: int = _key(30, NOT_NEGATIVE)
     weight_decay: float = _key(0.1, NOT_NEGATIVE)
     beta1: float = _key(0.9, MOMENTUM)
     beta2: float = _key(0.95, MOMENTUM)
@@ -144,14 +147,14 @@ class TrainConfig:
         eval_batches: batches of held-out samples an evaluation reads, the same ones each time.
     """
 
-    steps: int = _key(400, COUNT)
-    batch: int = _key(32, COUNT)
+    steps: int = _key(600, COUNT)
+    batch: int = _key(16, COUNT)
     seed: int = _key(0, NOT_NEGATIVE)
     name: str = _key("", FOLDER_NAME)
     folder: str = _key("runs")
     log_every: int = _key(10, COUNT)
-    eval_every: int = _key(100, COUNT)
-    eval_batches: int = _key(8, COUNT)
+    eval_every: int = _key(150, COUNT)
+    eval_batches: int = _key(16, COUNT)
 
 
 @dataclass(frozen=True)
@@ -159,13 +162,14 @@ class SampleConfig:
     """``[sample]``: the text generated at the end.
 
     Attributes:
-        prompt: what the text starts with.
+        prompt: what the text starts with; token numbers where the vocabulary is not the 256 bytes. Where it is not
+            set: ``def ``, or 0.
         length: tokens to generate.
         temperature: 0 always takes the likeliest token.
         top_k: draws only among this many likeliest tokens; 0 draws among all.
     """
 
-    prompt: str = _key("def ")
+    prompt: str | None = _key(None)
     length: int = _key(256, NOT_NEGATIVE)
     temperature: float = _key(0.8, NOT_NEGATIVE)
     top_k: int = _key(40, NOT_NEGATIVE)
@@ -296,4 +300,7 @@ def resolve(config: Config, processes: int | None) -> Config:
     if v is None:
         family = FAMILIES.get(config.schedule.name)
         v = family.virtual_stages if family else 1
-    return dataclasses.replace(config, parallel=ParallelConfig(pp, v))
+    sample = config.sample
+    if sample.prompt is None:
+        sample = dataclasses.replace(sample, prompt="def " if config.model.vocabulary == BYTES else "0")
+    return dataclasses.replace(config, parallel=ParallelConfig(pp, v), sample=sample)

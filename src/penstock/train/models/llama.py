@@ -40,6 +40,11 @@ def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
     ]
 
 
+def next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats; logits (batch, sequence, vocabulary), target int64 (batch, sequence)."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, blocks: int) -> None:
     """Ones for norms; normal with variance 1/columns for matrices, less for those that add to the residual stream.
 

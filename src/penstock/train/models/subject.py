@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from penstock.runtime.verify import Subject
 from penstock.train.config import ModelConfig
-from penstock.train.models.llama import layers
+from penstock.train.models.llama import layers, next_token_loss
 
 SEQUENCE = 16
 CONFIG = ModelConfig(vocabulary=64, width=32, layers=8, heads=4, kv_heads=2, hidden=64)
@@ -17,11 +16,6 @@ CONFIG = ModelConfig(vocabulary=64, width=32, layers=8, heads=4, kv_heads=2, hid
 def small_llama() -> Subject:
     """A Llama-style decoder of 8 blocks on random tokens, two sequences a microbatch."""
     return Subject(layers(CONFIG), next_token_loss, _batch)
-
-
-def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy; logits (batch, sequence, vocabulary), target int64 (batch, sequence)."""
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def _batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:

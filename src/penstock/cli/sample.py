@@ -1,0 +1,39 @@
+"""``penstock sample``: text from a trained run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command(epilog='Example:  penstock sample runs/first "def " --length 400 --temperature 0.7')
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option("--length", type=click.IntRange(0), help="Tokens to generate.  [default: the run's]")
+@click.option("--temperature", type=click.FloatRange(0), help="0 takes the likeliest.  [default: the run's]")
+@click.option(
+    "--top-k", type=click.IntRange(0), help="Draw among this many; 0 among all.  [default: the run's]"
+)
+@click.option("--seed", type=click.IntRange(0), help="Of the draws.  [default: the run's]")
+def command(
+    run: Path,
+    prompt: str | None,
+    length: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    seed: int | None,
+) -> None:
+    """Generate text with the weights of a run, after a PROMPT.
+
+    RUN is a folder that penstock train has left; PROMPT is text, or token numbers where the model's vocabulary is
+    not bytes.
+    """
+    from dataclasses import replace
+
+    from penstock.train.sample import read_config, sample_run
+
+    given: dict[str, Any] = {"prompt": prompt, "length": length, "temperature": temperature, "top_k": top_k}
+    wanted = replace(read_config(run).sample, **{key: v for key, v in given.items() if v is not None})
+    click.echo(sample_run(run, wanted, seed))

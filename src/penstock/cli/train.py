@@ -1,0 +1,58 @@
+"""``penstock train``: train a Llama-style decoder through a pipeline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+
+@click.command(
+    epilog="Example:  penstock train --set train.steps=100 --set schedule.name=gpipe\n\n"
+    "          torchrun --nproc-per-node 2 -m penstock train my.toml"
+)
+@click.argument("words", nargs=-1, metavar="[CONFIG.toml]")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a value of the config; may be given several times, and further pairs may follow one.",
+)
+@click.option("--ranks", "-p", type=int, help="Pipeline ranks; the same as --set parallel.pp=RANKS.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, the rest to stderr."
+)
+def command(words: tuple[str, ...], overrides: tuple[str, ...], ranks: int | None, as_json: bool) -> None:
+    """Train a model through a pipeline.
+
+    Without a config a small model learns the text of Python's own standard library on two ranks, in a few minutes.
+    The ranks are threads of one process; under torchrun every process is a rank. The run's folder keeps the config
+    with every default filled in, metrics.jsonl, the weights as safetensors and a sample of generated text.
+    """
+    from penstock.train.config_file import load
+    from penstock.train.loop import train, unit
+    from penstock.train.progress import reporter
+
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise click.UsageError(f"one config at most; given were {', '.join(files)}")
+    pairs = [*overrides, *(word for word in words if "=" in word)]
+    if ranks is not None:
+        pairs.append(f"parallel.pp={ranks}")
+    config = load(Path(files[0]) if files else None, pairs)
+    outcome = train(config, lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json))
+    if outcome is None:
+        return
+    if as_json:
+        click.echo(json.dumps(asdict(outcome)))
+        return
+    each = unit(config)
+    bigram = "" if outcome.bigram_bits is None else f"; a bigram table: {outcome.bigram_bits:.3f}"
+    click.echo(
+        f"\nheld-out bits/{each}: {outcome.held_out_bits:.3f}{bigram}\n"
+        f"{outcome.steps} steps in {outcome.seconds:.0f} s, {outcome.tokens_per_second:,.0f} tokens/s\n"
+        f"kept in {outcome.folder}\n\n{outcome.sample}"
+    )

@@ -1,0 +1,270 @@
+"""The training loop: data in, steps through the pipeline, metrics and weights out."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.world import current_world
+from penstock.trace.bubbles import busy
+from penstock.train import run_folder, weights
+from penstock.train.bigram import bigram_bits, bigram_counts
+from penstock.train.config import BYTES, Config, resolve
+from penstock.train.corpus import Corpus, open_corpora
+from penstock.train.data import check_tokens, held_out_positions, train_batch, windows
+from penstock.train.fleet import Fleet
+from penstock.train.models.llama import layers, next_token_loss
+from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
+from penstock.train.progress import Reporter
+from penstock.train.run_folder import Metrics
+from penstock.train.sample import encode, sample_run
+
+MakeReporter = Callable[[int, bool], Reporter]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        folder: of the run.
+        steps: optimizer steps done.
+        loss: of the last step, in nats a token.
+        held_out_bits: the model's mean bits a token (a byte, where tokens are bytes) on the held-out samples.
+        bigram_bits: a bigram table's on the same samples; None where tokens are not bytes.
+        seconds: of the steps and evaluations, without what comes before and after.
+        tokens_per_second: trained tokens over the time of the steps alone.
+        sample: the generated text, with its prompt.
+    """
+
+    folder: str
+    steps: int
+    loss: float
+    held_out_bits: float
+    bigram_bits: float | None
+    seconds: float
+    tokens_per_second: float
+    sample: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """The data of a run: the training corpus, and the held-out batches, (x, y) of shape (batch, sequence) each."""
+
+    training: Corpus
+    held_out: tuple[tuple[Tensor, Tensor], ...]
+
+
+def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
+    """Train as told, in threads or as one of the processes that were started, and leave a run folder.
+
+    Args:
+        config: checked; what depends on the number of processes is filled in here.
+        make_reporter: ``make_reporter(steps, leads)``.
+
+    Returns:
+        The outcome; None on every process but the leading one.
+
+    Raises:
+        ConfigError: something given cannot be used; nothing has been written then.
+        PenstockError: the run failed on the way; the folder keeps what there was.
+    """
+    world = current_world()
+    config = resolve(config, world.size if world else None)
+    path = run_folder.choose(config.train)
+    encode(config.sample.prompt or "", config.model.vocabulary)
+    text = open_text(config)
+    _share_cores(config, in_processes=world is not None)
+    with build_pipeline(config) as pipe:
+        fleet = Fleet(pipe.ranks, pipe.rank) if pipe.in_processes else Fleet(1, 0)
+        path = Path(fleet.decide(lambda: str(run_folder.create(path, config))))
+        with (
+            make_reporter(config.train.steps, fleet.leads) as reporter,
+            Metrics(path if fleet.leads else None) as metrics,
+        ):
+            if fleet.leads:
+                reporter.say(_opening(config, path, text))
+            result = _steps(config, text, pipe, fleet, reporter, metrics)
+            weights.save_part(path, pipe.state_dict(), fleet.rank, fleet.size)
+            fleet.gather_point()
+            pipe.close()
+            if not fleet.leads:
+                return None
+            weights.write_index(path, fleet.size)
+            bigram = bigram_of(text, config)
+            metrics.write("final", step=config.train.steps, bigram_bits=bigram, **vars(result))
+            sample = sample_run(path)
+            (path / "sample.txt").write_text(sample + "\n", "utf-8")
+            return Outcome(str(path), config.train.steps, bigram_bits=bigram, sample=sample, **vars(result))
+
+
+def open_text(config: Config) -> Text:
+    """Find the data and read what every evaluation reads.
+
+    Raises:
+        DataError: it cannot be read, is too short, or has tokens outside the vocabulary.
+    """
+    data, size = config.data, config.train.batch
+    training, held_out = open_corpora(data)
+    check_tokens(training, "training", data.sequence)
+    check_tokens(held_out, "held-out", data.sequence)
+    places = held_out_positions(len(held_out), config.train.eval_batches * size, data.sequence)
+    x, y = windows(held_out, places, data.sequence, config.model.vocabulary)
+    text = Text(training, tuple(zip(torch.split(x, size), torch.split(y, size), strict=True)))
+    batch_of(text, config, 0)
+    return text
+
+
+def batch_of(text: Text, config: Config, step: int) -> tuple[Tensor, Tensor]:
+    """The training batch of a step, x and y of shape (batch, sequence)."""
+    return train_batch(
+        text.training,
+        seed=config.train.seed,
+        step=step,
+        batch=config.train.batch,
+        sequence=config.data.sequence,
+        vocabulary=config.model.vocabulary,
+    )
+
+
+def bigram_of(text: Text, config: Config) -> float | None:
+    """Bits a byte of a bigram table of the training files on the held-out samples; None for other tokens."""
+    if config.model.vocabulary != BYTES:
+        return None
+    x = torch.cat([x for x, _ in text.held_out]).numpy()
+    y = torch.cat([y for _, y in text.held_out]).numpy()
+    return bigram_bits(bigram_counts(text.training, BYTES), x, y)
+
+
+def build_pipeline(config: Config) -> Pipeline:
+    """The pipeline of a resolved config."""
+    assert config.parallel.virtual_stages is not None, "resolved"
+    return Pipeline(
+        layers(config.model, config.train.seed),
+        next_token_loss,
+        microbatches=config.schedule.microbatches,
+        schedule=config.schedule.name,
+        ranks=config.parallel.pp,
+        virtual_stages=config.parallel.virtual_stages,
+        device=config.runtime.device or None,
+        timeout=config.runtime.timeout,
+    )
+
+
+@dataclass(frozen=True)
+class _Result:
+    loss: float
+    held_out_bits: float
+    seconds: float
+    tokens_per_second: float
+
+
+def _steps(
+    config: Config, text: Text, pipe: Pipeline, fleet: Fleet, reporter: Reporter, metrics: Metrics
+) -> _Result:
+    train, optim = config.train, config.optim
+    optimizer = build_optimizer(pipe.named_parameters(), optim)
+    device = next(pipe.parameters()).device
+    tokens = train.batch * config.data.sequence
+    began = perf_counter()
+    stepping = since_log = 0.0
+    loss = bits = math.nan
+    for step in range(train.steps):
+        done = step + 1
+        started = perf_counter()
+        rate = learning_rate(step, train.steps, optim)
+        set_learning_rate(optimizer, rate)
+        x, y = batch_of(text, config, step)
+        before = perf_counter()
+        result = pipe.step(x.to(device), y.to(device))
+        in_pipe = perf_counter() - before
+        loss = _finite(result.loss, step)
+        norm = pipe.clip_grad_norm_(optim.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        since_log += perf_counter() - started
+        reporter.step(done, loss)
+        if done % train.log_every == 0 or done == train.steps:
+            stepping += since_log
+            speed = tokens * ((done - 1) % train.log_every + 1) / since_log
+            bubble = measured_bubble(pipe, fleet, in_pipe)
+            reporter.measured(done, loss, speed, bubble)
+            metrics.write(
+                "train",
+                step=done,
+                loss=loss,
+                lr=rate,
+                grad_norm=float(norm),
+                tokens_per_second=speed,
+                bubble=bubble,
+                seconds=perf_counter() - began,
+            )
+            since_log = 0.0
+        if done % train.eval_every == 0 or done == train.steps:
+            bits = held_out_bits(pipe, text, device)
+            reporter.say(f"step {done}: {bits:.3f} bits/{unit(config)} on held-out text")
+            metrics.write("held_out", step=done, held_out_bits=bits, seconds=perf_counter() - began)
+    return _Result(loss, bits, perf_counter() - began, tokens * train.steps / stepping)
+
+
+def held_out_bits(pipe: Pipeline, text: Text, device: torch.device) -> float:
+    """The model's mean bits a token on the held-out samples."""
+    losses = [pipe.evaluate(x.to(device), y.to(device)).loss for x, y in text.held_out]
+    return sum(float(loss) for loss in losses if loss is not None) / len(losses) / math.log(2)
+
+
+def measured_bubble(pipe: Pipeline, fleet: Fleet, seconds: float) -> float:
+    """The share of the ranks' time in the last step that went neither into a forward nor into a backward.
+
+    Args:
+        pipe: right after the step.
+        fleet: its processes; every one calls this.
+        seconds: the step took.
+    """
+    trace = pipe.trace()
+    assert trace is not None, "a step has just been done"
+    return max(0.0, 1.0 - fleet.total(float(busy(trace).sum()) / (pipe.ranks * seconds)))
+
+
+def unit(config: Config) -> str:
+    """What a token is called where a person reads it."""
+    return "byte" if config.model.vocabulary == BYTES else "token"
+
+
+def _finite(loss: Tensor | None, step: int) -> float:
+    assert loss is not None, "a training step has a loss"
+    value = float(loss)
+    if not math.isfinite(value):
+        raise PenstockError(
+            f"the loss of step {step} is {value}; no weight was changed by it. A lower optim.lr, a longer "
+            "optim.warmup_steps or a smaller optim.clip usually helps"
+        )
+    return value
+
+
+def _opening(config: Config, path: Path, text: Text) -> str:
+    pp = config.parallel.pp
+    return (
+        f"run {path}: {config.schedule.name} on {pp} rank{'s' if pp != 1 else ''}, "
+        f"{config.schedule.microbatches} microbatches; {len(text.training.documents)} training files with "
+        f"{len(text.training):,} {unit(config)}s"
+    )
+
+
+def _share_cores(config: Config, *, in_processes: bool) -> None:
+    """Set the CPU threads of this process; the pipeline's own threads divide them among themselves."""
+    pp, each = config.parallel.pp or 1, config.runtime.threads
+    if in_processes:
+        beside = int(os.environ.get("LOCAL_WORLD_SIZE", pp))
+        torch.set_num_threads(each or max(1, len(os.sched_getaffinity(0)) // beside))
+    elif each:
+        torch.set_num_threads(each * pp)

@@ -1,0 +1,88 @@
+"""Weights on disk: safetensors files with the names of the whole model, in Hugging Face's layout.
+
+One process writes ``model.safetensors``; n processes write a part each, ``model-00001-of-0000n.safetensors`` and so
+on, and ``model.safetensors.index.json`` says which name is where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.errors import DataError
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) -> Path:
+    """Write one process's weights under a temporary name, then rename.
+
+    Args:
+        folder: of the run.
+        state: by whole-model name.
+        part: from 0 to parts - 1.
+        parts: how many processes write.
+    """
+    path = folder / (WHOLE if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors")
+    unfinished = path.with_suffix(".unfinished")
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, unfinished, {"format": "pt"})
+    os.replace(unfinished, path)
+    return path
+
+
+def write_index(folder: Path, parts: int) -> None:
+    """Write the index of `parts` files, all of them complete; a single file needs none."""
+    if parts == 1:
+        return
+    names: dict[str, str] = {}
+    size = 0
+    for path in sorted(folder.glob(f"model-*-of-{parts:05d}.safetensors")):
+        with path.open("rb") as file:  # the format: 8 bytes with the header's length, the header, the tensors
+            size += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+        with safe_open(path, "pt") as content:
+            names |= dict.fromkeys(content.keys(), path.name)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
+    unfinished = folder / f"{INDEX}.unfinished"
+    unfinished.write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    os.replace(unfinished, folder / INDEX)
+
+
+def load(folder: Path) -> dict[str, Tensor]:
+    """Read all weights of a run, by whole-model name.
+
+    Raises:
+        DataError: there are none, or a file is missing or damaged.
+    """
+    if (folder / WHOLE).exists():
+        return _read(folder / WHOLE)
+    try:
+        places = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+        files = sorted({str(name) for name in places.values()})
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} holds no weights: neither {WHOLE} nor {INDEX}") from error
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise DataError(f"{folder / INDEX} is no index of weights: {error}") from error
+    state: dict[str, Tensor] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise DataError(f"{folder / INDEX} names {name!r}; weights lie beside their index")
+        state |= _read(folder / name)
+    if state.keys() != places.keys():
+        raise DataError(
+            f"{folder / INDEX} and its files differ in {', '.join(sorted(state.keys() ^ places.keys()))}"
+        )
+    return state
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read the weights {path}: {error}") from error
