@@ -1,9 +1,12 @@
-"""Two ranks on two cores: a step of a mid-size model, ours and torch.distributed.pipelining's, over the ideal.
+"""Two ranks on two cores: a step of a mid-size model, ours and torch.distributed.pipelining's.
 
-The model has 8 blocks of width 256; sequences of 128, 8 microbatches of 4. The ideal is half of a single process's step
-with one thread. Ours and the peer run in turn in the same two processes.
+The model has 8 blocks of width 256; sequences of 128, 8 microbatches of 4. Two figures stand beside the times, all from
+alternating runs in the same two processes:
 
-    python -m bench.step [--rounds N] [--json]
+- the ideal: a single process's step of the whole model, one thread, divided by two, the other core idle;
+- the bound: both processes at once, each alone with half of the microbatches on the unsplit model.
+
+    python -m bench.step [--rounds N] [--schedule NAME ...] [--json]
 """
 
 from __future__ import annotations
@@ -12,100 +15,29 @@ import argparse
 import statistics
 from time import perf_counter
 
-import torch
-from torch import distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-
-from bench.compare import alternate, emit, machine, ratio
+from bench.compare import emit, machine, ratio
+from bench.peer import SCHEDULES, Job, race, single_step
 from penstock.runtime.local import LocalProcesses
-from penstock.runtime.pipeline import Pipeline
 
-WIDTH, SEQUENCE, MICROBATCHES, ROWS, BLOCKS = 256, 128, 8, 4, 8
-SCHEDULES = {
-    "gpipe": (ScheduleGPipe, 1),
-    "1f1b": (Schedule1F1B, 1),
-    "interleaved-1f1b": (ScheduleInterleaved1F1B, 2),
-}
+RANKS = 2
 
 
-def model() -> nn.Sequential:
-    """The blocks; the same on every call."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *[
-            nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(BLOCKS)
-        ]
-    )
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and target of one step."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (MICROBATCHES * ROWS, SEQUENCE, WIDTH)
-    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
-
-
-def single() -> float:
-    """Seconds of one step of the unsplit model, one thread, gradients accumulated over the microbatches."""
-    net, (x, y) = model(), batch()
-
-    def step() -> None:
-        for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-            (nn.functional.mse_loss(net(a), b) / MICROBATCHES).backward()
-
-    step()
-    begin = perf_counter()
-    step()
-    return perf_counter() - begin
+def job(schedule: str) -> Job:
+    """The mid-size model under a schedule."""
+    return Job(8, 256, 128, 8, 4, schedule, 2 if SCHEDULES[schedule][1] else 1)
 
 
 def alone(rank: int, rounds: int) -> list[float]:
     """The single-process step, one rank computing and the other idle."""
-    return [single() for _ in range(rounds)] if rank == 0 else []
-
-
-def both(rank: int, name: str, rounds: int) -> dict[str, list[float]]:
-    """Step times of ours and the peer's, in turn; the slower rank counts."""
-    peer_schedule, virtual = SCHEDULES[name]
-    x, y = batch()
-    pipe = Pipeline(
-        model(),
-        nn.functional.mse_loss,
-        microbatches=MICROBATCHES,
-        schedule=name,
-        ranks=2,
-        virtual_stages=virtual,
-    )
-    net, stages = model(), 2 * virtual
-    each = BLOCKS // stages
-    parts = [
-        PipelineStage(nn.Sequential(*net[s * each : (s + 1) * each]), s, stages, torch.device("cpu"))
-        for s in range(rank, stages, 2)
-    ]
-    peer = peer_schedule(parts if virtual > 1 else parts[0], MICROBATCHES, loss_fn=nn.functional.mse_loss)
-
-    def ours() -> None:
-        pipe.step(x, y)
-
-    def theirs() -> None:
-        if rank == 0:
-            peer.step(x)
-        else:
-            peer.step(target=y, losses=[])
-
-    def timed(step) -> float:
-        dist.barrier()
+    if rank:
+        return []
+    one = job("1f1b")
+    step, times = single_step(one, one.microbatches), []
+    step()
+    for _ in range(rounds):
         begin = perf_counter()
         step()
-        seconds = torch.tensor([perf_counter() - begin], dtype=torch.float64)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds.item()
-
-    times = alternate({"ours": lambda: timed(ours), "peer": lambda: timed(theirs)}, rounds)
-    pipe.close()
+        times.append(perf_counter() - begin)
     return times
 
 
@@ -115,27 +47,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found, lines = {}, [f"{'schedule':18} {'ours/ideal':>10} {'peer/ideal':>10} {'ours/peer':>10}"]
-    with LocalProcesses(2) as pool:
-        for name in SCHEDULES:
-            ideal = statistics.median(pool.run(2, alone, 3, timeout=300)[0]) / 2
-            times = pool.run(2, both, name, options.rounds, timeout=600)[0]
+    columns = ("ours/ideal", "peer/ideal", "ours/peer", "ours/bound", "peer/bound")
+    found: dict[str, dict[str, float]] = {}
+    with LocalProcesses(RANKS) as pool:
+        for name in options.schedule:
+            ideal = statistics.median(pool.run(RANKS, alone, 3, timeout=300)[0]) / RANKS
+            contest = {who: (who, job(name)) for who in ("ours", "peer", "half")}
+            times = pool.run(RANKS, race, RANKS, contest, options.rounds, timeout=600)[0]
             found[name] = {
-                "ours": statistics.median(times["ours"]) / ideal,
-                "peer": statistics.median(times["peer"]) / ideal,
-                "ratio": ratio(times["ours"], times["peer"]),
-                "ideal_seconds": ideal,
+                "ours/ideal": statistics.median(times["ours"]) / ideal,
+                "peer/ideal": statistics.median(times["peer"]) / ideal,
+                "ours/peer": ratio(times["ours"], times["peer"]),
+                "ours/bound": ratio(times["ours"], times["half"]),
+                "peer/bound": ratio(times["peer"], times["half"]),
             }
-            row = found[name]
-            lines.append(f"{name:18} {row['ours']:10.3f} {row['peer']:10.3f} {row['ratio']:10.3f}")
-    medians = {
-        key: statistics.median(row[key] for row in found.values()) for key in ("ours", "peer", "ratio")
-    }
-    lines.append(f"{'median':18} {medians['ours']:10.3f} {medians['peer']:10.3f} {medians['ratio']:10.3f}")
-    lines.append(f"ideal: half a single-process step, one thread; {options.rounds} rounds; {machine()}")
-    emit({**medians, "schedules": found, "machine": machine(), "rounds": options.rounds}, lines, options.json)
+    middle = {c: statistics.median(row[c] for row in found.values()) for c in columns}
+    lines = [f"{'schedule':18}" + "".join(f"{c:>12}" for c in columns)]
+    for name, row in {**found, "median": middle}.items():
+        lines.append(f"{name:18}" + "".join(f"{row[c]:12.3f}" for c in columns))
+    lines.append(f"{options.rounds} rounds, median of the ratios round by round; {machine()}")
+    result = {"ours": middle["ours/ideal"], "peer": middle["peer/ideal"], "ratio": middle["ours/peer"]}
+    emit({**result, "schedules": found, "machine": machine(), "rounds": options.rounds}, lines, options.json)
 
 
 if __name__ == "__main__":

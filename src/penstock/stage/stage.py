@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer
@@ -63,7 +64,7 @@ class _Saved(NamedTuple):
     """What a microbatch's backward needs: leaves that collect, roots to start from, and the weights' queue."""
 
     collecting: tuple[Tensor, ...]
-    roots: tuple[Tensor, ...]
+    roots: tuple[Any, ...]  # gradient edges; on the last stage the scaled loss
     queue: Queue | None
 
 
@@ -88,6 +89,9 @@ class Stage:
         self._waiting: dict[int, Queue] = {}
         self._shared: set[int] = set()
         self._splits: bool | None = None
+        # A stage's input is a leaf, into which autograd lets nobody write; a stage that begins so gets a copy.
+        first = next((m for m in module.layers.modules() if next(m.children(), None) is None), None)
+        self._writes_input = bool(getattr(first, "inplace", False))
 
     @property
     def held(self) -> int:
@@ -107,7 +111,8 @@ class Stage:
         """
         value, collecting, queue = self._begin(microbatch, inputs, split)
         output, roots = pack(self._run(value, queue))
-        self._saved[microbatch] = _Saved(collecting, roots, queue)
+        # The graph's ends are kept, not the outputs: their memory goes when the next stage is done with them.
+        self._saved[microbatch] = _Saved(collecting, tuple(map(get_gradient_edge, roots)), queue)
         return output
 
     def forward_with_loss(
@@ -129,6 +134,8 @@ class Stage:
                 f"stage {self.index} already holds microbatch {microbatch}; its backward has to come first"
             )
         value, collecting = unpack(inputs)
+        if self._writes_input and isinstance(value, Tensor) and value.requires_grad:
+            value = value.clone()
         return value, collecting, Queue() if split and self.splits else None
 
     def _run(self, value: object, queue: Queue | None) -> object:

@@ -1,0 +1,144 @@
+"""The same model and schedule through Penstock and through torch.distributed.pipelining, in turn in the same processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from bench.compare import alternate
+from penstock.runtime.pipeline import Pipeline
+
+SCHEDULES = {
+    "gpipe": (ScheduleGPipe, False),
+    "1f1b": (Schedule1F1B, False),
+    "breadth-first": (ScheduleLoopedBFS, True),
+    "interleaved-1f1b": (ScheduleInterleaved1F1B, True),
+    "interleaved-zb": (ScheduleInterleavedZeroBubble, True),
+    "zb-v": (ScheduleZBVZeroBubble, True),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and how it is cut.
+
+    Attributes:
+        blocks, width, sequence: the model; a transformer, or if `tiny` one linear layer a block.
+        microbatches, rows: a step has microbatches * rows sequences.
+        schedule, virtual: which and with how many stages a rank.
+    """
+
+    blocks: int
+    width: int
+    sequence: int
+    microbatches: int
+    rows: int
+    schedule: str
+    virtual: int = 1
+    tiny: bool = False
+
+    def model(self) -> nn.Sequential:
+        """The blocks, the same on every call."""
+        torch.manual_seed(0)
+        if self.tiny:
+            return nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(self.blocks)])
+        return nn.Sequential(
+            *[
+                nn.TransformerEncoderLayer(
+                    self.width, 8, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True
+                )
+                for _ in range(self.blocks)
+            ]
+        )
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input and target of one step."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.microbatches * self.rows, self.sequence, self.width)
+        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def single_step(job: Job, microbatches: int) -> Callable[[], None]:
+    """A step of the unsplit model over the first `microbatches` of the batch."""
+    net, (x, y) = job.model(), job.batch()
+    parts = list(zip(x.chunk(job.microbatches), y.chunk(job.microbatches), strict=True))[:microbatches]
+
+    def step() -> None:
+        for a, b in parts:
+            (nn.functional.mse_loss(net(a), b) / job.microbatches).backward()
+
+    return step
+
+
+def peer_step(job: Job, rank: int, ranks: int) -> Callable[[], None]:
+    """A step through torch.distributed.pipelining."""
+    kind, several = SCHEDULES[job.schedule]
+    net, (x, y) = job.model(), job.batch()
+    stages = ranks * job.virtual
+    each = job.blocks // stages
+    v_shaped = job.schedule == "zb-v"
+    mine = [rank, stages - 1 - rank] if v_shaped else list(range(rank, stages, ranks))
+    parts = [
+        PipelineStage(nn.Sequential(*net[s * each : (s + 1) * each]), s, stages, torch.device("cpu"))
+        for s in mine
+    ]
+    schedule = kind(parts if several else parts[0], job.microbatches, loss_fn=nn.functional.mse_loss)
+    last = stages - 1 in mine
+
+    def step() -> None:
+        schedule.step(*((x,) if 0 in mine else ()), **({"target": y, "losses": []} if last else {}))
+
+    return step
+
+
+def race(rank: int, ranks: int, jobs: dict[str, tuple[str, Job]], rounds: int) -> dict[str, list[float]]:
+    """Time contestants in turn; the slowest rank counts.
+
+    Args:
+        rank, ranks: this process.
+        jobs: name → ("ours", "peer", "threads" or "half", job); "half" is every process on its own computing its
+            share of the microbatches on the unsplit model, which bounds what any pipeline can reach.
+        rounds: how many.
+    """
+    pipes, runs = [], {}
+    for name, (who, job) in jobs.items():
+        if who == "ours":
+            virtual = job.virtual if job.schedule != "zb-v" else 1
+            pipe = Pipeline(
+                job.model(), nn.functional.mse_loss, microbatches=job.microbatches, schedule=job.schedule,
+                ranks=ranks, virtual_stages=virtual,
+            )  # fmt: skip
+            x, y = job.batch()
+            pipes.append(pipe)
+            runs[name] = lambda pipe=pipe, x=x, y=y: pipe.step(x, y)
+        elif who == "peer":
+            runs[name] = peer_step(job, rank, ranks)
+        else:
+            runs[name] = single_step(job, job.microbatches // ranks)
+
+    def timed(step: Callable[[], object]) -> float:
+        dist.barrier()
+        begin = perf_counter()
+        step()
+        seconds = torch.tensor([perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
+
+    times = alternate({name: (lambda run=run: timed(run)) for name, run in runs.items()}, rounds)
+    for pipe in pipes:
+        pipe.close()
+    return times
