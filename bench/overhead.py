@@ -78,11 +78,11 @@ def main() -> None:
             lines.append(
                 f"{key:22} {ours * 1e3:9.1f} {peer * 1e3:9.1f} {rows[key]['ratio']:10.3f} {extra:10.0f}"
             )
-    found = threads(options.rounds)
-    for key in rows:
-        lines.append(
-            f"threads {key}: {found[key] * 1e3:.1f} ms; unsplit {found[f'{key} single'] * 1e3:.1f} ms"
-        )
+    torch.set_num_threads(1)
+    for schedule, virtual in CASES:
+        ours, single = threads(schedule, virtual, options.rounds)
+        rows[f"{schedule} v={virtual}"] |= {"threads": ours, "unsplit": single}
+        lines.append(f"threads {schedule} v={virtual}: {ours * 1e3:.1f} ms; unsplit {single * 1e3:.1f} ms")
     lines.append(
         f"us/op: (our step - each process alone on its half of the work) / ops of a rank; {machine()}"
     )
