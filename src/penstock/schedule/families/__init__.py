@@ -5,14 +5,25 @@ A family is a function that returns a Schedule; a new one is a function in a fil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError, nearest
+from penstock.schedule.families.breadth_first import breadth_first
+from penstock.schedule.families.closed_forms import BUBBLES, PEAKS, Bubble, Peak
+from penstock.schedule.families.controllable import v_half, v_min
+from penstock.schedule.families.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.families.gpipe import gpipe
 from penstock.schedule.families.interleaved import interleaved_1f1b
-from penstock.schedule.families.one_f_one_b import one_f_one_b
+from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b
+from penstock.schedule.families.slots import chimera, hanayo
+from penstock.schedule.families.zb_auto import zb_auto
+from penstock.schedule.families.zb_v import zb_v
+from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from penstock.schedule.schedule import Schedule
+
+_COUNTS = ("ranks", "microbatches", "virtual_stages")
 
 
 @dataclass(frozen=True)
@@ -21,42 +32,92 @@ class Family:
 
     Attributes:
         name: what a user writes.
-        build: ``build(ranks, microbatches, virtual_stages, **options)``.
+        rule: the function that builds it, ``rule(ranks, microbatches, **options)``, with ``virtual_stages`` third where
+            the user may choose it.
         source: the paper or code the rule comes from.
-        needs: what the counts must satisfy, in words.
-        virtual_stages: the number of virtual stages used when the user names none.
+        needs: what it asks of counts, model and memory, in words.
+        virtual_stages: stages a rank, where the user names none or may choose none. Where two pipes pass the ranks in
+            opposite directions, each has this many.
+        in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
+            run is bit-equal to plain accumulation.
     """
 
     name: str
-    build: Callable[..., Schedule]
+    rule: Callable[..., Schedule]
     source: str
     needs: str
     virtual_stages: int = 1
+    in_order: bool = True
 
+    @property
+    def bubble(self) -> Bubble:
+        return BUBBLES[self.name]
 
-def _single(build: Callable[[int, int], Schedule], name: str) -> Callable[..., Schedule]:
-    def checked(ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-        if virtual_stages != 1:
+    @property
+    def peak(self) -> Peak:
+        return PEAKS[self.name]
+
+    @property
+    def chooses_virtual_stages(self) -> bool:
+        """Whether the user may choose the number of virtual stages."""
+        return "virtual_stages" in self.parameters
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.rule).parameters
+
+    @property
+    def options(self) -> list[str]:
+        """Names of the parameters besides the counts."""
+        return [name for name in self.parameters if name not in _COUNTS]
+
+    def build(
+        self, ranks: int, microbatches: int, virtual_stages: int | None = None, **options: object
+    ) -> Schedule:
+        """Build one; `build_schedule` says what is raised."""
+        v = self.virtual_stages if virtual_stages is None else virtual_stages
+        for what, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ScheduleError(f"{what} must be a whole number of at least 1, not {count!r}")
+        for option in options:
+            if option not in self.options:
+                known = f"it takes {', '.join(self.options)}" if self.options else "it takes none"
+                raise ScheduleError(
+                    f"{self.name} has no option {option!r}{nearest(option, self.options)}; {known}"
+                )
+        if self.chooses_virtual_stages:
+            return self.rule(ranks, microbatches, v, **options)
+        if v != self.virtual_stages:
+            choosing = ", ".join(f.name for f in FAMILIES.values() if f.chooses_virtual_stages)
+            one = "one stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
             raise ScheduleError(
-                f"{name} has one stage a rank, not {virtual_stages}; interleaved-1f1b takes virtual stages"
+                f"{self.name} has {one} a rank, not {v}; the number of virtual stages is free in {choosing}"
             )
-        return build(ranks, microbatches)
+        return self.rule(ranks, microbatches, **options)
 
-    return checked
 
+_SPLIT = "split backward"
+_TWICE = "two copies of every stage; even p"
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("gpipe", _single(gpipe, "gpipe"), "GPipe, 1811.06965", "any counts"),
-        Family("1f1b", _single(one_f_one_b, "1f1b"), "PipeDream-Flush, 2006.09503", "any counts"),
-        Family(
-            "interleaved-1f1b",
-            interleaved_1f1b,
-            "Megatron-LM, 2104.04473",
-            "any counts; group size >= ranks",
-            2,
-        ),
+        Family("gpipe", gpipe, "GPipe, 1811.06965", "any counts"),
+        Family("1f1b", one_f_one_b, "PipeDream-Flush, 2006.09503", "any counts"),
+        Family("eager-1f1b", eager_1f1b, "AlpaComm, 2211.05322", "any counts"),
+        Family("interleaved-1f1b", interleaved_1f1b, "Megatron-LM, 2104.04473", "any counts", 2),
+        Family("breadth-first", breadth_first, "Lamy-Poirier, 2211.05953", "any counts", 2),
+        Family("zb-h1", zb_h1, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}"),
+        Family("zb-h2", zb_h2, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}"),
+        Family("zb-auto", zb_auto, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}; costs, memory limit"),
+        Family("interleaved-zb", interleaved_zb, "torch InterleavedZeroBubble", f"any counts; {_SPLIT}", 2),
+        Family("zb-v", zb_v, "Zero Bubble, 2401.10241", f"any p, m; V; {_SPLIT}", 2),
+        Family("v-half", v_half, "Controllable Memory, 2405.15362", f"any p, m; V; {_SPLIT}", 2),
+        Family("v-min", v_min, "Controllable Memory, 2405.15362", f"any p, m; V; {_SPLIT}", 2),
+        Family("dualpipe", dualpipe, "deepseek-ai/DualPipe", f"{_TWICE}; pairs; {_SPLIT}", in_order=False),
+        Family("dualpipe-v", dualpipe_v, "deepseek-ai/DualPipe", f"any p, m; V; pairs; {_SPLIT}", 2),
+        Family("chimera", chimera, "Chimera, 2107.06925", _TWICE, in_order=False),
+        Family("hanayo", hanayo, "Hanayo, 2308.15762", "even v (v/2 waves)", 2),
     )
 }
 
@@ -74,15 +135,10 @@ def build_schedule(
         options: the family's further parameters.
 
     Raises:
-        ScheduleError: no such family, or counts it does not allow.
+        ScheduleError: no such family or option, or counts it does not allow.
     """
     if name not in FAMILIES:
         raise ScheduleError(
             f"no schedule family {name!r}{nearest(name, list(FAMILIES))}; there are {', '.join(FAMILIES)}"
         )
-    family = FAMILIES[name]
-    v = family.virtual_stages if virtual_stages is None else virtual_stages
-    for what, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ScheduleError(f"{what} must be a whole number of at least 1, not {count!r}")
-    return family.build(ranks, microbatches, v, **options)
+    return FAMILIES[name].build(ranks, microbatches, virtual_stages, **options)

@@ -32,19 +32,38 @@ def interleaved_1f1b(
         rank 1  1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
     p, m, v = ranks, microbatches, virtual_stages
-    n = smallest_group(p, m) if group_size is None else group_size
-    if group_size is not None and not legal_group(p, m, n):
-        raise ScheduleError(
-            f"interleaved-1f1b: a group of {n} does not suit {p} ranks and {m} microbatches; "
-            f"it must be between {p} and {m}, and {m} mod the size 0 or at least {p}. "
-            f"The smallest that suits is {smallest_group(p, m)}"
-        )
+    n = chosen_group("interleaved-1f1b", p, m, group_size)
     return Schedule.from_columns(
         "interleaved-1f1b",
         Placement.loop(p, v),
         m,
         [depth_first(r, p, m, v, n, min(2 * (p - 1 - r) + (v - 1) * n, m * v)) for r in range(p)],
         {"group_size": n},
+    )
+
+
+def chosen_group(family: str, ranks: int, microbatches: int, group_size: int | None) -> int:
+    """The group size to use: the one given, if it is legal, or the smallest legal one.
+
+    Raises:
+        ScheduleError: the size given does not suit the counts; says which do.
+    """
+    p, m = ranks, microbatches
+    smallest = smallest_group(p, m)
+    if group_size is None:
+        return smallest
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise ScheduleError(f"{family}: group_size must be a whole number, not {group_size!r}")
+    if group_size == smallest or legal_group(p, m, group_size):
+        return group_size
+    if m < p:
+        raise ScheduleError(
+            f"{family}: a group of {group_size} does not suit {p} ranks and {m} microbatches; with fewer "
+            f"microbatches than ranks there is one group of all {m}"
+        )
+    raise ScheduleError(
+        f"{family}: a group of {group_size} does not suit {p} ranks and {m} microbatches; it must be between "
+        f"{p} and {m}, and {m} mod the size 0 or at least {p}. The smallest that suits is {smallest}"
     )
 
 

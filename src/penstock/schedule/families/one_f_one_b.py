@@ -1,4 +1,4 @@
-"""1F1B: a warm-up of forwards, then one forward one backward, then the rest of the backwards."""
+"""1F1B and eager 1F1B: a warm-up of forwards, then one forward one backward, then the rest of the backwards."""
 
 from __future__ import annotations
 
@@ -25,6 +25,26 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         Placement.loop(ranks),
         microbatches,
         [alternating(r, microbatches, min(ranks - 1 - r, microbatches)) for r in range(ranks)],
+    )
+
+
+def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
+    """Eager 1F1B (2211.05322; Alpa's overlap-friendly schedule): as 1F1B, with 2(p-1-r) forwards to warm up.
+
+    The bubble is 1F1B's, (p-1)(F+B), and stays so while a message takes up to half of F+B, because an activation is
+    sent a whole step before it is needed; rank r holds at most 2(p-r)-1 activations.
+
+    ::
+
+        2 ranks, 4 microbatches
+        rank 0  0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+        rank 1  1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+    """
+    return Schedule.from_columns(
+        "eager-1f1b",
+        Placement.loop(ranks),
+        microbatches,
+        [alternating(r, microbatches, min(2 * (ranks - 1 - r), microbatches)) for r in range(ranks)],
     )
 
 

@@ -1,0 +1,234 @@
+"""ZB-auto: the cost-driven zero-bubble schedule for one stage a rank, in the memory it is given.
+
+Many greedy constructions are tried (`greedy.construct`), the best is varied rank by rank, and what remains is improved
+by moving single ops (`greedy.improve`). ZB-H1 and ZB-H2, where they fit the memory, are among the candidates, so the
+result is never worse than they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ScheduleError
+from penstock.schedule.families.greedy import KINDS, Policy, Problem, Score, construct, improve, score
+from penstock.schedule.families.phases import occurrence
+from penstock.schedule.families.zero_bubble import zb_h1, zb_h2
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule, plain_columns
+
+Objective = Literal["longest", "makespan"]
+Cost = float | Sequence[float]
+
+EFFORT = 6_000_000
+"""Ops that all constructions together may time; half as many for the improvement."""
+
+_SLACKS = (0.0, 0.999, 0.5, 0.75, 0.25)
+_STYLES = ((math.inf, False), (0.0, False), (0.0, True), (0.5, False), (1.0, False), (0.5, True), (1.0, True))
+_SAME = 1e-9
+"""Times that differ by less, relatively, differ by rounding."""
+_STARTS = 3
+_MOVES_AN_OP = 200
+
+
+def zb_auto(
+    ranks: int,
+    microbatches: int,
+    costs: tuple[Cost, Cost, Cost] = (1.0, 1.0, 1.0),
+    latency: float = 0.0,
+    memory_limit: float | None = None,
+    kept: float = 1.0,
+    objective: Objective = "longest",
+) -> Schedule:
+    """The automatic zero-bubble schedule (2401.10241, section 3.1; here with more candidates than the paper's).
+
+    One stage a rank. The paper's ZB-1p and ZB-2p are the memory limits p and 2p.
+
+    Args:
+        ranks: p.
+        microbatches: m.
+        costs: seconds of F, I and W, each one number or one a stage.
+        latency: seconds a message takes from rank to rank.
+        memory_limit: activations a rank may hold, in microbatches of a stage; 2p if not given.
+        kept: the part of an activation that stays from I to W. 1 is what a rank holds whose activations are freed
+            at W; the paper frees at B all but M_W / M_B of it.
+        objective: what to keep small first: "longest", the largest time from a rank's first op to its last
+            (the paper's cost), or "makespan". The other is never worse than the handcrafted schedule's
+            that fits the memory and is best in the objective.
+
+    Raises:
+        ScheduleError: costs that are negative, not finite or not one a stage; a memory limit no order can meet.
+
+    ::
+
+        2 ranks, 3 microbatches
+        rank 0  0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+        rank 1  1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+    """
+    p, m = ranks, microbatches
+    limit = 2.0 * p if memory_limit is None else memory_limit
+    if not _is_number(limit) or limit < 1:
+        raise ScheduleError(
+            f"zb-auto: no order can meet a memory limit of {limit!r} activations; a rank holds the one it works "
+            "on, so 1 is the least"
+        )
+    if not _is_number(kept) or not 0 <= kept <= 1:
+        raise ScheduleError(
+            f"zb-auto: kept is the part of an activation that stays until W, 0 to 1, not {kept!r}"
+        )
+    if objective not in ("longest", "makespan"):
+        raise ScheduleError(f"zb-auto: the objective is longest or makespan, not {objective!r}")
+    if not isinstance(costs, Sequence) or isinstance(costs, str) or len(costs) != 3:
+        raise ScheduleError(f"zb-auto: costs are three, of F, I and W, not {costs!r}")
+    f, b, w = (_per_stage(name, cost, p) for name, cost in zip("FIW", costs, strict=True))
+    if not _is_number(latency) or latency < 0:
+        raise ScheduleError(
+            f"zb-auto: the latency must be a number of seconds of at least 0, not {latency!r}"
+        )
+    problem = Problem(m, f, b, w, float(latency), float(limit), float(kept))
+    lists = _best_lists(problem, objective)
+    columns = [plain_columns(r, KINDS[lists[r]], occurrence(lists[r].astype(np.int64))) for r in range(p)]
+    options = {
+        "costs": tuple(_brief(cost) for cost in (f, b, w)),
+        "latency": float(latency),
+        "memory_limit": float(limit),
+        "kept": float(kept),
+        "objective": objective,
+    }
+    return Schedule.from_columns("zb-auto", Placement.loop(p), m, columns, options)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What to minimise, and what the other measure may not exceed."""
+
+    first: int
+    bound: float
+
+    def __call__(self, value: Score) -> tuple[bool, float, float]:
+        other = value[1 - self.first]
+        return other > self.bound, value[self.first], other
+
+
+def _best_lists(problem: Problem, objective: Objective) -> npt.NDArray[np.int8]:
+    """The best ops per rank, in the greedy's numbers, shape (ranks, 3·microbatches)."""
+    first = 0 if objective == "longest" else 1
+    fixed = [(score(problem, lists), lists) for lists in _handcrafted(problem)]
+    bound = min(((s[first], s[1 - first]) for s, _ in fixed), default=(0.0, math.inf))[1] * (1 + _SAME)
+    target = _Target(first, bound)
+    tried = _search(problem, target)
+    lists = construct(problem, tried)[1]
+    _, lists = min([*fixed, (score(problem, lists), lists)], key=lambda known: target(known[0]))
+    ops = lists.size
+    return improve(problem, lists, first, bound, min(_MOVES_AN_OP * ops, EFFORT // 2 // ops))
+
+
+def _handcrafted(problem: Problem) -> Iterator[npt.NDArray[np.int8]]:
+    """The lists of ZB-H1 and ZB-H2, if they fit."""
+    p, m = problem.ranks, problem.microbatches
+    for build in (zb_h1, zb_h2):
+        kinds = build(p, m).kind.reshape(p, 3 * m)
+        lists = np.searchsorted(KINDS, kinds).astype(np.int8)
+        if problem.fits(lists):
+            yield lists
+
+
+def _search(problem: Problem, target: Callable[[Score], tuple[bool, float, float]]) -> Policy:
+    """The best policy: a grid of those equal on all ranks, then changes of one rank of the best of them."""
+    p, m = problem.ranks, problem.microbatches
+    left = max(60, EFFORT // (3 * p * m))
+    found: list[tuple[tuple[bool, float, float], int, Policy]] = []
+    for n, ((patience, backward_first), slack, ahead) in enumerate(
+        product(_STYLES, _SLACKS, _warm_ups(problem))
+    ):
+        if n >= left * 2 // 3:
+            break
+        policy = Policy(ahead, np.full(p, slack), np.full(p, patience), np.full(p, backward_first))
+        found.append((target(construct(problem, policy)[0]), n, policy))
+    left -= len(found)
+    found.sort(key=lambda entry: entry[:2])
+    best = found[0][0], found[0][2]
+    for value, _, policy in found[:_STARTS]:
+        better = True
+        while better and left > 0:
+            better = False
+            for changed in _neighbours(problem, policy):
+                left -= 1
+                changed_value = target(construct(problem, changed)[0])
+                if changed_value < value:
+                    value, policy, better = changed_value, changed, True
+                if left <= 0:
+                    break
+        best = min(best, (value, policy), key=lambda known: known[0])
+    return best[1]
+
+
+def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
+    """Policies that differ on one rank."""
+    for r in range(problem.ranks):
+        for step in (1, -1):
+            ahead = int(policy.ahead[r]) + step
+            if 1 <= ahead <= problem.most_ahead:
+                yield replace(policy, ahead=_with(policy.ahead, r, ahead))
+        yield replace(policy, backward_first=_with(policy.backward_first, r, not policy.backward_first[r]))
+        for slack in _SLACKS:
+            yield replace(policy, slack=_with(policy.slack, r, slack))
+        for patience in (0.0, 0.5, 1.0, math.inf):
+            yield replace(policy, patience=_with(policy.patience, r, patience))
+
+
+def _with(column: np.ndarray, rank: int, value: float | bool) -> np.ndarray:
+    changed = column.copy()
+    changed[rank] = value
+    return changed
+
+
+def _warm_ups(problem: Problem) -> list[npt.NDArray[np.int64]]:
+    """How many microbatches each rank may have in flight, several ways: by depth, and by when gradients come back."""
+    p, f = problem.ranks, problem.forward
+    depth = np.arange(p - 1, -1, -1)
+    ways = []
+    # When a rank's first forward starts and when its first gradient is there.
+    start = np.concatenate([[0.0], np.cumsum(f + problem.latency)[:-1]])
+    back = np.cumsum((problem.input_gradient + problem.latency)[::-1])[::-1]
+    there = f.sum() + (p - 1) * problem.latency + np.append(back[1:], 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        fitting = np.where(f > 0, (there - start) / f, problem.most_ahead)
+    for round_up in (0.999, 0.5, 0.0):
+        ways.append(fitting + round_up)
+    for more in (1, 2, 3):
+        for factor in (2.0, 1.0, 1.5, 1.25, 1.75, 2.25, 2.5):
+            ways.append(np.ceil(factor * depth - 1e-9) + more)
+    ways.append(np.full(p, problem.most_ahead))
+    unique = {tuple(np.clip(way, 1, problem.most_ahead).astype(np.int64).tolist()): None for way in ways}
+    return [np.array(way, np.int64) for way in unique]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _per_stage(name: str, cost: object, stages: int) -> npt.NDArray[np.float64]:
+    given = list(cost) if isinstance(cost, Sequence) and not isinstance(cost, str) else [cost] * stages
+    if len(given) != stages:
+        raise ScheduleError(
+            f"zb-auto: {len(given)} costs of {name} do not cover {stages} stages; give one or {stages}"
+        )
+    for stage, seconds in enumerate(given):
+        if not _is_number(seconds) or seconds < 0:
+            raise ScheduleError(
+                f"zb-auto: the cost of {name} on stage {stage} must be a number of seconds of at least 0, "
+                f"not {seconds!r}"
+            )
+    return np.array(given, np.float64)
+
+
+def _brief(cost: npt.NDArray[np.float64]) -> float | tuple[float, ...]:
+    """One number where all stages cost the same."""
+    return float(cost[0]) if (cost == cost[0]).all() else tuple(cost.tolist())
