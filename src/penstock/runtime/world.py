@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import ConfigError
-from penstock.runtime.transport.process_group import ProcessChannel
+from penstock.runtime.transport.processes import ProcessChannel
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2
@@ -61,17 +61,22 @@ class World:
             sizes[key] = (before[0] + slots, before[1] + capacity)
         self.channel = ProcessChannel(
             self._messages,
+            self.exchange,
             {s: size for (s, t), size in sizes.items() if t == self.rank},
             {t: size for (s, t), size in sizes.items() if s == self.rank},
             timeout,
         )
         return self
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank; every rank calls it."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._reductions)
+        return values
+
     def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
         """Join every rank's dictionary; every rank calls it."""
-        parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, part, group=self._reductions)
-        return {key: value for one in parts for key, value in one.items()}
+        return {key: value for one in self.exchange(part) for key, value in one.items()}
 
     def add_up(self, values: Tensor) -> None:
         """Sum a tensor over all ranks, in place; every rank calls it."""

@@ -1,4 +1,4 @@
-"""Ranks that are processes of ``torch.distributed``.
+"""Edges between processes through ``torch.distributed``.
 
 Each directed edge is a stream of frames (see `wire`) in the sender's order. The receiver keeps as many receives posted
 as the Program's edge has slots, across steps; the sender does not wait for them.
@@ -12,7 +12,6 @@ larger, with one byte; a larger one follows separately and is received when the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -28,13 +27,12 @@ from penstock.runtime.transport.wire import (
     HEADER_BYTES,
     INLINE,
     LAYOUT,
-    MOST_LAYOUTS,
     OVERSIZE,
     Header,
     Layout,
+    LayoutBook,
+    Views,
     aligned,
-    layout_of,
-    signature,
 )
 from penstock.stage.values import Parcel
 
@@ -42,31 +40,15 @@ _FRAME, _PAYLOAD, _EXTRA = 1, 2, 3  # tags of the three kinds of message on an e
 
 
 class _Frame:
-    """A buffer for frames, with the views of its payload that layouts ask for."""
+    """A buffer for one frame."""
 
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(FRAME_BYTES))
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self._views: dict[tuple[int, Layout], list[Tensor]] = {}
-        self._heads: dict[int, Tensor] = {}
-
-    def views(self, start: int, layout: Layout) -> list[Tensor]:
-        key = (start, layout)
-        if key not in self._views:
-            if len(self._views) >= MOST_LAYOUTS:
-                self._views.clear()
-            self._views[key] = layout.views(self.bytes[start:])
-        return self._views[key]
-
-    def head(self, size: int) -> Tensor:
-        if size not in self._heads:
-            if len(self._heads) >= MOST_LAYOUTS:
-                self._heads.clear()
-            self._heads[size] = self.bytes[:size]
-        return self._heads[size]
+        self.views = Views(self.bytes)
 
 
-class _Outgoing:
+class GroupOutgoing:
     """The sending end of an edge."""
 
     def __init__(
@@ -75,20 +57,13 @@ class _Outgoing:
         self.group, self.peer, self.timeout = group, peer, timeout
         self._free = [_Frame() for _ in range(capacity + 1)]
         self._pending: deque[tuple[list[dist.Work], _Frame, Any]] = deque()
-        self._layouts: dict[tuple[Any, ...], tuple[int, Layout]] = {}
+        self._book = LayoutBook()
         self._posted = deque([0] * slots)
         self._largest = 0
         self._filler = torch.zeros(1, dtype=torch.uint8)
 
     def send(self, step: int, tag: int, parcel: Parcel) -> None:
-        known = signature(parcel)
-        news = b""
-        if known not in self._layouts:
-            if len(self._layouts) >= MOST_LAYOUTS:
-                self._layouts.clear()
-            self._layouts[known] = len(self._layouts), layout_of(parcel)
-            news = self._layouts[known][1].to_bytes()
-        number, layout = self._layouts[known]
+        number, layout, news = self._book.enter(parcel)
         start = aligned(HEADER_BYTES + len(news))
         size = layout.payload_bytes
         inline = start + size <= FRAME_BYTES
@@ -115,9 +90,9 @@ class _Outgoing:
         if news:
             frame.memory[HEADER_BYTES : HEADER_BYTES + len(news)] = news
         if inline:
-            for view, tensor in zip(frame.views(start, layout), tensors, strict=True):
+            for view, tensor in zip(frame.views.of(start, layout), tensors, strict=True):
                 view.copy_(tensor)
-        works = [self.group.send([frame.head(start + size if inline else start)], self.peer, _FRAME)]
+        works = [self.group.send([frame.bytes[: start + size if inline else start]], self.peer, _FRAME)]
         if posted:
             body = outside if outside is not None and not flags & OVERSIZE else self._filler
             works.append(self.group.send([body], self.peer, _PAYLOAD))
@@ -132,7 +107,7 @@ class _Outgoing:
         frame = _Frame()
         Header(FAILURE, failure.step, failure.rank, 0, len(text), 0).write(frame.memory)
         frame.memory[HEADER_BYTES : HEADER_BYTES + len(text)] = text
-        works = [self.group.send([frame.head(HEADER_BYTES + len(text))], self.peer, _FRAME)]
+        works = [self.group.send([frame.bytes[: HEADER_BYTES + len(text)]], self.peer, _FRAME)]
         if posted:
             works.append(self.group.send([self._filler], self.peer, _PAYLOAD))
         self._pending.append((works, frame, None))
@@ -144,6 +119,9 @@ class _Outgoing:
             for work in works:
                 _wait(work, self.timeout, self.peer, "take what was sent")
             self._free.append(frame)
+
+    def close(self) -> None:
+        """What is under way ends with the group."""
 
     def _frame(self) -> _Frame:
         if not self._free:
@@ -158,7 +136,7 @@ class _Outgoing:
         return posted
 
 
-class _Incoming:
+class GroupIncoming:
     """The receiving end of an edge."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, slots: int, timeout: timedelta) -> None:
@@ -168,6 +146,9 @@ class _Incoming:
         self._largest = 0
         for _ in range(slots):
             self._post(_Frame())
+
+    def close(self) -> None:
+        """The posted receives end with the group."""
 
     def _post(self, frame: _Frame) -> None:
         body, work = None, None
@@ -196,7 +177,7 @@ class _Incoming:
             self._layouts.append(Layout.from_bytes(bytes(frame.memory[HEADER_BYTES:end])))
         layout = self._layouts[header.layout]
         if header.flags & INLINE:
-            tensors = [view.clone() for view in frame.views(aligned(end), layout)]
+            tensors = [view.clone() for view in frame.views.of(aligned(end), layout)]
         else:
             self._largest = max(self._largest, header.payload_bytes)
             if header.flags & OVERSIZE:
@@ -211,68 +192,6 @@ class _Incoming:
             tensors = layout.views(body)
         self._post(frame)
         return header.step, header.tag, layout.join(tensors)
-
-
-class ProcessChannel:
-    """One process's end of all its edges.
-
-    Args:
-        group: the communicator for messages between ranks, used for nothing else.
-        incoming, outgoing: peer → (slots, capacity) of the edge from and to it.
-        timeout: the longest a wait may last, in seconds.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        incoming: Mapping[int, tuple[int, int]],
-        outgoing: Mapping[int, tuple[int, int]],
-        timeout: float,
-    ) -> None:
-        self.timeout = timeout
-        limit = timedelta(seconds=timeout)
-        self._out = {p: _Outgoing(group, p, s, c, limit) for p, (s, c) in sorted(outgoing.items())}
-        self._in = {p: _Incoming(group, p, s, limit) for p, (s, c) in sorted(incoming.items())}
-        self._step = 0
-        self._aside: dict[int, Parcel] = {}
-
-    def open(self, step: int) -> None:
-        self._step = step
-        self._aside.clear()
-
-    def send(self, peer: int, tag: int, parcel: Parcel) -> None:
-        self._out[peer].send(self._step, tag, parcel)
-
-    def recv(self, peer: int, tag: int) -> Parcel:
-        if tag in self._aside:
-            return self._aside.pop(tag)
-        while True:
-            step, arrived, content = self._in[peer].next()
-            if step != self._step:
-                continue  # left over from a step that failed
-            if isinstance(content, Failure):
-                raise PeerError(content.message, content)
-            if arrived == tag:
-                return content
-            self._aside[arrived] = content
-
-    def fail(self, failure: Failure) -> None:
-        for edge in self._out.values():
-            # A peer that is gone cannot be told, and the others must be.
-            try:
-                edge.fail(failure)
-            except RuntimeError:
-                continue
-
-    def finish(self) -> None:
-        assert not self._aside, f"messages nobody took: {sorted(self._aside)}"
-        for edge in self._out.values():
-            edge.settle()
-
-    def close(self) -> None:
-        self._aside.clear()
-        self._in.clear()
-        self._out.clear()
 
 
 def _wait(work: dist.Work, timeout: timedelta, peer: int, what: str) -> None:

@@ -164,3 +164,41 @@ def signature(parcel: Parcel) -> tuple[Any, ...]:
         parcel.needs_grad,
         parcel.structure,
     )
+
+
+class LayoutBook:
+    """The sender's numbering of the layouts that have gone over an edge."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[int, Layout]] = {}
+
+    def enter(self, parcel: Parcel) -> tuple[int, Layout, bytes]:
+        """The layout's number, the layout, and what the receiver must be told of it (nothing if it knows it)."""
+        key = signature(parcel)
+        known = self._known.get(key)
+        if known is not None:
+            return *known, b""
+        if len(self._known) >= MOST_LAYOUTS:
+            self._known.clear()
+        layout = layout_of(parcel)
+        self._known[key] = len(self._known), layout
+        return *self._known[key], layout.to_bytes()
+
+
+class Views:
+    """The tensors that layouts find in one frame's memory, made once for each layout."""
+
+    def __init__(self, frame: Tensor) -> None:
+        self._frame = frame
+        self._known: dict[tuple[int, int], tuple[Layout, list[Tensor]]] = {}
+
+    def of(self, start: int, layout: Layout) -> list[Tensor]:
+        """The tensors of a payload that begins at byte `start`."""
+        key = (start, id(layout))
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_LAYOUTS:
+                self._known.clear()
+            # The layout is kept so that its id stays its own.
+            known = self._known[key] = layout, layout.views(self._frame[start:])
+        return known[1]

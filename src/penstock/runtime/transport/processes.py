@@ -1,0 +1,145 @@
+"""One process's end of all its edges: shared memory to ranks on this machine, ``torch.distributed`` to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import distributed as dist
+
+from penstock.errors import PeerError
+from penstock.runtime.transport.base import Failure
+from penstock.runtime.transport.process_group import GroupIncoming, GroupOutgoing
+from penstock.runtime.transport.shared_memory import Bell, Host, SharedIncoming, SharedOutgoing, supported
+from penstock.stage.values import Parcel
+
+SWITCH = "PENSTOCK_SHARED_MEMORY"
+"""Environment variable; ``0`` sends everything through ``torch.distributed``."""
+
+
+class _Sender(Protocol):
+    def send(self, step: int, tag: int, parcel: Parcel) -> None: ...
+    def fail(self, failure: Failure) -> None: ...
+    def settle(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Receiver(Protocol):
+    def next(self) -> tuple[int, int, Parcel | Failure]: ...
+    def close(self) -> None: ...
+
+
+class ProcessChannel:
+    """One process's end of all its edges.
+
+    Every rank makes one at the same time.
+
+    Args:
+        group: the communicator for messages between ranks, used for nothing else.
+        exchange: gives every rank's value to every rank, by rank.
+        incoming, outgoing: peer → (slots, capacity) of the edge from and to it.
+        timeout: the longest a wait may last, in seconds.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        exchange: Callable[[Any], list[Any]],
+        incoming: Mapping[int, tuple[int, int]],
+        outgoing: Mapping[int, tuple[int, int]],
+        timeout: float,
+    ) -> None:
+        limit = timedelta(seconds=timeout)
+        self._bell = Bell() if supported() and os.environ.get(SWITCH, "1") != "0" else None
+        self._out: dict[int, _Sender] = {}
+        self._in: dict[int, _Receiver] = {}
+        self._share(exchange, incoming, outgoing, timeout)
+        for peer, (slots, capacity) in sorted(outgoing.items()):
+            if peer not in self._out:
+                self._out[peer] = GroupOutgoing(group, peer, slots, capacity, limit)
+        for peer, (slots, _) in sorted(incoming.items()):
+            if peer not in self._in:
+                self._in[peer] = GroupIncoming(group, peer, slots, limit)
+        self._step = 0
+        self._aside: dict[int, Parcel] = {}
+
+    def _share(
+        self,
+        exchange: Callable[[Any], list[Any]],
+        incoming: Mapping[int, tuple[int, int]],
+        outgoing: Mapping[int, tuple[int, int]],
+        timeout: float,
+    ) -> None:
+        """Open the edges that can go through shared memory; both ends must be able to."""
+        bell = self._bell
+        hosts: list[Host | None] = exchange(bell.host if bell is not None else None)
+        offered: dict[int, SharedOutgoing] = {}
+        if bell is not None:
+            mates = [h for h in hosts if h is not None and h.machine == bell.host.machine]
+            if len(mates) > len(os.sched_getaffinity(0)):
+                bell.looks = 0
+            for peer, (_, capacity) in sorted(outgoing.items()):
+                host = hosts[peer]
+                if host is not None and host.machine == bell.host.machine:
+                    offered[peer] = SharedOutgoing(peer, capacity, timeout, bell, host)
+        offers = exchange({peer: edge.offer() for peer, edge in offered.items()})
+        rank = hosts.index(bell.host) if bell is not None else -1
+        for peer in sorted(incoming):
+            host = hosts[peer]
+            if bell is not None and host is not None and rank in offers[peer]:
+                # Another container or user may hide its files; then the edge goes through the group.
+                with contextlib.suppress(OSError):
+                    self._in[peer] = SharedIncoming(peer, timeout, bell, host, offers[peer][rank])
+        opened: list[set[int]] = exchange(set(self._in))
+        for peer, edge in offered.items():
+            if rank in opened[peer]:
+                self._out[peer] = edge
+            else:
+                edge.close()
+
+    def open(self, step: int) -> None:
+        self._step = step
+        self._aside.clear()
+
+    def send(self, peer: int, tag: int, parcel: Parcel) -> None:
+        self._out[peer].send(self._step, tag, parcel)
+
+    def recv(self, peer: int, tag: int) -> Parcel:
+        if tag in self._aside:
+            return self._aside.pop(tag)
+        while True:
+            step, arrived, content = self._in[peer].next()
+            if step != self._step:
+                continue  # left over from a step that failed
+            if isinstance(content, Failure):
+                raise PeerError(content.message, content)
+            if arrived == tag:
+                return content
+            self._aside[arrived] = content
+
+    def fail(self, failure: Failure) -> None:
+        for edge in self._out.values():
+            # A peer that is gone cannot be told, and the others must be.
+            try:
+                edge.fail(failure)
+            except RuntimeError:
+                continue
+
+    def finish(self) -> None:
+        assert not self._aside, f"messages nobody took: {sorted(self._aside)}"
+        for edge in self._out.values():
+            edge.settle()
+
+    def close(self) -> None:
+        self._aside.clear()
+        for receiver in self._in.values():
+            receiver.close()
+        for sender in self._out.values():
+            sender.close()
+        self._in.clear()
+        self._out.clear()
+        if self._bell is not None:
+            self._bell.close()

@@ -1,0 +1,364 @@
+"""Edges between processes of one machine: frames in shared memory, without a system call for each.
+
+An edge is a ring of slots in a memory file. The sender writes a frame (see `wire`) into the next slot and then the slot's
+sequence number; the receiver looks for that number. A large payload goes into a memory file of its own, which the
+receiver uses as it is and which is free again when its tensors are gone. So a message is copied once.
+
+A rank that waits looks for a moment, then says so in the ring and sleeps until the other rings its bell (a datagram on a
+local socket), until that process ends, or for a few milliseconds at the most, so that signals are handled and no wait
+is without limit. Memory files have no names: nothing is left behind by a process that is killed.
+
+Publishing the number last is enough on x86-64, whose stores become visible in order; on other machines these edges
+are not used (`supported`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import select
+import socket
+import struct
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PeerError, TransportError, WaitTimeoutError
+from penstock.runtime.transport.base import Failure
+from penstock.runtime.transport.wire import (
+    FAILURE,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    INLINE,
+    LAYOUT,
+    Header,
+    Layout,
+    LayoutBook,
+    Views,
+    aligned,
+)
+from penstock.stage.values import Parcel
+
+_TAKEN, _RECEIVER_SLEEPS, _SENDER_SLEEPS = 0, 8, 16  # places of the ring's counters, in 8-byte words
+_RING_HEAD = 4096
+_SLOT = HEADER_BYTES + FRAME_BYTES
+_NAP = 2  # milliseconds; the longest sleep without a look
+_LOOKS = 200  # looks before the first sleep, about 50 µs
+_SEGMENT = struct.Struct("<qqq")  # number, file descriptor, bytes
+
+
+class Host(NamedTuple):
+    """What tells whether two processes can share memory, and how to reach this one.
+
+    Attributes:
+        machine: equal for processes on one machine that see each other's process ids; empty if not supported.
+        pid: the process.
+        bell: path of its socket.
+    """
+
+    machine: str
+    pid: int
+    bell: str
+
+
+def supported() -> bool:
+    """Whether this machine's shared memory can be used as described above."""
+    linux = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    return linux and platform.machine() in ("x86_64", "AMD64")
+
+
+class Bell:
+    """This process's socket, on which others wake it, and the ends of other processes."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        path = str(Path(self._folder.name) / "bell")
+        self._socket.bind(path)
+        self.host = Host(_machine(), os.getpid(), path)
+        self._ends: dict[int, tuple[int, select.poll]] = {}
+        # Looking without sleeping pays only where every rank has a core to itself.
+        self.looks = _LOOKS
+
+    def ring(self, path: str) -> None:
+        """Wake another process; one that is awake or gone does not mind."""
+        with contextlib.suppress(BlockingIOError, ConnectionRefusedError, FileNotFoundError):
+            self._socket.sendto(b"1", path)
+
+    def wait(
+        self, ready: Callable[[], bool], words: memoryview, sleeps: int, host: Host, timeout: float, what: str
+    ) -> None:
+        """Wait until `ready`.
+
+        Args:
+            ready: what is waited for.
+            words: the ring's counters; the one at `sleeps` says that this process wants to be woken.
+            sleeps: see above.
+            host: who is waited for.
+            timeout: in seconds.
+            what: is waited for, in words, for the error.
+
+        Raises:
+            PeerError: that process has ended.
+            WaitTimeoutError: the time is over.
+        """
+        for _ in range(self.looks):
+            if ready():
+                return
+        limit = time.monotonic() + timeout
+        descriptor, poll = self._end_of(host.pid)
+        while True:
+            words[sleeps] = 1
+            if ready():
+                words[sleeps] = 0
+                return
+            events = poll.poll(_NAP)
+            words[sleeps] = 0
+            if events:
+                with contextlib.suppress(BlockingIOError):
+                    while self._socket.recv(64):
+                        pass
+            if ready():
+                return
+            if any(fd == descriptor for fd, _ in events):
+                raise PeerError(f"the process of {what} has ended (process id {host.pid})")
+            if time.monotonic() > limit:
+                raise WaitTimeoutError(f"waited {timeout:g} s for {what}")
+
+    def close(self) -> None:
+        """Release the socket; may be called twice."""
+        for descriptor, _ in self._ends.values():
+            os.close(descriptor)
+        self._ends.clear()
+        self._socket.close()
+        self._folder.cleanup()
+
+    def _end_of(self, pid: int) -> tuple[int, select.poll]:
+        if pid not in self._ends:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                raise PeerError(f"process {pid} has ended") from None
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.register(descriptor, select.POLLIN)
+            self._ends[pid] = descriptor, poll
+        return self._ends[pid]
+
+
+class _Ring:
+    """The memory of an edge: counters and slots."""
+
+    def __init__(self, slots: int, path: str | None = None) -> None:
+        self.slots = slots
+        size = _RING_HEAD + slots * _SLOT
+        self.descriptor = os.memfd_create("penstock-ring") if path is None else os.open(path, os.O_RDWR)
+        if path is None:
+            os.ftruncate(self.descriptor, size)
+        memory = memoryview(mmap.mmap(self.descriptor, size))
+        self.words = memory[:_RING_HEAD].cast("Q")
+        starts = range(_RING_HEAD, size, _SLOT)
+        self.numbers = [memory[s : s + 8].cast("Q") for s in starts]
+        self.frames = [memory[s + HEADER_BYTES : s + _SLOT] for s in starts]
+        self.views = [Views(torch.frombuffer(frame, dtype=torch.uint8)) for frame in self.frames]
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class _Segment:
+    """Memory for one large payload. Its first byte is 1 while the receiver uses it."""
+
+    def __init__(self, size: int, path: str | None = None) -> None:
+        self.size = size
+        self.descriptor = os.memfd_create("penstock-payload") if path is None else os.open(path, os.O_RDWR)
+        if path is None:
+            os.ftruncate(self.descriptor, HEADER_BYTES + size)
+        self.map = mmap.mmap(self.descriptor, HEADER_BYTES + size)
+        if path is not None:
+            os.close(self.descriptor)
+        self._lent: set[weakref.ref[Any]] = set()
+
+    @property
+    def free(self) -> bool:
+        return self.map[0] == 0
+
+    def payload(self) -> Tensor:
+        """The bytes, for the sender to write."""
+        return torch.frombuffer(memoryview(self.map)[HEADER_BYTES:], dtype=torch.uint8)
+
+    def lend(self) -> Tensor:
+        """The bytes, for the receiver to use; the segment is free again when no tensor refers to them."""
+        block = (ctypes.c_ubyte * self.size).from_buffer(self.map, HEADER_BYTES)
+
+        def back(ref: weakref.ref[Any]) -> None:
+            self._lent.discard(ref)
+            self.map[0] = 0
+
+        self._lent.add(weakref.ref(block, back))
+        return torch.frombuffer(block, dtype=torch.uint8)
+
+
+class SharedOutgoing:
+    """The sending end of an edge.
+
+    Args:
+        peer: the other rank.
+        capacity: messages that can be under way.
+        timeout: the longest a send waits for a free slot, in seconds.
+        bell: of this process.
+        host: where the receiver is.
+    """
+
+    def __init__(self, peer: int, capacity: int, timeout: float, bell: Bell, host: Host) -> None:
+        self.peer, self.timeout, self.bell, self.host = peer, timeout, bell, host
+        # One slot more than messages, so that word of a failure always finds one.
+        self.ring = _Ring(capacity + 1)
+        self._sent = 0
+        self._book = LayoutBook()
+        self._segments: list[_Segment] = []
+
+    def offer(self) -> tuple[int, int]:
+        """(descriptor, slots) by which the receiver finds the ring."""
+        return self.ring.descriptor, self.ring.slots
+
+    def send(self, step: int, tag: int, parcel: Parcel) -> None:
+        number, layout, news = self._book.enter(parcel)
+        start = aligned(HEADER_BYTES + len(news))
+        if start + HEADER_BYTES > FRAME_BYTES:
+            raise TransportError(
+                f"the description of a value for rank {self.peer} takes {len(news)} bytes; at most "
+                f"{FRAME_BYTES - 2 * HEADER_BYTES} fit: hand over fewer or shorter plain values"
+            )
+        size = layout.payload_bytes
+        inline = start + size <= FRAME_BYTES
+        ring, sent = self.ring, self._sent
+        if sent - ring.words[_TAKEN] >= ring.slots - 1:
+            self.bell.wait(
+                lambda: sent - ring.words[_TAKEN] < ring.slots - 1,
+                ring.words, _SENDER_SLEEPS, self.host, self.timeout, f"rank {self.peer} to take what was sent",
+            )  # fmt: skip
+        slot = sent % ring.slots
+        frame = ring.frames[slot]
+        flags = (INLINE if inline else 0) | (LAYOUT if news else 0)
+        Header(flags, step, tag, number, len(news), size).write(frame)
+        if news:
+            frame[HEADER_BYTES : HEADER_BYTES + len(news)] = news
+        tensors = [leaf for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+        if inline:
+            views = ring.views[slot].of(start, layout)
+        else:
+            at, segment = self._segment(size)
+            _SEGMENT.pack_into(frame, start, at, segment.descriptor, segment.size)
+            views = layout.views(segment.payload())
+            segment.map[0] = 1
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+        self._publish(slot)
+
+    def fail(self, failure: Failure) -> None:
+        ring = self.ring
+        if self._sent - ring.words[_TAKEN] >= ring.slots:
+            return  # it has not even seen the last failure
+        text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
+        slot = self._sent % ring.slots
+        Header(FAILURE, failure.step, failure.rank, 0, len(text), 0).write(ring.frames[slot])
+        ring.frames[slot][HEADER_BYTES : HEADER_BYTES + len(text)] = text
+        self._publish(slot)
+
+    def settle(self) -> None:
+        """Nothing to wait for: what was sent has been copied."""
+
+    def close(self) -> None:
+        self.ring.close()
+        for segment in self._segments:
+            os.close(segment.descriptor)
+        self._segments = []
+
+    def _publish(self, slot: int) -> None:
+        self._sent += 1
+        self.ring.numbers[slot][0] = self._sent
+        if self.ring.words[_RECEIVER_SLEEPS]:
+            self.bell.ring(self.host.bell)
+
+    def _segment(self, size: int) -> tuple[int, _Segment]:
+        for at, segment in enumerate(self._segments):
+            if segment.free and segment.size >= size:
+                return at, segment
+        self._segments.append(_Segment(size))
+        return len(self._segments) - 1, self._segments[-1]
+
+
+class SharedIncoming:
+    """The receiving end of an edge; its ring is the one that the sender offers."""
+
+    def __init__(self, peer: int, timeout: float, bell: Bell, host: Host, offer: tuple[int, int]) -> None:
+        self.peer, self.timeout, self.bell, self.host = peer, timeout, bell, host
+        descriptor, slots = offer
+        self.ring = _Ring(slots, f"/proc/{host.pid}/fd/{descriptor}")
+        self._taken = 0
+        self._layouts: list[Layout] = []
+        self._segments: dict[int, _Segment] = {}
+
+    def next(self) -> tuple[int, int, Parcel | Failure]:
+        """Wait for the next message on the edge: (step, tag, content)."""
+        ring, wanted = self.ring, self._taken + 1
+        slot = self._taken % ring.slots
+        number = ring.numbers[slot]
+        if number[0] != wanted:
+            self.bell.wait(
+                lambda: number[0] == wanted,
+                ring.words, _RECEIVER_SLEEPS, self.host, self.timeout, f"rank {self.peer}, which has to send",
+            )  # fmt: skip
+        frame = ring.frames[slot]
+        header = Header.read(frame)
+        end = HEADER_BYTES + header.layout_bytes
+        if header.flags & FAILURE:
+            text = bytes(frame[HEADER_BYTES:end]).decode(errors="replace")
+            self._release()
+            return header.step, header.tag, Failure(header.tag, header.step, text)
+        if header.flags & LAYOUT:
+            if header.layout == 0:
+                self._layouts.clear()
+            self._layouts.append(Layout.from_bytes(bytes(frame[HEADER_BYTES:end])))
+        layout = self._layouts[header.layout]
+        start = aligned(end)
+        if header.flags & INLINE:
+            tensors = [view.clone() for view in ring.views[slot].of(start, layout)]
+        else:
+            at, descriptor, size = _SEGMENT.unpack_from(frame, start)
+            if at not in self._segments:
+                self._segments[at] = _Segment(size, f"/proc/{self.host.pid}/fd/{descriptor}")
+            tensors = layout.views(self._segments[at].lend())
+        self._release()
+        return header.step, header.tag, layout.join(tensors)
+
+    def close(self) -> None:
+        self.ring.close()
+        self._segments.clear()
+
+    def _release(self) -> None:
+        self._taken += 1
+        self.ring.words[_TAKEN] = self._taken
+        if self.ring.words[_SENDER_SLEEPS]:
+            self.bell.ring(self.host.bell)
+
+
+def _machine() -> str:
+    """The same text for two processes exactly if they can share memory and see each other's process ids."""
+    if not supported():
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
