@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.schedule.index import index, rank_column
+from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program, lower
 from penstock.schedule.schedule import Schedule
@@ -35,17 +36,19 @@ class Proof:
     critical_path: int
 
 
-def check(schedule: Schedule, *, forward_only: bool = False) -> Proof:
+def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | None = None) -> Proof:
     """Prove that a schedule is complete, ordered along its data dependencies, and cannot deadlock.
 
-    The deadlock proof holds even when every send blocks until its receive is posted: see `program`.
+    The deadlock proof holds even when every send blocks until its receive is posted, and every reduction until all
+    holders of the stage have come to it: see `program`.
 
     Args:
         schedule: what to check.
         forward_only: the schedule is an evaluation: forwards and nothing else.
+        budget: what every rank may hold; not looked at if not given.
 
     Raises:
-        ScheduleError: names the ops that are wrong, or the ops of the cycle.
+        ScheduleError: names the ops that are wrong, the ops of the shortest cycle, or the first op over the budget.
     """
     for find in (_strays, _counts, _pairs, _order):
         problems = list(_first(find(schedule, forward_only)))
@@ -55,6 +58,10 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> Proof:
     stuck = np.flatnonzero(program.level == 0)
     if len(stuck):
         raise ScheduleError(f"{schedule.name} deadlocks: {_cycle(program)}")
+    if schedule.placement.has_copies:
+        _reductions(program)
+    if budget is not None:
+        _memory(program, budget)
     return Proof(program, len(schedule), int(program.level.max()))
 
 
@@ -86,6 +93,8 @@ def _strays(schedule: Schedule, forward_only: bool) -> Iterator[str]:
     for row in np.flatnonzero(~holds[rank, schedule.stage]):
         held = list(schedule.placement.holders[schedule.stage[row]])
         yield f"{schedule.op(row)} is on rank {rank[row]}, but its stage is on rank(s) {held}"
+    for idle in np.flatnonzero(np.diff(schedule.offsets) == 0):
+        yield f"rank {idle} holds stage(s) {list(schedule.placement.stages_of[idle])} but has no op"
     if forward_only:
         for row in np.flatnonzero(schedule.kind != Kind.F):
             yield f"{schedule.op(row)} stands in a schedule of forwards only"
@@ -166,31 +175,78 @@ def _order(schedule: Schedule, forward_only: bool) -> Iterator[str]:
             yield f"{schedule.op(b)} on rank {rank[b]} does not come after {schedule.op(a)}"
 
 
+def _reductions(program: Program) -> None:
+    """Every stage with gradients is reduced once on each holder, after its own, and all meet in the same order."""
+    order: list[list[int]] = []
+    for rank in range(program.schedule.ranks):
+        done = [(stage, row) for row, stages in program.reductions_after(rank).items() for stage in stages]
+        order.append([stage for stage, _ in done])
+        held = set(program.schedule.placement.stages_of[rank]) & set(program.reductions)
+        assert sorted(order[rank]) == sorted(held), f"rank {rank} reduces {order[rank]}, not {held} once each"
+        for stage, row in done:
+            assert row >= program.last_gradient_rows.get((rank, stage), row), f"{stage} is reduced too early"
+    place = {stage: (step, stage) for stage, step in program.reduction_steps.items()}
+    assert all(part == sorted(part, key=place.__getitem__) for part in order), (
+        "the holders meet in different orders"
+    )
+
+
+def _memory(program: Program, budget: Budget) -> None:
+    """What every rank holds at every point, against the budget."""
+    schedule = program.schedule
+    limits = budget.limits(schedule.ranks)
+    held = budget.held(schedule)
+    over = np.flatnonzero(held > limits[program.rank])
+    if not len(over):
+        return
+    least = budget.least(schedule)
+    row = int(over[np.argmin(program.level[over])])
+    rank = int(program.rank[row])
+    story = (
+        f"{schedule.name} does not fit in memory: rank {rank} holds {held[row]} after {schedule.op(row)}, "
+        f"op {row - schedule.rows(rank).start + 1} of its list, and may hold {limits[rank]}"
+    )
+    if (least > limits).any():
+        tight = int(np.argmax(least - limits))
+        raise ScheduleError(
+            f"{story}; no order can meet the limit: one microbatch alone takes {least[tight]} on rank {tight}, "
+            f"so {least.max()} is the least"
+        )
+    raise ScheduleError(f"{story}; running one microbatch after the other would take {least.max()}")
+
+
 def _cycle(program: Program) -> str:
     """The shortest story of a deadlock: which rank waits at which op for which, round in a circle."""
     schedule = program.schedule
-    front: dict[int, int] = {}
+    waits: dict[int, list[tuple[int, int]]] = {}
     for rank in range(schedule.ranks):
         rows = schedule.rows(rank)
         stuck = np.flatnonzero(program.level[rows] == 0)
         if len(stuck):
-            front[rank] = rows.start + int(stuck[0])
+            row = rows.start + int(stuck[0])
+            group = (row, row + 1) if schedule.paired[row] else (row,)
+            sources = [(k, int(program.source[k])) for k in group]
+            waits[rank] = [(k, s) for k, s in sources if s >= 0 and program.level[s] == 0]
+    cycle = min(
+        (_way_back(rank, waits, program) for rank in waits), key=lambda way: (len(way) == 0, len(way))
+    )
+    return " <- ".join(
+        f"rank {program.rank[row]} stands at {schedule.op(row)}, which needs {schedule.op(awaited)} "
+        f"of rank {program.rank[awaited]}"
+        for row, awaited in cycle
+    )
 
-    def waits_for(row: int) -> tuple[int, int]:
-        group = (row, row + 1) if schedule.paired[row] else (row,)
-        blocked = next(k for k in group if program.source[k] >= 0 and program.level[program.source[k]] == 0)
-        return blocked, int(program.source[blocked])
 
-    chain: list[int] = []
-    rank = next(iter(front))
-    while rank not in chain:
-        chain.append(rank)
-        rank = int(program.rank[waits_for(front[rank])[1]])
-    lines = []
-    for member in chain[chain.index(rank) :]:
-        row, awaited = waits_for(front[member])
-        lines.append(
-            f"rank {member} stands at {schedule.op(row)}, which needs {schedule.op(awaited)} "
-            f"of rank {program.rank[awaited]}"
-        )
-    return " <- ".join(lines)
+def _way_back(start: int, waits: dict[int, list[tuple[int, int]]], program: Program) -> list[tuple[int, int]]:
+    """The fewest waits that lead from a rank back to itself, empty if none do."""
+    ways: dict[int, list[tuple[int, int]]] = {start: []}
+    todo = [start]
+    for rank in todo:
+        for row, awaited in waits[rank]:
+            other = int(program.rank[awaited])
+            if other == start:
+                return [*ways[rank], (row, awaited)]
+            if other not in ways:
+                ways[other] = [*ways[rank], (row, awaited)]
+                todo.append(other)
+    return []

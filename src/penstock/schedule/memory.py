@@ -9,6 +9,7 @@ With one byte a stage the same sums count activations in chunks, a chunk being o
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -46,7 +47,7 @@ def held(
         ScheduleError: bytes that are negative or not whole, or not one a stage.
     """
     save, wait, keep = (
-        _per_stage(name, given, schedule.stages)
+        _whole(name, given, schedule.stages, "stage")
         for name, given in (("saved", saved), ("waiting", waiting), ("inputs", inputs))
     )
     change = np.zeros((len(Kind), schedule.stages), np.int64)
@@ -82,18 +83,62 @@ def peak(
 
     As called without bytes: the peak of activations in chunks.
     """
-    column = held(schedule, saved, waiting, inputs=inputs, freed_at=freed_at)
-    return np.array(
-        [max(0, column[rows].max(initial=0)) for rows in map(schedule.rows, range(schedule.ranks))], np.int64
-    )
+    return _highest(held(schedule, saved, waiting, inputs=inputs, freed_at=freed_at), schedule)
 
 
-def _per_stage(name: str, given: npt.ArrayLike, stages: int) -> Bytes:
+@dataclass(frozen=True)
+class Budget:
+    """How much a rank may hold, and what is counted.
+
+    Attributes:
+        limit: bytes, one number or one a rank.
+        saved, waiting, inputs, freed_at: as for `held`; without them the limit is in chunks.
+    """
+
+    limit: npt.ArrayLike
+    saved: npt.ArrayLike = 1
+    waiting: npt.ArrayLike = 0
+    inputs: npt.ArrayLike = 0
+    freed_at: FreedAt = "W"
+
+    def limits(self, ranks: int) -> Bytes:
+        """The limit of every rank, int64, shape (ranks,).
+
+        Raises:
+            ScheduleError: limits that are negative or not whole, or not one a rank.
+        """
+        return _whole("limit", self.limit, ranks, "rank")
+
+    def held(self, schedule: Schedule) -> Bytes:
+        """`held` with what is counted here."""
+        return held(schedule, self.saved, self.waiting, inputs=self.inputs, freed_at=self.freed_at)
+
+    def least(self, schedule: Schedule) -> Bytes:
+        """The least that any order of a schedule's ops can make every rank hold, int64, shape (ranks,).
+
+        The first backward of a microbatch on a rank comes after all its forwards there, so each rank holds all
+        of one microbatch at some time; running one microbatch after the other takes no more.
+        """
+        s, top = schedule, schedule.stages - 1
+        after = np.array([0, 1, 1, 2, 0])[s.kind]
+        turn = np.where(s.kind == Kind.F, s.stage, schedule.stages + 3 * (top - s.stage) + after)
+        rank = np.repeat(np.arange(s.ranks), np.diff(s.offsets))
+        order = np.lexsort((turn, s.microbatch, rank))
+        alone = replace(s, stage=s.stage[order], kind=s.kind[order], microbatch=s.microbatch[order])
+        return _highest(self.held(alone), alone)
+
+
+def _highest(column: Bytes, schedule: Schedule) -> Bytes:
+    rows = map(schedule.rows, range(schedule.ranks))
+    return np.array([max(0, column[part].max(initial=0)) for part in rows], np.int64)
+
+
+def _whole(name: str, given: npt.ArrayLike, count: int, each: str) -> Bytes:
     table = np.asarray(given)
-    if table.ndim > 1 or (table.ndim == 1 and len(table) != stages):
+    if table.ndim > 1 or (table.ndim == 1 and len(table) != count):
         raise ScheduleError(
-            f"{name} has shape {table.shape}; give one number of bytes, or one for each of the {stages} stages"
+            f"{name} has shape {table.shape}; give one number of bytes, or one for each of the {count} {each}s"
         )
     if table.dtype.kind not in "iu" or (table < 0).any():
         raise ScheduleError(f"{name} must be whole bytes of at least 0, not {given!r}")
-    return np.broadcast_to(table.astype(np.int64), (stages,))
+    return np.broadcast_to(table.astype(np.int64), (count,))

@@ -12,6 +12,10 @@ out, one instruction a line, and that is what the executor compiles:
     FREE   drop what the stage saved for this microbatch
     REDUCE the stage's gradients are complete: reduce them over its copies and replicas
 
+A stage of which several ranks hold a copy is reduced on all its holders, once on each, also on one that saw none of its
+microbatches. Its REDUCE stands after the unit-time step in which the last copy is complete, and stages that are complete
+together come in ascending order, so that all holders meet in the same order and may even block until they have met.
+
 Between two ranks there is one directed edge each way. Its messages arrive in the order in which the sender produces them;
 the receiver has `slots` receives posted ahead. That many suffice for the unit-time execution never to block a
 sender, which proves that the program cannot deadlock even if every send blocks until its receive is posted; one
@@ -152,6 +156,33 @@ class Program:
             for key, row in zip(found, ends, strict=True)
         }
 
+    @cached_property
+    def reductions(self) -> dict[int, tuple[int, ...]]:
+        """Stage → the ranks over which its gradients are summed: all that hold it; empty without backwards."""
+        holders = self.schedule.placement.holders
+        return {stage: holders[stage] for stage in sorted({stage for _, stage in self.last_gradient_rows})}
+
+    @cached_property
+    def reduction_steps(self) -> dict[int, int]:
+        """Stage → the unit-time step after which its gradients are reduced: all copies complete, all holders begun."""
+        steps = dict.fromkeys(self.reductions, 0)
+        for (_, stage), row in self.last_gradient_rows.items():
+            steps[stage] = max(steps[stage], int(self.level[row]))
+        for stage, ranks in self.reductions.items():
+            begun = [int(self.level[self.schedule.rows(rank).start]) for rank in ranks]
+            steps[stage] = max(steps[stage], *begun)
+        return steps
+
+    def reductions_after(self, rank: int) -> dict[int, list[int]]:
+        """Row → the stages whose REDUCE stands after it, in order, on one rank."""
+        rows = self.schedule.rows(rank)
+        after: dict[int, list[int]] = {}
+        for stage, step in sorted(self.reduction_steps.items(), key=lambda item: (item[1], item[0])):
+            if rank in self.reductions[stage]:
+                row = rows.start + int(np.searchsorted(self.level[rows], step, side="right")) - 1
+                after.setdefault(row, []).append(stage)
+        return after
+
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """One rank's part, in the order it is carried out."""
         schedule = self.schedule
@@ -161,7 +192,7 @@ class Program:
             posted[peer] = edge.slots
             for number in range(edge.slots):
                 yield Instruction(Action.POST, edge.takers[number], peer, number)
-        complete = {row: stage for (r, stage), row in self.last_gradient_rows.items() if r == rank}
+        reduced = self.reductions_after(rank)
         rows = schedule.rows(rank)
         row = rows.start
         while row < rows.stop:
@@ -191,8 +222,8 @@ class Program:
                         yield Instruction(Action.SEND, k, peer, self.message_number[taker])
                 if schedule.kind[k] in (Kind.B, Kind.W):
                     yield Instruction(Action.FREE, k)
-                if k in complete:
-                    yield Instruction(Action.REDUCE, k, number=complete[k])
+                for stage in reduced.get(k, ()):
+                    yield Instruction(Action.REDUCE, k, number=stage)
             row += width
 
     def describe(self, instruction: Instruction) -> str:
