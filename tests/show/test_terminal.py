@@ -11,7 +11,7 @@ from tests.trace.cases import trace_of
 
 
 def drawn(trace, width: int = 80) -> list[str]:
-    return str(draw_terminal(trace, width)).rstrip("\n").split("\n")
+    return str(draw_terminal(trace, width)).split("\n")
 
 
 def test_1f1b_looks_like_its_drawing():
@@ -87,4 +87,4 @@ def test_the_terminals_width_is_used(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_nothing_is_drawn_of_nothing():
-    assert str(draw_terminal(trace_of("", ""), 40)) == "nothing ran\n"
+    assert str(draw_terminal(trace_of("", ""), 40)) == "nothing ran"

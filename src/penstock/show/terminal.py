@@ -66,7 +66,7 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
     shown = trace.select(np.isin(trace.kind, list(_LETTERS)))
     text = Text(no_wrap=True, overflow="crop")
     if not len(shown):
-        return text.append("nothing ran\n")
+        return text.append("nothing ran")
     begin, end = float(shown.start.min()), float(shown.end.max())
     margin = len(f"rank {trace.ranks - 1} ")
     cells = _cells(shown, max(8, columns - margin), end - begin)
@@ -85,7 +85,7 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
         text.append("\n")
     text.append(_axis(margin, cells, begin, end))
     legend = [f"{letter} {meaning}" for letter, meaning in _MEANINGS.items() if letter in used]
-    return text.append(" " * margin + "   ".join([*legend, f"{IDLE} idle"]) + "\n")
+    return text.append(" " * margin + "   ".join([*legend, f"{IDLE} idle"]))
 
 
 def _cells(trace: Trace, most: int, span: float) -> int:

@@ -1,0 +1,255 @@
+"""``penstock simulate``: what a schedule costs, in a table and as a timeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.schedule.placement import Placement
+    from penstock.schedule.schedule import Schedule
+    from penstock.simulate.costs import Costs
+    from penstock.simulate.metrics import Metrics
+    from penstock.trace.events import Trace
+
+MOST_RANKS = 32
+_CAUSES = {
+    "warm_up": "warm-up",
+    "cool_down": "cool-down",
+    "activation": "wait for\nactivation",
+    "gradient": "wait for\ngradient",
+    "communication": "commu-\nnication",
+    "overhead": "overhead",
+    "imbalance": "imbalance",
+}
+
+
+@click.command(
+    epilog="Example:  penstock simulate 1f1b --ranks 4 --microbatches 8 --costs 1,1,1 --latency 0.1\n\n"
+    "          penstock simulate --compare 1f1b,zb-h1,zb-v -p 8 -m 24 --costs costs.toml"
+)
+@click.argument("schedule", required=False)
+@click.option("--ranks", "-p", type=click.IntRange(1), help="Pipeline ranks; a CSV file says its own.")
+@click.option(
+    "--microbatches", "-m", type=click.IntRange(1), help="Microbatches a step; a CSV file says its own."
+)
+@click.option(
+    "--virtual-stages", "-v", type=click.IntRange(1),
+    help="Stages a rank, for families that leave it open. Default: the family's own.",
+)  # fmt: skip
+@click.option(
+    "--costs",
+    default="1,1,1",
+    show_default=True,
+    metavar="FILE|F,B,W",
+    help="Seconds a rank spends on a microbatch's forward, input gradient and weight gradient (a stage takes its share, "
+    "a full backward B+W), or a TOML or JSON file that says it stage by stage.",
+)
+@click.option(
+    "--latency", metavar="C", help="Seconds a message takes between ranks. Default: the file's, or 0."
+)
+@click.option(
+    "--memory-limit",
+    type=float,
+    metavar="N",
+    help="Activations (a microbatch on a stage) that a rank may hold. A family that adapts keeps within it, any other "
+    "is refused if it holds more.",
+)
+@click.option("--compare", metavar="A,B,C", help="Schedules to put side by side.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    schedule: str | None,
+    ranks: int | None,
+    microbatches: int | None,
+    virtual_stages: int | None,
+    costs: str,
+    latency: str | None,
+    memory_limit: float | None,
+    compare: str | None,
+    as_json: bool,
+) -> None:
+    """Predict what a schedule costs.
+
+    SCHEDULE is a family (`penstock schedule list` shows them) or a CSV file. Its ops are timed exactly: every rank runs its
+    list in order, every op as soon as what it needs is there. Two percentages of idle time are in use, and both are
+    printed: that of the makespan, over all ranks, and that of the longest rank, which is the zero-bubble paper's.
+    """
+    names = [*([schedule] if schedule else []), *((compare or "").replace(",", " ").split())]
+    if not names:
+        raise click.UsageError("name a schedule, or several with --compare")
+    counts = (ranks, microbatches, virtual_stages)
+    runs = [_run(name, counts, costs, latency, memory_limit, alone=len(names) == 1) for name in names]
+    if as_json:
+        found = [metrics.as_dict() for metrics, _ in runs]
+        click.echo(json.dumps(found[0] if compare is None else {"schedules": found}))
+    elif compare is None:
+        _show(*runs[0])
+    else:
+        _show_side_by_side([metrics for metrics, _ in runs])
+
+
+def _run(
+    name: str, counts: tuple[int | None, int | None, int | None], costs: str, latency: str | None,
+    memory_limit: float | None, *, alone: bool,
+) -> tuple[Metrics, Trace]:  # fmt: skip
+    from penstock.schedule.check import check
+    from penstock.simulate.engine import simulate
+    from penstock.simulate.metrics import measure
+
+    if name.lower().endswith(".csv"):
+        schedule = _from_file(name, counts)
+    else:
+        schedule = _from_family(name, counts, costs, latency, memory_limit, alone=alone)
+    program = check(schedule).program
+    priced = _priced(costs, latency, schedule.placement)
+    trace = simulate(program, priced)
+    metrics = measure(schedule, priced, trace)
+    most = int(metrics.peak_activations.max())
+    if memory_limit is not None and most > memory_limit:
+        rank = int(metrics.peak_activations.argmax())
+        raise ConfigError(
+            f"{schedule.name} holds {most} activations on rank {rank}, more than the limit of {memory_limit:g}; give it "
+            f"at least {most}, or use zb-auto, which keeps within what it is given"
+        )
+    return metrics, trace
+
+
+def _from_file(path: str, counts: tuple[int | None, int | None, int | None]) -> Schedule:
+    from penstock.schedule.text import read_csv
+
+    schedule = read_csv(path)
+    own = (schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks)
+    for what, given, found in zip(("ranks", "microbatches", "virtual stages"), counts, own, strict=True):
+        if given not in (None, found):
+            raise ConfigError(f"{path} is a schedule of {found} {what}, not {given}; leave the option out")
+    return schedule
+
+
+def _from_family(
+    name: str, counts: tuple[int | None, int | None, int | None], costs: str, latency: str | None,
+    memory_limit: float | None, *, alone: bool,
+) -> Schedule:  # fmt: skip
+    from penstock.schedule.families import FAMILIES, build_schedule
+    from penstock.schedule.ops import Kind
+    from penstock.schedule.placement import Placement
+
+    ranks, microbatches, virtual_stages = counts
+    if ranks is None or microbatches is None:
+        missing = "--ranks" if ranks is None else "--microbatches"
+        raise ConfigError(f"{name} is a family, and {missing} is missing")
+    family = FAMILIES.get(name)
+    options: dict[str, object] = {}
+    if family is not None:
+        if not (alone or family.chooses_virtual_stages):
+            virtual_stages = None
+        if "costs" in family.options:
+            priced = _priced(costs, latency, Placement.loop(ranks))
+            options["costs"] = tuple(priced.seconds[:, kind].tolist() for kind in (Kind.F, Kind.I, Kind.W))
+            options["latency"] = float(priced.communication.transfer(ranks).max(initial=0))
+        if "memory_limit" in family.options and memory_limit is not None:
+            options["memory_limit"] = memory_limit
+    return build_schedule(name, ranks, microbatches, virtual_stages, **options)
+
+
+def _priced(costs: str, latency: str | None, placement: Placement) -> Costs:
+    from penstock.simulate.cost_file import read_costs
+    from penstock.simulate.costs import Communication, Costs, Link
+
+    pause = None if latency is None else _number(latency)
+    if latency is not None and pause is None:
+        raise ConfigError(f"--latency is a number of seconds, not {latency!r}")
+    numbers = [_number(word) for word in costs.split(",")]
+    if len(numbers) == 3 and None not in numbers:
+        f, b, w = (number for number in numbers if number is not None)
+        link = Link(pause or 0)
+        return Costs.of(placement, f, b, w, communication=Communication(same_node=link, other_node=link))
+    if not Path(costs).exists():
+        raise ConfigError(f"--costs is three numbers, as in 1,1,1, or a file; {costs!r} is neither")
+    return read_costs(costs, placement, pause)
+
+
+def _number(text: str) -> int | float | None:
+    """A number as it is written, so that whole ones stay whole."""
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _show(metrics: Metrics, trace: Trace) -> None:
+    from rich.console import Console
+
+    from penstock.show.terminal import draw_terminal
+
+    console = Console(highlight=False)
+    click.echo(
+        f"{metrics.schedule}: {metrics.ranks} ranks, {metrics.stages} stages, {metrics.microbatches} microbatches\n\n"
+        f"makespan      {metrics.makespan:.6g}  from the first start to the last end of all ranks\n"
+        f"longest       {metrics.longest:.6g}  the largest span of one rank\n"
+        f"lower bound   {metrics.lower_bound:.6g}  no order with this placement and these costs is shorter; "
+        f"the makespan is {metrics.over_bound:.1%} above it\n"
+        f"bubble        {metrics.bubble_of_makespan:.1%} of ranks x makespan; "
+        f"{metrics.bubble_of_longest:.1%} of the longest rank (the zero-bubble paper's rate)\n"
+    )
+    console.print(_per_rank(metrics))
+    console.print()
+    console.print(draw_terminal(trace, console.width))
+
+
+def _table(*columns: str) -> Table:
+    """An empty table with right-aligned columns, narrow enough for a terminal."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _per_rank(metrics: Metrics) -> Table:
+    causes = [cause for cause, time in metrics.idle.items() if time.any()]
+    table = _table("rank", "busy", "bubble", *(_CAUSES[cause] for cause in causes), "peak\nchunks")
+    for rank in range(metrics.ranks):
+        if metrics.ranks > MOST_RANKS and MOST_RANKS // 2 <= rank < metrics.ranks - MOST_RANKS // 2:
+            if rank == MOST_RANKS // 2:
+                table.add_row("...")
+            continue
+        times = (metrics.busy, metrics.bubble, *(metrics.idle[cause] for cause in causes))
+        table.add_row(
+            str(rank), *(f"{time[rank]:.6g}" for time in times), str(metrics.peak_activations[rank])
+        )
+    return table
+
+
+def _show_side_by_side(runs: list[Metrics]) -> None:
+    from rich.console import Console
+
+    bubbles = ("bubble/\nmakespan", "bubble/\nlongest")
+    table = _table(
+        "schedule", "v", "makespan", "longest", "above\nbound", *bubbles, "peak\nchunks", "peak\n1/p"
+    )
+    table.columns[0].justify = "left"
+    for found in runs:
+        held = int(found.peak_activations.max())
+        table.add_row(
+            found.schedule, f"{found.stages / found.ranks:g}", f"{found.makespan:.6g}", f"{found.longest:.6g}",
+            f"{found.over_bound:.1%}", f"{found.bubble_of_makespan:.1%}", f"{found.bubble_of_longest:.1%}",
+            str(held), f"{held * found.ranks / found.stages:.4g}",
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+    click.echo(
+        "\nv                stages a rank\n"
+        "above bound      the makespan, over the least that any order with this placement and these costs can reach\n"
+        "bubble/makespan  the idle share of ranks x makespan\n"
+        "bubble/longest   the idle share of the longest rank, which is the zero-bubble paper's rate\n"
+        "peak             most activations of a rank, in chunks and in chunks of 1/p of the model"
+    )

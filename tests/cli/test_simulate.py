@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.simulate import command
+from penstock.errors import ConfigError
+from penstock.schedule.families import build_schedule
+from penstock.schedule.text import write_csv
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(command, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def figures(*words: str) -> dict:
+    return json.loads(run(*words, "--json"))
+
+
+def test_json_gives_exact_figures_for_whole_costs():
+    found = figures("1f1b", "-p", "4", "-m", "8", "--costs", "1,1,1")
+    assert found["makespan"] == found["longest"] == found["lower_bound"] == 33
+    assert isinstance(found["makespan"], int)
+    assert (found["busy"], found["bubble"], found["peak_activations"]) == ([24] * 4, [9] * 4, [4, 3, 2, 1])
+
+
+def test_a_stage_takes_its_share_and_messages_their_latency():
+    found = figures(
+        "interleaved-1f1b", "-p", "2", "-m", "4", "-v", "2", "--costs", "20,20,20", "--latency", "1"
+    )
+    assert found["makespan"] == 4 * 60 + 60 // 2 + 2 * (2 * 2 - 1)
+    assert found["stages"] == 4
+
+
+def test_the_page_says_what_each_percentage_is_of_and_draws_the_timeline():
+    lines = run("1f1b", "-p", "2", "-m", "3").splitlines()
+    assert lines[0] == "1f1b: 2 ranks, 2 stages, 3 microbatches"
+    assert [line.split()[:3] for line in lines[2:5]] == [
+        ["makespan", "12", "from"],
+        ["longest", "12", "the"],
+        ["lower", "bound", "12"],
+    ]
+    assert "25.0% of ranks x makespan; 25.0% of the longest rank (the zero-bubble paper's rate)" in lines[5]
+    assert lines[8].split() == ["rank", "busy", "bubble", "warm-up", "cool-down", "chunks"]
+    assert lines[9].split() == ["0", "9", "3", "2", "1", "2"]
+    assert lines[12].startswith("rank 0 F0")
+    assert lines[15].split() == ["F", "forward", "B", "backward", "·", "idle"]
+
+
+def test_families_stand_side_by_side():
+    words = ("--compare", "1f1b,interleaved-1f1b,zb-v", "-p", "4", "-m", "8", "-v", "4", "--costs", "4,4,4")
+    lines = run(*words).splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:5]}
+    assert rows["1f1b"] == ["1", "132", "132", "0.0%", "27.3%", "27.3%", "4", "4"]
+    assert rows["interleaved-1f1b"][:4] == ["4", "105", "105", "0.0%"]
+    assert rows["zb-v"] == ["2", "102", "96", "0.0%", "5.9%", "0.0%", "8", "4"]
+    assert any("idle share of ranks x makespan" in line for line in lines)
+    found = figures(*words)["schedules"]
+    assert [one["schedule"] for one in found] == ["1f1b", "interleaved-1f1b", "zb-v"]
+
+
+def test_the_argument_is_compared_with_the_others():
+    found = figures("gpipe", "--compare", "1f1b", "-p", "2", "-m", "2")["schedules"]
+    assert [one["schedule"] for one in found] == ["gpipe", "1f1b"]
+
+
+def test_a_csv_file_brings_its_own_counts(tmp_path: Path):
+    path = tmp_path / "mine.csv"
+    write_csv(build_schedule("1f1b", 2, 3), path)
+    assert figures(str(path))["makespan"] == figures("1f1b", "-p", "2", "-m", "3")["makespan"] == 12
+    with pytest.raises(ConfigError, match=r"a schedule of 3 microbatches, not 4; leave the option out"):
+        run(str(path), "-m", "4")
+
+
+def test_a_csv_file_with_an_op_nobody_knows_is_refused_by_line_and_column(tmp_path: Path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0\n1F0,1X0\n")
+    with pytest.raises(ConfigError, match="line 2, column 2: '1X0' is not an op"):
+        run(str(path))
+
+
+def test_costs_may_come_from_a_file(tmp_path: Path):
+    path = tmp_path / "costs.toml"
+    path.write_text("F = [1, 3]\nB = 1\nW = 1\nlatency = 2\n")
+    found = figures("1f1b", "-p", "2", "-m", "2", "--costs", str(path))
+    assert found["busy"] == [6, 10]
+    slower = figures("1f1b", "-p", "2", "-m", "2", "--costs", str(path), "--latency", "5")
+    assert slower["makespan"] == found["makespan"] + 2 * 3
+
+
+def test_the_costs_and_the_limit_reach_a_family_that_adapts():
+    words = ("zb-auto", "-p", "4", "-m", "8", "--costs", "10,12,7", "--latency", "1", "--memory-limit")
+    tight, loose = figures(*words, "4"), figures(*words, "8")
+    assert max(tight["peak_activations"]) <= 4 < max(loose["peak_activations"]) <= 8
+    assert loose["longest"] < tight["longest"]
+
+
+def test_a_limit_that_a_schedule_breaks_is_refused_with_what_it_needs():
+    with pytest.raises(
+        ConfigError, match=r"1f1b holds 4 activations on rank 0, .* limit of 3; give it at least 4"
+    ):
+        run("1f1b", "-p", "4", "-m", "8", "--memory-limit", "3")
+    assert figures("1f1b", "-p", "4", "-m", "8", "--memory-limit", "4")["makespan"] == 33
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("1f1b", "-m", "4"), "1f1b is a family, and --ranks is missing"),
+        (("1f1b", "-p", "4"), "1f1b is a family, and --microbatches is missing"),
+        (("1fb1", "-p", "4", "-m", "4"), r"no schedule family '1fb1' \(did you mean '1f1b'"),
+        (("1f1b", "-p", "4", "-m", "4", "--costs", "1,nan,1"), "B must be a finite number of at least 0, not nan"),
+        (("1f1b", "-p", "4", "-m", "4", "--costs", "1,-1,1"), "B must be a finite number of at least 0, not -1"),
+        (("1f1b", "-p", "4", "-m", "4", "--costs", "1,1"), "three numbers, as in 1,1,1, or a file; '1,1' is neither"),
+        (("1f1b", "-p", "4", "-m", "4", "--costs", "no.toml"), "or a file; 'no.toml' is neither"),
+        (("1f1b", "-p", "4", "-m", "4", "--latency", "x"), "--latency is a number of seconds, not 'x'"),
+        (("1f1b", "-p", "4", "-m", "4", "--latency", "-1"), "latency must be a finite number of at least 0, not -1"),
+        (("zb-auto", "-p", "4", "-m", "4", "--memory-limit", "0.5"), "1 is the least"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_in_one_line(words: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message) as error:
+        run(*words)
+    assert "\n" not in str(error.value)
+
+
+def test_no_schedule_at_all_is_a_usage_error():
+    result = CliRunner().invoke(command, ["-p", "4", "-m", "4"])
+    assert result.exit_code == 2
+    assert "name a schedule, or several with --compare" in result.output
+
+
+def test_many_ranks_keep_the_page_short():
+    lines = run("gpipe", "-p", "200", "-m", "2").splitlines()
+    assert len(lines) < 90
+    assert sum(line.strip() == "..." for line in lines) == 1
+
+
+def test_the_command_runs_and_ends_with_code_2_for_bad_input():
+    line = [sys.executable, "-m", "penstock", "simulate", "1f1b", "-p", "2"]
+    bad = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert (bad.returncode, bad.stderr) == (2, "penstock: 1f1b is a family, and --microbatches is missing\n")
+    good = subprocess.run(
+        [*line, "-m", "3", "--json"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(good.stdout)["makespan"] == 12
