@@ -1,0 +1,131 @@
+"""The closed forms of the literature against the simulator, over a grid of ranks, microbatches, stages and costs.
+
+A form says what the makespan, the longest rank or the activations of a rank must come to. Every case of its grid is
+built, proved and simulated with whole costs, and compared exactly. `penstock.schedule.families` names the sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from penstock.schedule.check import check
+from penstock.schedule.families import build_schedule
+from penstock.simulate.costs import Communication, Costs, Link
+from penstock.simulate.engine import simulate
+from penstock.simulate.metrics import Metrics, measure
+
+EQUAL = (10, 10, 10)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule and what it costs; f, b, w and the pair are those of a stage."""
+
+    family: str
+    p: int
+    m: int
+    v: int = 1
+    costs: tuple[int, int, int] = EQUAL
+    c: int = 0
+    pair: int | None = None
+    group: int | None = None
+
+    @property
+    def f(self) -> int:
+        return self.costs[0]
+
+    @property
+    def b(self) -> int:
+        return self.costs[1]
+
+    @property
+    def w(self) -> int:
+        return self.costs[2]
+
+    @property
+    def bw(self) -> int:
+        return self.b + self.w
+
+    @property
+    def work(self) -> int:
+        """What a rank computes in a step."""
+        return self.m * self.v * sum(self.costs)
+
+
+METRICS: dict[str, Callable[[Metrics], Any]] = {
+    "makespan": lambda found: int(found.makespan),
+    "longest": lambda found: int(found.longest),
+    "peak": lambda found: found.peak_activations.tolist(),
+    "largest peak": lambda found: int(found.peak_activations.max()),
+    "bubble of rank p-1": lambda found: int(found.bubble[-1]),
+    "bubble of rank p/2-1": lambda found: int(found.bubble[found.ranks // 2 - 1]),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One formula.
+
+    Attributes:
+        family: the schedule it is of.
+        says: the formula, in words.
+        metric: what it gives, a key of `METRICS`.
+        cases: where it must hold.
+        value: the formula: a number, or a list with one a rank.
+    """
+
+    family: str
+    says: str
+    metric: str
+    cases: Iterable[Case]
+    value: Callable[[Case], Any]
+
+
+@dataclass
+class Outcome:
+    """How a form did: cases tried, and those that did not hold, as text."""
+
+    family: str
+    metric: str
+    says: str
+    cases: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+@cache
+def figures(case: Case) -> Metrics:
+    """Build, prove and simulate one case."""
+    options = {} if case.group is None else {"group_size": case.group}
+    schedule = build_schedule(case.family, case.p, case.m, case.v, **options)
+    stages = schedule.stages
+    costs = Costs.of(
+        schedule.placement,
+        *([cost] * stages for cost in case.costs),
+        pair=None if case.pair is None else [case.pair] * stages,
+        communication=Communication(same_node=Link(case.c)),
+    )
+    return measure(schedule, costs, simulate(check(schedule).program, costs))
+
+
+def outcomes(forms: Iterable[Form]) -> Iterator[Outcome]:
+    """Compare forms with the simulator."""
+    for form in forms:
+        outcome = Outcome(form.family, form.metric, form.says)
+        for case in form.cases:
+            found = METRICS[form.metric](figures(case))
+            outcome.cases += 1
+            if found != (wanted := form.value(case)):
+                outcome.failed.append(f"{_describe(case)}: {found}, not {wanted}")
+        yield outcome
+        figures.cache_clear()
+
+
+def _describe(case: Case) -> str:
+    parts = [f"p={case.p} m={case.m}", f"v={case.v}", f"f,b,w={','.join(map(str, case.costs))}"]
+    parts += [f"c={case.c}"] if case.c else []
+    parts += [f"pair={case.pair}"] if case.pair is not None else []
+    parts += [f"N={case.group}"] if case.group is not None else []
+    return " ".join(parts)
