@@ -113,6 +113,10 @@ class Budget:
         """`held` with what is counted here."""
         return held(schedule, self.saved, self.waiting, inputs=self.inputs, freed_at=self.freed_at)
 
+    def peak(self, schedule: Schedule) -> Bytes:
+        """`peak` with what is counted here."""
+        return _highest(self.held(schedule), schedule)
+
     def least(self, schedule: Schedule) -> Bytes:
         """The least that any order of a schedule's ops can make every rank hold, int64, shape (ranks,).
 

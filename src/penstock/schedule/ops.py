@@ -52,7 +52,7 @@ class Pair:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
-_OP = re.compile(r"(\d+)([FBIWR])(\d+)")
+_OP = re.compile(r"([0-9]+)([FBIWR])([0-9]+)")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 

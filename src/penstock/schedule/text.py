@@ -7,17 +7,27 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ops import Kind, Op, Pair, parse_op
+from penstock.schedule.ops import Op, Pair, parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
 
+def csv_line(schedule: Schedule, rank: int) -> str:
+    """One rank's ops as a line of a file that ``torch.distributed.pipelining`` reads (recomputes it does not know)."""
+    return ",".join(str(op) for op in schedule.ops(rank))
+
+
 def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule, one line a rank, as ``torch.distributed.pipelining`` reads it."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        for rank in range(schedule.ranks):
-            writer.writerow([str(op) for op in schedule.ops(rank)])
+    """Write a schedule, one line a rank, as ``torch.distributed.pipelining`` reads it.
+
+    Raises:
+        ScheduleError: the file cannot be written.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(csv_line(schedule, rank) + "\n" for rank in range(schedule.ranks))
+    except OSError as error:
+        raise ScheduleError(f"cannot write the schedule {path}: {error}") from error
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -30,15 +40,16 @@ def read_csv(path: str | Path) -> Schedule:
         ScheduleError: the file cannot be read, is empty, or holds something that is no op (with line and column).
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            lines = list(csv.reader(file, strict=True))
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
-    while lines and not any(cell.strip() for cell in lines[-1]):
+    while lines and not any(cell.strip() for cell in lines[-1][1]):
         lines.pop()
     ranks = [
-        [_parse(cell, path, n, k) for k, cell in enumerate(line) if cell.strip()]
-        for n, line in enumerate(lines)
+        [_parse(cell, path, number, k) for k, cell in enumerate(cells) if cell.strip()]
+        for number, cells in lines
     ]
     return from_lists(str(path), ranks)
 
@@ -71,7 +82,16 @@ def from_lists(name: str, ranks: list[list[Op | Pair]]) -> Schedule:
             "count 0, 1, 2, ..."
         )
     placement = Placement(len(ranks), tuple(tuple(holders[s]) for s in range(len(holders))))
-    return Schedule.from_ops(name, placement, microbatches, ranks)
+    return Schedule.from_ops(name, _two_way_if_it_is(placement), microbatches, ranks)
+
+
+def _two_way_if_it_is(placement: Placement) -> Placement:
+    """Two pipes in opposite directions where the copies are theirs: which copy is the first does not show in a file."""
+    if placement.has_copies and placement.ranks == placement.stages and placement.ranks % 2 == 0:
+        pipes = Placement.two_way(placement.ranks)
+        if all(set(held) <= set(both) for held, both in zip(placement.holders, pipes.holders, strict=True)):
+            return pipes
+    return placement
 
 
 def _singles(ops: Iterable[Op | Pair]) -> Iterable[Op]:
@@ -92,11 +112,4 @@ def _parse(cell: str, path: str | Path, line: int, column: int) -> Op | Pair:
         hint = ""
         if any(word in cell for word in _COMMUNICATION):
             hint = "; communication is worked out from the compute ops, so give the compute-only file"
-        raise ScheduleError(f"{path}: line {line + 1}, column {column + 1}: {error}{hint}") from None
-
-
-def kinds_used(schedule: Schedule) -> set[Kind]:
-    """The kinds of op that stand in a schedule."""
-    import numpy as np
-
-    return {Kind(int(k)) for k in np.unique(schedule.kind)}
+        raise ScheduleError(f"{path}: line {line}, column {column + 1}: {error}{hint}") from None

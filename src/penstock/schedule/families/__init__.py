@@ -38,6 +38,7 @@ class Family:
         needs: what it asks of counts, model and memory, in words.
         virtual_stages: stages a rank, where the user names none or may choose none. Where two pipes pass the ranks in
             opposite directions, each has this many.
+        least_virtual_stages: the fewest it can have, where the user may choose.
         in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
             run is bit-equal to plain accumulation.
     """
@@ -48,6 +49,7 @@ class Family:
     needs: str
     virtual_stages: int = 1
     in_order: bool = True
+    least_virtual_stages: int = 1
 
     @property
     def bubble(self) -> Bubble:
@@ -117,7 +119,7 @@ FAMILIES: dict[str, Family] = {
         Family("dualpipe", dualpipe, "deepseek-ai/DualPipe", f"{_TWICE}; pairs; {_SPLIT}", in_order=False),
         Family("dualpipe-v", dualpipe_v, "deepseek-ai/DualPipe", f"any p, m; V; pairs; {_SPLIT}", 2),
         Family("chimera", chimera, "Chimera, 2107.06925", _TWICE, in_order=False),
-        Family("hanayo", hanayo, "Hanayo, 2308.15762", "even v (v/2 waves)", 2),
+        Family("hanayo", hanayo, "Hanayo, 2308.15762", "even v (v/2 waves)", 2, least_virtual_stages=2),
     )
 }
 

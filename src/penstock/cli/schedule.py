@@ -1,0 +1,340 @@
+"""``penstock schedule``: the catalogue, and single schedules shown, checked, drawn and converted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from penstock.errors import ConfigError, ScheduleError
+
+if TYPE_CHECKING:
+    from penstock.schedule.families import Family
+    from penstock.schedule.memory import Budget
+    from penstock.schedule.schedule import Schedule
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+@click.group(
+    name="schedule",
+    epilog="Example:  penstock schedule list -p 4 -m 8\n\n"
+    "          penstock schedule check zb-v -p 4 -m 12 --memory-limit 8\n\n"
+    "          penstock schedule draw dualpipe -p 8 -m 20 --out dualpipe.svg",
+)
+def command() -> None:
+    """List, show, check, draw and convert schedules.
+
+    A schedule is a family of the catalogue with its counts, or a CSV file as PyTorch's pipelining writes it.
+    """
+
+
+def _one_schedule(function: Command) -> Command:
+    """The argument and options that name one schedule."""
+    for decorate in reversed((
+        click.argument("schedule"),
+        click.option("--ranks", "-p", type=click.IntRange(1), help="Pipeline ranks; a CSV file says its own."),
+        click.option("--microbatches", "-m", type=click.IntRange(1), help="Microbatches; a CSV file says its own."),
+        click.option(
+            "--virtual-stages", "-v", type=click.IntRange(1),
+            help="Stages a rank, for families that leave it open. Default: the family's own.",
+        ),
+        click.option(
+            "--option", "-o", "options", multiple=True, metavar="NAME=VALUE",
+            help="A further parameter of the family, as in group_size=4; several times.",
+        ),
+    )):  # fmt: skip
+        function = decorate(function)
+    return function
+
+
+@command.command(name="list", epilog="Example:  penstock schedule list -p 8 -m 32 -v 2")
+@click.option("--ranks", "-p", type=click.IntRange(1), default=4, show_default=True, help="Pipeline ranks.")
+@click.option(
+    "--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True, help="Microbatches a step."
+)
+@click.option(
+    "--virtual-stages", "-v", type=click.IntRange(1),
+    help="Stages a rank, for families that leave it open. Default: the family's own.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def list_families(ranks: int, microbatches: int, virtual_stages: int | None, as_json: bool) -> None:
+    """List the families: source, needs, bubble and peak memory.
+
+    Bubble and peak are given as formulas and, for these counts, as measured by the simulator with F = B = W = 1 a rank and
+    microbatch (B the input gradient) and free communication: idle time of a rank, and most activations that each rank
+    holds, in chunks of one microbatch on one stage.
+    """
+    from penstock.schedule.families import FAMILIES
+
+    rows = [_row(family, ranks, microbatches, virtual_stages) for family in FAMILIES.values()]
+    if as_json:
+        click.echo(
+            json.dumps({"ranks": ranks, "microbatches": microbatches, "families": rows}, ensure_ascii=False)
+        )
+        return
+    for row in rows:
+        bubble = "-" if row["bubble"]["value"] is None else f"{row['bubble']['value']:g}"
+        click.echo(f"{row['name']:<18}{row['source']}; {row['refused'] or row['needs']}")
+        click.echo(f"  bubble  {bubble:<24}{row['bubble']['formula']}")
+        click.echo(f"  peak    {_brief(row['peak']['value']):<24}{row['peak']['formula']}")
+    click.echo(
+        f"\n{ranks} ranks, {microbatches} microbatches. Bubble: idle time of a rank, with F = B = W = 1 a rank and "
+        "microbatch.\nPeak: most activations a rank holds, in chunks, from rank 0 on."
+    )
+
+
+def _row(family: Family, ranks: int, microbatches: int, virtual_stages: int | None) -> dict[str, Any]:
+    """What `list` says of a family; counts it refuses are said, too, and not raised."""
+    from penstock.schedule.check import check
+    from penstock.schedule.memory import peak
+    from penstock.simulate.costs import Costs
+    from penstock.simulate.engine import simulate
+    from penstock.trace.bubbles import bubbles
+
+    v = family.virtual_stages
+    if virtual_stages is not None and family.chooses_virtual_stages:
+        v = virtual_stages
+    bubble: float | None = None
+    held: list[int] | None = None
+    refused: str | None = None
+    try:
+        schedule = family.build(ranks, microbatches, v)
+        # A chunk's op is one tick, so that all times are whole.
+        split = bubbles(simulate(check(schedule).program, Costs.of(schedule.placement, v, v, v)))
+        bubble = float((split.makespan - split.busy).max()) / v
+        held = peak(schedule).tolist()
+    except ScheduleError as error:
+        refused = str(error)
+    return {
+        "name": family.name,
+        "source": family.source,
+        "needs": family.needs,
+        "virtual_stages": v,
+        "options": family.options,
+        "in_order": family.in_order,
+        "bubble": {"formula": family.bubble.text, "value": bubble},
+        "peak": {"formula": family.peak.text, "value": held},
+        "refused": refused,
+    }
+
+
+def _brief(held: Sequence[int] | None) -> str:
+    """A number a rank; of many ranks the first and the last, of equal ones one."""
+    if held is None:
+        return "-"
+    if len(set(held)) == 1:
+        return str(held[0])
+    shown = [str(chunks) for chunks in held]
+    return " ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
+
+
+@command.command(epilog="Example:  penstock schedule show interleaved-1f1b -p 4 -m 8 -v 2 -o group_size=5")
+@_one_schedule
+@click.option(
+    "--program", is_flag=True, help="Show what each rank carries out: messages, hand-overs, reductions, too."
+)
+def show(program: bool, **given: Any) -> None:
+    """Print the ops of every rank, in PyTorch's notation."""
+    from penstock.schedule.check import check
+
+    schedule = _schedule(**given)
+    if program:
+        lowered = check(schedule).program
+        for rank in range(schedule.ranks):
+            click.echo(f"rank {rank}")
+            for instruction in lowered.instructions(rank):
+                click.echo(f"  {lowered.describe(instruction)}")
+        return
+    click.echo(f"{_title(schedule)}\n")
+    margin = len(f"rank {schedule.ranks - 1}")
+    for rank in range(schedule.ranks):
+        click.echo(f"{f'rank {rank}'.ljust(margin)}  {schedule.text(rank)}")
+
+
+@command.command(
+    epilog="Example:  penstock schedule check my.csv\n\n"
+    "          penstock schedule check 1f1b -p 4 -m 8 --memory-limit 80000000 --saved 20000000"
+)
+@_one_schedule
+@click.option(
+    "--memory-limit", type=int, metavar="BYTES", help="What a rank may hold; activations without --saved."
+)
+@click.option(
+    "--saved", default="1", metavar="BYTES[,...]",
+    help="What a forward saves for its backward: one number, or one a stage. Default: 1, counting activations.",
+)  # fmt: skip
+@click.option(
+    "--waiting", default="0", metavar="BYTES[,...]",
+    help="What waits from the input-gradient half to the weight half: one number, or one a stage. Default: 0.",
+)  # fmt: skip
+@click.option(
+    "--freed-at", type=click.Choice(["B", "W"]), default="W", show_default=True,
+    help="Which half of a split backward frees what the forward saved.",
+)  # fmt: skip
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object; exit code 2 if the schedule is invalid."
+)
+def check(
+    memory_limit: int | None, saved: str, waiting: str, freed_at: str, as_json: bool, **given: Any
+) -> None:
+    """Prove a schedule: complete, ordered along its data, free of deadlock, and within its memory.
+
+    The deadlock proof holds even when every send blocks until its receive is posted. A schedule that fails is refused with
+    the smallest counter-example there is, and exit code 2.
+    """
+    from penstock.schedule.check import check as prove
+
+    schedule = _schedule(**given)
+    budget = _budget(memory_limit, saved, waiting, freed_at)
+    try:
+        proof = prove(schedule, budget=budget if memory_limit is not None else None)
+    except ScheduleError as error:
+        if not as_json:
+            raise
+        click.echo(
+            json.dumps({"schedule": schedule.name, "valid": False, "error": str(error)}, ensure_ascii=False)
+        )
+        click.get_current_context().exit(2)
+    held = budget.peak(schedule).tolist()
+    edges = list(proof.program.edges.values())
+    if as_json:
+        found = {
+            "schedule": schedule.name,
+            "valid": True,
+            "ranks": schedule.ranks,
+            "stages": schedule.stages,
+            "microbatches": schedule.microbatches,
+            "ops": proof.ops,
+            "critical_path": proof.critical_path,
+            "peak": held,
+            "messages": sum(len(edge.takers) for edge in edges),
+            "receive_slots": max((edge.slots for edge in edges), default=0),
+            "reduced_over": {str(s): list(ranks) for s, ranks in proof.program.reductions.items()},
+        }
+        click.echo(json.dumps(found, ensure_ascii=False))
+        return
+    unit = "chunks" if saved == "1" and waiting == "0" else "bytes"
+    click.echo(
+        f"{_title(schedule)}: valid\n"
+        f"{proof.ops} ops, each once and after what it needs; the longest chain of waits has {proof.critical_path}\n"
+        f"{sum(len(edge.takers) for edge in edges)} messages between ranks; no deadlock, with at most "
+        f"{max((edge.slots for edge in edges), default=0)} receives posted ahead on an edge\n"
+        f"peak {unit} a rank: {' '.join(map(str, held))}"
+    )
+    if schedule.placement.has_copies:
+        click.echo("every copied stage is reduced once on each of its ranks")
+
+
+@command.command(epilog="Example:  penstock schedule draw zb-h1 -p 4 -m 8 --out zb-h1.svg")
+@_one_schedule
+@click.option(
+    "--out", type=click.Path(dir_okay=False), help="An .svg, .png or .pdf file instead of the terminal."
+)
+def draw(out: str | None, **given: Any) -> None:
+    """Draw a schedule with F = B = W, in the terminal or into a file.
+
+    `penstock simulate` draws it with costs of your own.
+    """
+    from rich.console import Console
+
+    from penstock.schedule.check import check as prove
+    from penstock.show.picture import draw_picture
+    from penstock.show.terminal import draw_terminal
+    from penstock.simulate.costs import Costs
+    from penstock.simulate.engine import simulate
+
+    schedule = _schedule(**given)
+    each = [1] * schedule.stages
+    trace = simulate(prove(schedule).program, Costs.of(schedule.placement, each, each, each))
+    if out is not None:
+        draw_picture(trace, out)
+        click.echo(f"{_title(schedule)}: drawn to {out}")
+        return
+    console = Console(highlight=False)
+    click.echo(f"{_title(schedule)}\n")
+    console.print(draw_terminal(trace, console.width))
+
+
+@command.command(name="csv", epilog="Example:  penstock schedule csv zb-v -p 4 -m 12 --out zb-v.csv")
+@_one_schedule
+@click.option("--out", type=click.Path(dir_okay=False), help="The file to write; the terminal if not given.")
+def to_csv(out: str | None, **given: Any) -> None:
+    """Write a schedule as CSV, a line a rank, as PyTorch's pipelining reads it.
+
+    A CSV file is read wherever a command takes a SCHEDULE.
+    """
+    from penstock.schedule.text import csv_line, write_csv
+
+    schedule = _schedule(**given)
+    if out is None:
+        for rank in range(schedule.ranks):
+            click.echo(csv_line(schedule, rank))
+        return
+    write_csv(schedule, out)
+    click.echo(f"{_title(schedule)}: written to {out}")
+
+
+def _schedule(
+    schedule: str,
+    ranks: int | None,
+    microbatches: int | None,
+    virtual_stages: int | None,
+    options: tuple[str, ...],
+) -> Schedule:
+    """The schedule that the argument and options name."""
+    from penstock.schedule.families import FAMILIES, build_schedule
+    from penstock.schedule.text import read_csv
+
+    if schedule.lower().endswith(".csv"):
+        found = read_csv(schedule)
+        own = (found.ranks, found.microbatches, found.stages // found.ranks)
+        names = ("ranks", "microbatches", "virtual stages")
+        for what, given, its in zip(names, (ranks, microbatches, virtual_stages), own, strict=True):
+            if given not in (None, its):
+                raise ConfigError(
+                    f"{schedule} is a schedule of {its} {what}, not {given}; leave the option out"
+                )
+        if options:
+            raise ConfigError(f"{schedule} is a file, and takes no --option")
+        return found
+    if schedule in FAMILIES and (ranks is None or microbatches is None):
+        missing = "--ranks" if ranks is None else "--microbatches"
+        raise ConfigError(f"{schedule} is a family, and {missing} is missing")
+    values = dict(_named_value(option) for option in options)
+    return build_schedule(schedule, ranks or 1, microbatches or 1, virtual_stages, **values)
+
+
+def _named_value(option: str) -> tuple[str, object]:
+    """NAME=VALUE, the value a number, a list of numbers as in [1,2,3], or a word."""
+    name, equals, text = option.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--option is NAME=VALUE, as in group_size=4, not {option!r}")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text
+
+
+def _budget(limit: int | None, saved: str, waiting: str, freed_at: str) -> Budget:
+    from penstock.schedule.memory import Budget
+
+    return Budget(
+        limit or 0, _bytes("--saved", saved), _bytes("--waiting", waiting), 0, "B" if freed_at == "B" else "W"
+    )
+
+
+def _bytes(option: str, text: str) -> int | list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{option} is a number of bytes, or one a stage as in 10,20,30, not {text!r}"
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _title(schedule: Schedule) -> str:
+    return f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
