@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.transport.processes import SWITCH
 from tests.runtime import plain
 
 FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b"]
@@ -41,6 +43,14 @@ def pipelined(rank: int, family: str, ranks: int, microbatches: int):
         return history, weights, {n: p.grad for n, p in pipe.named_parameters()}
 
 
+def pipelined_through_the_group(rank: int, *case) -> object:
+    os.environ[SWITCH] = "0"
+    try:
+        return pipelined(rank, *case)
+    finally:
+        del os.environ[SWITCH]
+
+
 def assert_same(parts, microbatches: int) -> None:
     history, weights, grads = plain.train(8, microbatches)
     seen_weights, seen_grads = {}, {}
@@ -65,3 +75,8 @@ def test_processes_give_the_losses_weights_and_gradients_of_plain_pytorch(
     processes: LocalProcesses, family, ranks, microbatches
 ):
     assert_same(processes.run(ranks, pipelined, family, ranks, microbatches), microbatches)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_processes_without_shared_memory_give_the_same(processes: LocalProcesses, family):
+    assert_same(processes.run(2, pipelined_through_the_group, family, 2, 4), 4)

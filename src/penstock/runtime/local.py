@@ -83,7 +83,8 @@ class LocalProcesses:
         if errors:
             if any("ended without a word" in str(e) for e in errors.values()):
                 self.close()
-            raise min(errors.items(), key=lambda item: (isinstance(item[1], PeerError), item[0]))[1]
+            in_order = list(errors.values())
+            raise next((e for e in in_order if not isinstance(e, PeerError)), in_order[0])
         return [results[rank] for rank in range(ranks)]
 
     def close(self) -> None:

@@ -67,7 +67,8 @@ class Pipeline:
         microbatches: into how many the batch is cut along dimension 0.
         schedule: a family of the catalogue, a `Schedule`, or the path of a CSV file.
         ranks: pipeline ranks. By default the schedule's own, the number of processes, or 1.
-        virtual_stages: stages a rank, for the families that take several.
+        virtual_stages: stages a rank, for the families that let one choose; families that always have two (V, waves)
+            have two.
         split: which layers make up which stage; see `penstock.stage.split.split_layers`.
         device: where the stages live; by default where the parameters are (in processes with CUDA, the local GPU).
         timeout: the longest any wait between ranks may last, in seconds.

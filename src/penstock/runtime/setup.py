@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.world import World
-from penstock.schedule.families import build_schedule
+from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import read_csv
@@ -31,7 +31,13 @@ def resolve_schedule(
     if ranks is None and world is not None and world.size > 1:
         ranks = world.size
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
-        found = build_schedule(schedule, ranks or 1, microbatches, virtual_stages)
+        family = FAMILIES.get(schedule)
+        # One virtual stage is what a Pipeline says when it is not told; a family that always has more keeps its own.
+        fixed = family is not None and not (
+            family.chooses_virtual_stages and family.least_virtual_stages == 1
+        )
+        wanted = None if fixed and virtual_stages == 1 else virtual_stages
+        found = build_schedule(schedule, ranks or 1, microbatches, wanted)
     else:
         found = schedule if isinstance(schedule, Schedule) else read_csv(schedule)
         if ranks is not None and found.ranks != ranks:

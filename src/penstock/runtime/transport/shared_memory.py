@@ -189,7 +189,7 @@ class _Segment:
         self.map = mmap.mmap(self.descriptor, HEADER_BYTES + size)
         if path is not None:
             os.close(self.descriptor)
-        self._lent: set[weakref.ref[Any]] = set()
+        self._lent: weakref.ref[Any] | None = None
 
     @property
     def free(self) -> bool:
@@ -203,11 +203,10 @@ class _Segment:
         """The bytes, for the receiver to use; the segment is free again when no tensor refers to them."""
         block = (ctypes.c_ubyte * self.size).from_buffer(self.map, HEADER_BYTES)
 
-        def back(ref: weakref.ref[Any]) -> None:
-            self._lent.discard(ref)
+        def back(_: weakref.ref[Any]) -> None:
             self.map[0] = 0
 
-        self._lent.add(weakref.ref(block, back))
+        self._lent = weakref.ref(block, back)
         return torch.frombuffer(block, dtype=torch.uint8)
 
 

@@ -1,0 +1,65 @@
+"""`penstock verify`: zeros for what is right, exit code 1 for what is not, 2 for what cannot be used."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from penstock.cli import group
+from penstock.errors import ConfigError
+from penstock.runtime.verify import Subject
+
+
+def run(*args: str):
+    return CliRunner().invoke(group, ["verify", *args], catch_exceptions=True)
+
+
+def test_it_prints_zeros_in_threads_and_processes():
+    result = run("-p", "2", "-m", "3", "--schedule", "1f1b", "--json")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines()]
+    assert [row["transport"] for row in rows] == ["threads", "processes"]
+    assert all(row["loss"] == row["weights"] == row["gradients"] == 0.0 and row["good"] for row in rows)
+
+
+class Counting(torch.nn.Module):
+    """Not the same twice: what no pipeline can reproduce."""
+
+    seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counting.seen += 1
+        return x * (1 + Counting.seen / 1000)
+
+
+def odd() -> Subject:
+    def batch(step: int, microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(microbatches, 4), torch.zeros(microbatches, 4)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Counting(), torch.nn.Linear(4, 4))
+    return Subject(model, torch.nn.functional.mse_loss, batch)
+
+
+def test_a_difference_ends_with_exit_code_1():
+    model = f"{__name__}:odd"
+    result = run("-p", "2", "-m", "2", "--schedule", "gpipe", "--transport", "threads", "--model", model)
+    assert result.exit_code == 1, result.output
+    assert "1 row(s) differ by more" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "no.such:thing"], "MODULE:FUNCTION"),
+        (["--model", "json:JSONDecoder"], "returned a JSONDecoder"),
+        (["--schedule", "1f1c"], "did you mean '1f1b'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(args, message):
+    result = run("-p", "2", "-m", "2", "--transport", "threads", *args)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)

@@ -1,0 +1,193 @@
+"""Whatever stages hand over arrives as it was sent, through shared memory and through the process group."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from penstock.errors import PeerError, PenstockError, TransportError, WaitTimeoutError
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.transport import processes as transport
+from penstock.runtime.transport.base import Failure
+from penstock.runtime.transport.shared_memory import SharedIncoming, supported
+from penstock.runtime.world import World
+from penstock.schedule.check import check
+from penstock.schedule.families import build_schedule
+from penstock.stage.values import Parcel, pack, unpack
+
+both_ways = pytest.mark.parametrize(
+    "shared",
+    [pytest.param(True, marks=pytest.mark.skipif(not supported(), reason="needs Linux on x86-64")), False],
+    ids=["shared memory", "process group"],
+)
+
+
+def world(rank: int, shared: bool, timeout: float = 20.0) -> World:
+    os.environ[transport.SWITCH] = "1" if shared else "0"
+    joined = World(rank, 2).connect(check(build_schedule("1f1b", 2, 4)).program, timeout)
+    del os.environ[transport.SWITCH]
+    assert all(isinstance(edge, SharedIncoming) == shared for edge in joined.channel._in.values())
+    return joined
+
+
+def values() -> list[object]:
+    """Small and large, growing and shrinking, plain and nested, of every kind of dtype and memory layout."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    found: list[object] = [
+        rand(4, 3),
+        rand(4, 3),
+        rand(0, 3),
+        rand(300, 300),
+        rand(4, 3),
+        rand(700, 300),
+        rand(300, 300),
+    ]
+    found += [rand(64, 8).t(), rand(500, 400).t(), rand(1, 5).expand(4, 5), rand(6, 6)[::2, 1:4]]
+    found += [
+        rand(3, 3).to(d) for d in (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+    ]
+    found += [torch.tensor(3.5), (rand(2, 2), None, 7, "text"), {"a": rand(200, 200), "b": [rand(3), True]}]
+    found += [(rand(5).requires_grad_(), torch.arange(4), rand(2, 2))]
+    found += [rand(n % 50 + 1, 2) for n in range(600)]  # more layouts than are remembered
+    found += [rand(n * 4000 + 1) for n in range(12)]
+    return found
+
+
+def same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return (
+            torch.equal(ours, theirs)
+            and ours.dtype == theirs.dtype
+            and ours.requires_grad == theirs.requires_grad
+        )
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, list | tuple):
+        return type(ours) is type(theirs) and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    return ours == theirs
+
+
+def exchange(rank: int, shared: bool) -> int:
+    joined = world(rank, shared)
+    channel, good = joined.channel, 0
+    kept = []
+    for step, value in enumerate(values()):
+        channel.open(step)
+        if rank == 0:
+            channel.send(1, 5, pack(value)[0])
+            channel.send(1, 6, pack(value)[0])
+            assert channel.recv(1, 7).leaves[0] == step
+        else:
+            late, early = channel.recv(0, 6), channel.recv(0, 5)  # taken out of order
+            assert same(unpack(early)[0], value), step
+            assert same(unpack(late)[0], value), step
+            kept = [*kept[-3:], (step, unpack(late)[0], value)]  # what is still in use is not written over
+            assert all(same(a, b) for _, a, b in kept)
+            channel.send(0, 7, Parcel((step,)))
+        channel.finish()
+        good += 1
+    joined.disconnect()
+    return good
+
+
+@both_ways
+def test_every_value_arrives_as_it_was_sent(processes: LocalProcesses, shared):
+    assert processes.run(2, exchange, shared) == [len(values())] * 2
+
+
+def failing(rank: int, shared: bool) -> list[str]:
+    joined = world(rank, shared)
+    channel, told = joined.channel, []
+    big = torch.ones(300, 300)
+    for step in range(3):
+        channel.open(step)
+        if rank == 0:
+            channel.send(1, 1, Parcel((big * step,)))
+            if step == 1:
+                channel.fail(Failure(0, 1, "it failed"))
+                continue
+            channel.send(1, 2, Parcel((big * step,)))
+            channel.recv(1, 3)
+        else:
+            try:
+                if step != 1:  # in step 1 it has not even taken the first message
+                    assert torch.equal(channel.recv(0, 1).leaves[0], big * step)
+                channel.recv(0, 2)
+                channel.send(0, 3, Parcel((torch.ones(1),)))
+                told.append("ok")
+            except PeerError as error:
+                told.append(str(error))
+                assert isinstance(error.failure, Failure)
+    joined.disconnect()
+    return told
+
+
+@both_ways
+def test_word_of_a_failure_arrives_and_what_it_left_behind_is_dropped(processes: LocalProcesses, shared):
+    assert processes.run(2, failing, shared)[1] == ["ok", "it failed", "ok"]
+
+
+def dying(rank: int, shared: bool) -> str:
+    joined = world(rank, shared)
+    joined.channel.open(1)
+    if rank == 1:
+        os._exit(3)
+    joined.channel.recv(1, 1)
+    raise AssertionError("nothing was raised")
+
+
+@both_ways
+def test_the_end_of_a_process_is_noticed_long_before_the_limit(shared):
+    # The pool waits less long than the channel would.
+    with LocalProcesses(2) as pool, pytest.raises(PenstockError, match="rank 1 ended without a word"):
+        pool.run(2, dying, shared, timeout=15)
+
+
+def waiting(rank: int, shared: bool) -> str:
+    joined = world(rank, shared, timeout=0.5)
+    joined.channel.open(1)
+    text = ""
+    if rank == 0:
+        try:
+            joined.channel.recv(1, 1)
+        except WaitTimeoutError as error:
+            text = str(error)
+    dist.barrier()  # until then the other is there, but says nothing
+    joined.disconnect(failed=True)
+    return text
+
+
+@both_ways
+def test_a_wait_ends_at_its_limit(processes: LocalProcesses, shared):
+    first, _ = processes.run(2, waiting, shared)
+    assert "waited 0.5 s for rank 1" in first
+
+
+def too_long(rank: int, shared: bool) -> bool:
+    joined = world(rank, shared)
+    joined.channel.open(1)
+    refused = False
+    if rank == 0:
+        try:
+            joined.channel.send(1, 1, pack((torch.ones(1), "x" * 70_000))[0])
+        except TransportError as error:
+            refused = "hand over fewer or shorter plain values" in str(error)
+    joined.disconnect()
+    return refused
+
+
+@both_ways
+def test_a_description_that_does_not_fit_is_refused(processes: LocalProcesses, shared):
+    assert processes.run(2, too_long, shared) == [True, False]
+
+
+def test_leaves_that_cannot_travel_are_refused_before_they_do():
+    with pytest.raises(Exception, match="a stage returned a object among its outputs"):
+        pack((torch.ones(1), object()))
