@@ -243,11 +243,15 @@ class Program:
 
 
 def _slots(sent: list[int], taken: list[int]) -> int:
-    """The most messages that wait at once, the one just sent included; both lists are in sending order."""
+    """The most messages that wait at once, the one just sent included; both lists are in sending order.
+
+    A message is sent at the end of one step and taken at the end of another, when all sends of that step are done: one
+    taken in the step of a send still waits then.
+    """
     waiting: list[int] = []
     most = 1
     for send, take in zip(sent, taken, strict=True):
-        while waiting and waiting[0] <= send:
+        while waiting and waiting[0] < send:
             waiting.pop(0)
         most = max(most, len(waiting) + 1)
         insort(waiting, take)

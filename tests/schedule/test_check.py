@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import re
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.check import check
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.memory import Budget
+from penstock.schedule.ops import Kind, Op, Pair
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+from tests.schedule.cases import allows, schedules, written
+from tests.schedule.oracle import Lists, ends, is_valid, lists
+
+TWO = Placement.loop(2)
+
+
+def passes(schedule: Schedule) -> bool:
+    try:
+        check(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def changed(schedule: Schedule, ops: Lists) -> Schedule:
+    return Schedule.from_ops("changed", schedule.placement, schedule.microbatches, ops)
+
+
+@given(schedules())
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_every_family_is_valid_for_all_counts(schedule: Schedule):
+    proof = check(schedule)
+    assert is_valid(schedule.placement, schedule.microbatches, lists(schedule))
+    assert proof.ops == len(schedule)
+    unit = ends(schedule, {kind.name: 1 for kind in Kind})
+    steps = [0] * schedule.ranks
+    for rank in range(schedule.ranks):
+        steps[rank] = max(proof.program.level[schedule.rows(rank)])
+    assert proof.critical_path == max(steps)
+    if not schedule.paired.any():
+        assert proof.critical_path == max(rank[-1][2] for rank in unit)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_deletion_duplication_and_swap_is_refused_or_valid(name: str):
+    family = FAMILIES[name]
+    v = family.virtual_stages
+    assert allows(family, 2, v)
+    schedule = family.build(2, 2, v)
+    ops = lists(schedule)
+    verdicts = {True: 0, False: 0}
+
+    def judge(new: Lists) -> None:
+        verdict = passes(changed(schedule, new))
+        assert verdict == is_valid(schedule.placement, schedule.microbatches, new), new
+        verdicts[verdict] += 1
+
+    for r in range(2):
+        others = [[], []]
+        others[1 - r] = ops[1 - r]
+
+        def put(row: list[Op | Pair], r: int = r, others: Lists = others) -> Lists:
+            return [row, others[1]] if r == 0 else [others[0], row]
+
+        for n, op in enumerate(ops[r]):
+            judge(put(ops[r][:n] + ops[r][n + 1 :]))
+            if isinstance(op, Pair):
+                for half in (op.forward, op.backward):
+                    judge(put([*ops[r][:n], half, *ops[r][n + 1 :]]))
+                judge(put([*ops[r][:n], op.forward, op.backward, *ops[r][n + 1 :]]))
+                judge(put([*ops[r][:n], op.backward, op.forward, *ops[r][n + 1 :]]))
+            for k in range(0, len(ops[r]) + 1, 3):
+                judge(put(ops[r][:k] + [op] + ops[r][k:]))
+        for a, b in combinations(range(len(ops[r])), 2):
+            row = list(ops[r])
+            row[a], row[b] = row[b], row[a]
+            judge(put(row))
+    assert verdicts[True] > 0
+    assert verdicts[False] > len(schedule)
+
+
+@given(schedules(ranks=5, microbatches=7, virtual_stages=3), st.data())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_any_change_is_judged_as_by_brute_force(schedule: Schedule, data: st.DataObject):
+    ops = lists(schedule)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    place = st.integers(0, len(ops[rank]) - 1)
+    match data.draw(st.sampled_from(["delete", "duplicate", "swap", "swap near", "move away", "rename"])):
+        case "delete":
+            del ops[rank][data.draw(place)]
+        case "duplicate":
+            ops[rank].insert(data.draw(place), ops[rank][data.draw(place)])
+        case "swap":
+            a, b = data.draw(place), data.draw(place)
+            ops[rank][a], ops[rank][b] = ops[rank][b], ops[rank][a]
+        case "swap near":
+            a = data.draw(place)
+            b = min(a + data.draw(st.integers(1, 3)), len(ops[rank]) - 1)
+            ops[rank][a], ops[rank][b] = ops[rank][b], ops[rank][a]
+        case "move away":
+            other = data.draw(st.integers(0, schedule.ranks - 1))
+            op = ops[rank].pop(data.draw(place))
+            ops[other].insert(data.draw(st.integers(0, len(ops[other]))), op)
+        case "rename":
+            ops[rank][data.draw(place)] = Op(
+                data.draw(st.integers(0, schedule.stages)),
+                data.draw(st.sampled_from([Kind.F, Kind.B, Kind.I, Kind.W])),
+                data.draw(st.integers(0, schedule.microbatches)),
+            )
+    verdict = is_valid(schedule.placement, schedule.microbatches, ops)
+    assert passes(changed(schedule, ops)) == verdict
+
+
+REFUSED = {
+    "2F0 is on rank 0, but its stage is on rank(s) [2]": (
+        Placement.loop(3), ["0F0 2F0 0B0", "1F0 1B0", "2B0"],
+    ),
+    "row 1 (stage 2, kind 0, microbatch 0) is outside stages 0..1": (TWO, ["0F0 2F0", "1F0"]),
+    "0F0 stands 2 times": (TWO, ["0F0 0F0 0B0", "1F0 1B0"]),
+    "1F0 is missing": (TWO, ["0F0 0B0", "1B0"]),
+    "0B0 is missing (or 0I0 and 0W0)": (TWO, ["0F0", "1F0 1B0"]),
+    "0W0 is missing (0I0 is there)": (TWO, ["0F0 0I0", "1F0 1B0"]),
+    "0I0 is missing (0W0 is there)": (TWO, ["0F0 0W0", "1F0 1B0"]),
+    "0B0 stands beside 0W0: one backward too many": (TWO, ["0F0 0B0 0W0", "1F0 1B0"]),
+    "0B0 on rank 0 does not come after 0F0": (TWO, ["0B0 0F0", "1F0 1B0"]),
+    "0W0 on rank 0 does not come after 0I0": (TWO, ["0F0 0W0 0I0", "1F0 1B0"]),
+    "0B0 on rank 0 does not come after 0R0": (TWO, ["0F0 0B0 0R0", "1F0 1B0"]),
+    "1B0 on rank 1 does not come after 1F0": (TWO, ["0F0 0B0", "(1F0;1B0)OVERLAP_F_B"]),
+    "but 0B0 on rank 1; the saved activations are where the forward ran": (
+        Placement(2, ((0, 1), (1, 0))), ["0F0", "1F0 1B0 0B0"],
+    ),
+    "rank 1 holds stage(s) [0, 1] but has no op": (
+        Placement(2, ((0, 1), (0, 1))), ["0F0 1F0 1B0 0B0", ""],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_is_wrong_is_named(says: str):
+    placement, ranks = REFUSED[says]
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        check(written(placement, 1, *ranks))
+
+
+def test_a_pair_is_a_forward_and_then_a_backward():
+    schedule = written(TWO, 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    for row, says in ((0, "0F0 and 0F1 are marked as a pair"), (3, "no op follows it on its rank")):
+        paired = schedule.paired.copy()
+        paired[row] = True
+        columns = [schedule.columns(0)._replace(paired=paired[:4]), schedule.columns(1)]
+        with pytest.raises(ScheduleError, match=says):
+            check(Schedule.from_columns("paired", TWO, 2, columns))
+
+
+def test_many_mistakes_are_not_all_listed():
+    with pytest.raises(ScheduleError) as caught:
+        check(written(TWO, 20, "0F0 0B0", "1F0 1B0"))
+    assert str(caught.value).endswith("; and more")
+    assert str(caught.value).count("is missing") == 8
+
+
+def test_a_deadlock_is_told_as_its_cycle():
+    schedule = written(TWO, 2, "0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule)
+    assert str(caught.value) == (
+        "written deadlocks: rank 0 stands at 0B0, which needs 1B0 of rank 1 <- "
+        "rank 1 stands at 1F1, which needs 0F1 of rank 0"
+    )
+
+
+def test_of_several_cycles_the_shortest_is_told():
+    # Ranks 0 and 1 wait for each other, and so do 2, 3 and 4 in a circle.
+    ring = Placement(5, ((0,), (1,), (2,), (3,), (4,), (2,), (3,)))
+    long = ["2F0 2B0 5B0 5F0", "3F0 6F0 6B0 3B0", "4F0 4B0"]
+    with pytest.raises(ScheduleError) as caught:
+        check(written(ring, 1, "0F0 0B0", "1F0 1B0", *long))
+    assert "2 times" not in str(caught.value)
+    two = written(Placement.loop(3), 2, "0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", "2F0 2B0 2F1 2B1")
+    with pytest.raises(ScheduleError) as caught:
+        check(two)
+    assert str(caught.value).count("stands at") == 2
+
+
+def test_an_evaluation_has_forwards_only():
+    schedule = written(TWO, 2, "0F0 0F1", "1F0 1F1")
+    proof = check(schedule, forward_only=True)
+    assert proof.critical_path == 3
+    assert proof.program.reductions == {}
+    with pytest.raises(ScheduleError, match="0B0 is missing"):
+        check(schedule)
+    with pytest.raises(ScheduleError, match="0B0 stands in a schedule of forwards only"):
+        check(written(TWO, 1, "0F0 0B0", "1F0 1B0"), forward_only=True)
+
+
+def test_a_schedule_over_its_budget_is_refused_at_the_first_op_over_it():
+    schedule = build_schedule("1f1b", 4, 8)
+    assert check(schedule, budget=Budget(4)).ops == 64
+    assert check(schedule, budget=Budget([4, 3, 2, 1])).ops == 64
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule, budget=Budget(3))
+    assert str(caught.value) == (
+        "1f1b does not fit in memory: rank 0 holds 4 after 0F3, op 4 of its list, and may hold 3; "
+        "running one microbatch after the other would take 1"
+    )
+
+
+def test_a_budget_that_no_order_meets_says_the_least_that_can():
+    schedule = build_schedule("interleaved-1f1b", 2, 4)
+    sizes = [10, 20, 30, 45]
+    with pytest.raises(
+        ScheduleError, match=re.escape("one microbatch alone takes 65 on rank 1, so 65 is the least")
+    ):
+        check(schedule, budget=Budget(64, sizes))
+    alone = written(
+        schedule.placement, 2, "0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1", "1F0 3F0 3B0 1B0 1F1 3F1 3B1 1B1"
+    )  # fmt: skip
+    assert check(alone, budget=Budget(65, sizes)).ops == 16
+
+
+def test_the_first_op_over_the_budget_is_the_first_in_time():
+    # Rank 1 comes first in the file's order of rows, rank 0 later in time.
+    schedule = build_schedule("zb-h2", 3, 6)
+    with pytest.raises(ScheduleError, match="rank 0 holds 2 after 0F1, op 2 of its list"):
+        check(schedule, budget=Budget(1))

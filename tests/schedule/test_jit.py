@@ -1,0 +1,29 @@
+"""Kernels give the same compiled and as they are."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from penstock.schedule import jit
+from penstock.schedule.families import build_schedule
+from penstock.schedule.program import lower
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("zb-v", {}), ("v-half", {}), ("v-min", {}), ("dualpipe", {}), ("zb-auto", {"costs": (1.5, 1.25, 1.1)})],
+)
+def test_compiled_and_plain_kernels_agree(name: str, options: dict, monkeypatch: pytest.MonkeyPatch):
+    if name == "zb-auto":
+        # The package gives the function of that name, not the module.
+        monkeypatch.setattr(sys.modules["penstock.schedule.families.zb_auto"], "EFFORT", 20_000)
+    found = []
+    for threshold in (0, 10**9):
+        monkeypatch.setattr(jit, "COMPILE_FROM", threshold)
+        schedule = build_schedule(name, 6, 13, **options)
+        found.append((schedule, lower(schedule).level))
+    assert found[0][0] == found[1][0]
+    assert np.array_equal(found[0][1], found[1][1])

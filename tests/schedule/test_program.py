@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.check import check
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import JITTER_SLOTS, Action, Edge, Program, lower
+from penstock.schedule.schedule import Schedule
+from tests.schedule.cases import schedules, written
+from tests.schedule.oracle import lists, runs_when_sends_block
+
+TWO = Placement.loop(2)
+
+
+def with_slots(program: Program, slots: Callable[[Edge], int]) -> Program:
+    """The program with another number of receives posted ahead on each edge."""
+    other = lower(program.schedule)
+    other.__dict__["edges"] = {key: replace(edge, slots=slots(edge)) for key, edge in program.edges.items()}
+    return other
+
+
+def needed(edge: Edge) -> int:
+    """The slots of the proof: those for jitter are there only if the edge has as many messages."""
+    return edge.slots - JITTER_SLOTS if edge.slots < len(edge.takers) else edge.slots
+
+
+def test_one_ranks_part_is_spelled_out():
+    program = lower(build_schedule("1f1b", 2, 2))
+    assert [program.describe(i) for i in program.instructions(0)] == [
+        "post #0 for 0B0 from rank 1",
+        "post #1 for 0B1 from rank 1",
+        "run 0F0",
+        "send #0 of 0F0 to rank 1",
+        "run 0F1",
+        "send #1 of 0F1 to rank 1",
+        "recv #0 for 0B0 from rank 1",
+        "run 0B0",
+        "free 0B0",
+        "recv #1 for 0B1 from rank 1",
+        "run 0B1",
+        "free 0B1",
+        "reduce stage 0 after 0B1",
+    ]
+
+
+def test_stages_of_one_rank_hand_over_and_pairs_run_at_once():
+    program = lower(written(Placement.waves(1), 2, "0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1I1 0I1 0W1 1W1"))
+    assert [program.describe(i) for i in program.instructions(0)] == [
+        "run 0F0", "hand 0F0", "take 1F0", "run 1F0", "run 0F1", "hand 0F1", "run 1B0", "hand 1B0", "free 1B0",
+        "take 1F1", "take 0B0", "run (1F1;0B0)OVERLAP_F_B", "free 0B0", "run 1I1", "hand 1I1", "take 0I1",
+        "run 0I1", "run 0W1", "free 0W1", "reduce stage 0 after 0W1", "run 1W1", "free 1W1",
+        "reduce stage 1 after 1W1",
+    ]  # fmt: skip
+
+
+@given(schedules(ranks=6, microbatches=8, virtual_stages=3))
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_every_op_runs_once_and_every_message_is_posted_sent_and_received_once(schedule: Schedule):
+    program = check(schedule).program
+    ran, messages = Counter(), Counter()
+    for rank in range(schedule.ranks):
+        posted = set()
+        for i in program.instructions(rank):
+            match i.action:
+                case Action.RUN:
+                    ran.update(range(i.row, i.row + i.number))
+                case Action.SEND:
+                    messages["send", rank, i.peer, i.number] += 1
+                    assert program.edges[rank, i.peer].takers[i.number] == program.target[i.row]
+                case Action.POST:
+                    posted.add((i.peer, i.number))
+                    messages["post", i.peer, rank, i.number] += 1
+                case Action.RECV:
+                    assert (i.peer, i.number) in posted
+                    messages["recv", i.peer, rank, i.number] += 1
+    assert ran == Counter(range(len(schedule)))
+    wanted = {
+        (what, *key, n) for key, edge in program.edges.items() for n in range(len(edge.takers))
+        for what in ("post", "send", "recv")
+    }  # fmt: skip
+    assert messages == Counter(wanted)
+
+
+@given(schedules(ranks=8, microbatches=10, virtual_stages=3))
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_programs_end_even_if_sends_and_reductions_block(schedule: Schedule):
+    program = check(schedule).program
+    assert runs_when_sends_block(program)
+    assert runs_when_sends_block(with_slots(program, needed))
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "v-half"]
+)
+def test_without_posted_receives_blocking_sends_deadlock(name: str):
+    program = check(build_schedule(name, 4, 8)).program
+    assert not runs_when_sends_block(with_slots(program, lambda edge: 0))
+
+
+@given(schedules(ranks=4, microbatches=5, virtual_stages=2), st.data())
+@settings(deadline=None, derandomize=True, max_examples=80)
+def test_an_order_with_a_cycle_stops_for_real_and_one_without_does_not(schedule: Schedule, data):
+    ops = lists(schedule)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    a, b = (data.draw(st.integers(0, len(ops[rank]) - 1)) for _ in range(2))
+    ops[rank][a], ops[rank][b] = ops[rank][b], ops[rank][a]
+    swapped = Schedule.from_ops("swapped", schedule.placement, schedule.microbatches, ops)
+    try:
+        program = check(swapped).program
+    except ScheduleError as error:
+        if "deadlocks" in str(error):
+            assert not runs_when_sends_block(lower(swapped))
+    else:
+        assert runs_when_sends_block(program)
+
+
+@given(schedules(ranks=8, microbatches=9, virtual_stages=3))
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_every_holder_reduces_every_stage_once_after_its_own_gradients(schedule: Schedule):
+    program = check(schedule).program
+    orders = {}
+    for rank in range(schedule.ranks):
+        rows = {}
+        for i in program.instructions(rank):
+            if i.action is Action.REDUCE:
+                assert i.number not in rows
+                rows[i.number] = i.row
+        assert set(rows) == set(schedule.placement.stages_of[rank])
+        orders[rank] = list(rows)
+        for row in range(*schedule.rows(rank).indices(len(schedule))):
+            if schedule.kind[row] in (Kind.B, Kind.W):
+                assert row <= rows[int(schedule.stage[row])]
+    for stage, ranks in program.reductions.items():
+        assert ranks == schedule.placement.holders[stage]
+        for other, others in program.reductions.items():
+            if set(ranks) == set(others):
+                firsts = {orders[r].index(stage) < orders[r].index(other) for r in ranks}
+                assert len(firsts) == 1
+
+
+def test_a_copy_that_saw_no_microbatch_is_reduced_too():
+    program = check(build_schedule("chimera", 4, 1)).program
+    assert program.reductions == {0: (0, 3), 1: (1, 2), 2: (2, 1), 3: (3, 0)}
+    for rank in range(4):
+        reduced = [i.number for i in program.instructions(rank) if i.action is Action.REDUCE]
+        assert sorted(reduced) == sorted([rank, 3 - rank])
+
+
+def test_a_stage_without_copies_is_reduced_right_after_its_last_gradient():
+    for name in ("1f1b", "interleaved-1f1b", "zb-h2", "dualpipe-v"):
+        schedule = build_schedule(name, 3, 6)
+        program = check(schedule).program
+        for rank in range(3):
+            for i in program.instructions(rank):
+                if i.action is Action.REDUCE:
+                    assert i.row == program.last_gradient_rows[rank, i.number]
+
+
+def test_an_op_that_can_never_run_has_level_0():
+    program = lower(written(TWO, 2, "0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
+    assert program.level.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_levels_are_an_order_that_respects_every_wait(name: str):
+    schedule = build_schedule(name, 4, 9)
+    program = lower(schedule)
+    takers = program.source >= 0
+    assert (program.level[takers] > program.level[program.source[takers]]).all()
+    for rank in range(4):
+        rows = schedule.rows(rank)
+        step = program.level[rows][1:] - program.level[rows][:-1]
+        assert (step >= 1 - schedule.paired[rows][:-1]).all()
