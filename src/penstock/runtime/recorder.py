@@ -15,6 +15,9 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
 
     Args:
         executors: of ranks that have run the same step.
+
+    Returns:
+        Times in seconds from the first op's start; ``info["origin"]`` is that moment on ``time.perf_counter``'s clock.
     """
     program = executors[0].program
     schedule = program.schedule
@@ -33,5 +36,10 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
         start - origin,
         end - origin,
         schedule.paired[rows],
-        info={"source": "measured", "schedule": schedule.name, "ranks_present": [e.rank for e in executors]},
+        info={
+            "source": "measured",
+            "schedule": schedule.name,
+            "ranks_present": [e.rank for e in executors],
+            "origin": float(origin),
+        },
     )

@@ -116,15 +116,16 @@ def failing(rank: int, shared: bool) -> list[str]:
             channel.send(1, 2, Parcel((big * step,)))
             channel.recv(1, 3)
         else:
-            try:
-                if step != 1:  # in step 1 it has not even taken the first message
-                    assert torch.equal(channel.recv(0, 1).leaves[0], big * step)
-                channel.recv(0, 2)
-                channel.send(0, 3, Parcel((torch.ones(1),)))
-                told.append("ok")
-            except PeerError as error:
-                told.append(str(error))
-                assert isinstance(error.failure, Failure)
+            if step == 1:  # it has not even taken the first message
+                with pytest.raises(PeerError) as info:
+                    channel.recv(0, 2)
+                assert isinstance(info.value.failure, Failure)
+                told.append(str(info.value))
+                continue
+            assert torch.equal(channel.recv(0, 1).leaves[0], big * step)
+            channel.recv(0, 2)
+            channel.send(0, 3, Parcel((torch.ones(1),)))
+            told.append("ok")
     joined.disconnect()
     return told
 

@@ -1,0 +1,250 @@
+"""Stages that sleep instead of computing, so that eight ranks run honestly on two cores.
+
+A rank's forward of a microbatch sleeps 4 ms, its input gradient 4 ms, its weight gradient 4 ms, divided among its stages.
+The measured makespan of a step is set beside the simulator's for the same Program (no latency, no overhead), with
+what the ops of one such stage take when nothing else runs as costs, and beside torch.distributed.pipelining's.
+
+    python -m bench.sleep [--rounds N] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from bench.compare import emit, machine
+from bench.peer import SCHEDULES
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.program import lower
+from penstock.simulate.costs import Costs
+from penstock.simulate.engine import simulate
+from penstock.stage.layers import Layer
+from penstock.stage.stage import Stage, StageModule
+from penstock.stage.values import Parcel
+from penstock.trace.bubbles import makespan
+
+FORWARD = INPUT = WEIGHT = 0.004
+SIZES = {"4 KB": 1024, "4 MB": 1 << 20}
+SCHEDULE_NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+
+
+def nap_until(moment: float) -> None:
+    """Sleep until a moment of ``time.perf_counter``; the system's habit of sleeping too long is allowed for."""
+    left = moment - time.perf_counter() - oversleep()
+    if left > 0:
+        time.sleep(left)
+
+
+@cache
+def oversleep() -> float:
+    """By how much a sleep of 2 ms is usually too long here, in seconds."""
+    found = []
+    for _ in range(50):
+        begin = time.perf_counter()
+        time.sleep(0.002)
+        found.append(time.perf_counter() - begin - 0.002)
+    return statistics.median(found)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, drop: torch.Tensor, until: float, backward: float) -> torch.Tensor:
+        ctx.backward_seconds = backward
+        nap_until(until)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        nap_until(time.perf_counter() + ctx.backward_seconds)
+        return torch.empty_like(grad), torch.ones(1, 1), None, None
+
+
+class Sleeper(nn.Module):
+    """A stage of 1/v of a rank's work; its weight gradient, too, takes time, wherever the schedule puts it."""
+
+    def __init__(self, virtual: int) -> None:
+        super().__init__()
+        self.virtual = virtual
+        self.gate = nn.Linear(1, 1, bias=False)
+        self.gate.weight.register_hook(lambda grad: nap_until(time.perf_counter() + WEIGHT / virtual))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        until = time.perf_counter() + FORWARD / self.virtual
+        drop = self.gate(torch.ones(1, 1))  # real work for a weight, next to none
+        return _Sleep.apply(x, drop, until, INPUT / self.virtual)
+
+
+class _First(torch.autograd.Function):
+    """The first element as a loss; the gradient is as large as the input, but costs nothing to make."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape = x.shape
+        return x.view(-1)[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return ones(ctx.shape)
+
+
+@cache
+def ones(shape: torch.Size) -> torch.Tensor:
+    """A gradient."""
+    return torch.ones(shape)
+
+
+def batch(microbatches: int, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and target; a microbatch is one row."""
+    return torch.zeros(microbatches, elements), torch.zeros(microbatches, elements)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Next to no work."""
+    return _First.apply(output)
+
+
+def model(name: str, ranks: int) -> nn.Sequential:
+    """One sleeper a stage."""
+    virtual = virtual_of(name)
+    return nn.Sequential(*[Sleeper(virtual) for _ in range(ranks * virtual)])
+
+
+def virtual_of(name: str) -> int:
+    """Stages a rank."""
+    return 2 if FAMILIES[name].virtual_stages == 2 else 1
+
+
+def ours(rank: int, name: str, ranks: int, microbatches: int, elements: int, rounds: int) -> list[float]:
+    """Seconds from the first op's start to the last op's end over all ranks, per step."""
+    x, y = batch(microbatches, elements)
+    oversleep()
+    found = []
+    virtual = virtual_of(name) if FAMILIES[name].chooses_virtual_stages else 1
+    with Pipeline(
+        model(name, ranks),
+        loss,
+        microbatches=microbatches,
+        schedule=name,
+        ranks=ranks,
+        virtual_stages=virtual,
+    ) as pipe:
+        for _ in range(rounds + 1):
+            pipe.step(x, y)
+            trace = pipe.trace()
+            begin = trace.info["origin"]
+            ends = torch.tensor([begin, -(begin + float(trace.end.max()))], dtype=torch.float64)
+            if pipe.in_processes:  # perf_counter is one clock for all processes of a machine
+                dist.all_reduce(ends, dist.ReduceOp.MIN)
+            found.append(-ends[1].item() - ends[0].item())
+    return found[1:]
+
+
+def peer(rank: int, name: str, ranks: int, microbatches: int, elements: int, rounds: int) -> list[float]:
+    """The same for torch.distributed.pipelining: seconds of a step, the slowest rank's."""
+    kind, several = SCHEDULES[name]
+    virtual = virtual_of(name)
+    stages = ranks * virtual
+    net, (x, y) = model(name, ranks), batch(microbatches, elements)
+    mine = [rank, stages - 1 - rank] if name == "zb-v" else list(range(rank, stages, ranks))
+    parts = [PipelineStage(net[s], s, stages, torch.device("cpu")) for s in mine]
+    schedule = kind(parts if several else parts[0], microbatches, loss_fn=loss)
+    found = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        schedule.step(
+            *((x,) if 0 in mine else ()), **({"target": y, "losses": []} if stages - 1 in mine else {})
+        )
+        seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        found.append(seconds.item())
+    return found[1:]
+
+
+def alone(name: str, elements: int) -> dict[str, float]:
+    """Seconds of a stage's ops when nothing else runs: the sleep, and the call of the stage."""
+    virtual = virtual_of(name)
+    stage = Stage(0, StageModule([Layer("0", lambda: Sleeper(virtual))]))
+    seconds: dict[str, list[float]] = {"F": [], "I": [], "W": [], "B": []}
+
+    def timed(kind: str, call: Callable[[], Any]) -> None:
+        begin = time.perf_counter()
+        call()
+        seconds[kind].append(time.perf_counter() - begin)
+
+    grad = Parcel((torch.ones(1, elements),))
+    for n in range(24):
+        x = Parcel((torch.zeros(1, elements),), None, (True,))
+        timed("F", partial(stage.forward, n, x, split=n % 2 == 1))
+        if n % 2:
+            timed("I", partial(stage.backward_input, n, grad))
+            timed("W", partial(stage.backward_weight, n))
+        else:
+            timed("B", partial(stage.backward, n, grad))
+    return {kind: statistics.mean(found[2:]) for kind, found in seconds.items()}
+
+
+def predicted(name: str, ranks: int, microbatches: int, each: dict[str, float]) -> float:
+    """The simulator's makespan in seconds, from what a stage's ops take."""
+    virtual = virtual_of(name)
+    schedule = build_schedule(name, ranks, microbatches, virtual)
+    f, b, w, full = (each[kind] * virtual for kind in ("F", "I", "W", "B"))
+    return float(makespan(simulate(lower(schedule), Costs.of(schedule.placement, f, b, w, full=full))))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="p = 4 and 1f1b alone")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names, counts = (("1f1b",), (4,)) if options.quick else (SCHEDULE_NAMES, (2, 4, 8))
+    rows = []
+    lines = [
+        f"{'schedule':18}{'p':>3}{'m':>4}  {'size':6}{'threads':>9}{'processes':>11}{'peer':>8}  (over the simulator)"
+    ]
+    with LocalProcesses(max(counts)) as pool:
+        for name in names:
+            for p in counts:
+                m = 4 * p
+                for size, elements in SIZES.items():
+                    ideal = predicted(name, p, m, alone(name, elements))
+                    job = (name, p, m, elements, options.rounds)
+                    row: dict[str, Any] = {"schedule": name, "ranks": p, "microbatches": m, "size": size}
+                    row["threads"] = statistics.median(ours(0, *job)) / ideal
+                    row["processes"] = statistics.median(pool.run(p, ours, *job, timeout=300)[0]) / ideal
+                    row["peer"] = None
+                    if name in SCHEDULES:
+                        row["peer"] = statistics.median(pool.run(p, peer, *job, timeout=300)[0]) / ideal
+                    rows.append(row)
+                    theirs = f"{row['peer']:8.3f}" if row["peer"] else f"{'-':>8}"
+                    lines.append(
+                        f"{name:18}{p:3}{m:4}  {size:6}{row['threads']:9.3f}{row['processes']:11.3f}{theirs}"
+                    )
+    lines.append(f"median of {options.rounds} steps; {machine()}")
+    middle = {k: statistics.median(r[k] for r in rows if r[k]) for k in ("processes", "peer")}
+    result = {
+        "ours": middle["processes"],
+        "peer": middle["peer"],
+        "ratio": middle["processes"] / middle["peer"],
+    }
+    emit({**result, "rows": rows, "machine": machine()}, lines, options.json)
+
+
+if __name__ == "__main__":
+    main()
