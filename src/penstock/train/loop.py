@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.world import current_world
 from penstock.trace.bubbles import busy
@@ -82,9 +82,10 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
     config = resolve(config, world.size if world else None)
     path = run_folder.choose(config.train)
     encode(config.sample.prompt or "", config.model.vocabulary)
+    device = _device(config)
     text = open_text(config)
     _share_cores(config, in_processes=world is not None)
-    with build_pipeline(config) as pipe:
+    with build_pipeline(config, device) as pipe:
         fleet = Fleet(pipe.ranks, pipe.rank) if pipe.in_processes else Fleet(1, 0)
         path = Path(fleet.decide(lambda: str(run_folder.create(path, config))))
         with (
@@ -145,8 +146,8 @@ def bigram_of(text: Text, config: Config) -> float | None:
     return bigram_bits(bigram_counts(text.training, BYTES), x, y)
 
 
-def build_pipeline(config: Config) -> Pipeline:
-    """The pipeline of a resolved config."""
+def build_pipeline(config: Config, device: torch.device | None = None) -> Pipeline:
+    """The pipeline of a resolved config; where no device is given it chooses its own."""
     assert config.parallel.virtual_stages is not None, "resolved"
     return Pipeline(
         layers(config.model, config.train.seed),
@@ -155,7 +156,7 @@ def build_pipeline(config: Config) -> Pipeline:
         schedule=config.schedule.name,
         ranks=config.parallel.pp,
         virtual_stages=config.parallel.virtual_stages,
-        device=config.runtime.device or None,
+        device=device,
         timeout=config.runtime.timeout,
     )
 
@@ -251,6 +252,21 @@ def _finite(loss: Tensor | None, step: int) -> float:
     return value
 
 
+def _device(config: Config) -> torch.device | None:
+    name = config.runtime.device
+    if not name:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"runtime.device {name!r} is none of cpu, cuda, cuda:0, cuda:1 ...")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"runtime.device is {name}, but this machine has {count} CUDA devices for PyTorch")
+    return device
+
+
 def _opening(config: Config, path: Path, text: Text) -> str:
     pp = config.parallel.pp
     return (
@@ -265,6 +281,7 @@ def _share_cores(config: Config, *, in_processes: bool) -> None:
     pp, each = config.parallel.pp or 1, config.runtime.threads
     if in_processes:
         beside = int(os.environ.get("LOCAL_WORLD_SIZE", pp))
-        torch.set_num_threads(each or max(1, len(os.sched_getaffinity(0)) // beside))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(each or max(1, cores // beside))
     elif each:
         torch.set_num_threads(each * pp)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli import group, main
+from penstock.stage.stage import StageModule
+from penstock.train import config_file
+from penstock.train.config import from_mapping
+from penstock.train.models.llama import layers
+from penstock.train.weights import save_part
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    model = {"width": 8, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 8}
+    config = from_mapping({"model": model, "sample": {"prompt": "import ", "length": 6}})
+    (tmp_path / "config.toml").write_text(config_file.dump(config))
+    save_part(tmp_path, dict(StageModule(layers(config.model)).whole_model_parameters()), 0, 1)
+    return tmp_path
+
+
+def sample(*words: object) -> Result:
+    result = CliRunner().invoke(group, ["sample", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_prompt_comes_first_and_the_runs_own_is_the_default(trained: Path):
+    assert sample(trained, "def ").stdout.startswith("def ")
+    assert sample(trained).stdout.startswith("import ")
+
+
+def test_options_are_obeyed(trained: Path):
+    assert sample(trained, "def ", "--length", 0).stdout == "def \n"
+    assert sample(trained, "--seed", 1).stdout == sample(trained, "--seed", 1).stdout
+    assert sample(trained, "--seed", 1).stdout != sample(trained, "--seed", 2).stdout
+    best = sample(trained, "--temperature", 0).stdout
+    assert sample(trained, "--temperature", 0, "--seed", 5).stdout == best
+    assert sample(trained, "--top-k", 1, "--seed", 6).stdout == best
+
+
+def test_what_is_no_run_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", ["penstock", "sample", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert f"{tmp_path} is no run folder" in capsys.readouterr().err

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli import group, main
+from tests.train.tiny import text_folder
+
+TINY = [
+    "model.width=16",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=16",
+    "data.sequence=12",
+    "schedule.microbatches=2",
+    "train.steps=2",
+    "train.batch=4",
+    "train.eval_batches=1",
+    "optim.warmup_steps=1",
+    "sample.length=4",
+]
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
+    monkeypatch.chdir(folder)
+    return CliRunner().invoke(group, ["train", "--set", f"data.path={folder / 'text'}", *TINY, *words])
+
+
+def test_it_trains_and_tells_both_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text_folder(tmp_path)
+    result = run(tmp_path, monkeypatch, "train.name=first")
+    assert result.exit_code == 0, result.output
+    assert "step 2/2  loss " in result.output
+    assert "held-out bits/byte: " in result.output
+    assert "; a bigram table: " in result.output
+    assert "kept in runs/first" in result.output
+    assert (tmp_path / "runs" / "first" / "model.safetensors").exists()
+
+
+def test_json_is_one_object_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text_folder(tmp_path)
+    result = run(tmp_path, monkeypatch, "--json", "train.name=first", "--ranks", "1")
+    outcome = json.loads(result.stdout)
+    assert outcome["folder"] == "runs/first"
+    assert outcome["held_out_bits"] > 0
+    assert "on 1 rank," in result.stderr
+
+
+def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text_folder(tmp_path)
+    (tmp_path / "my.toml").write_text("[train]\nname = 'from_file'\n")
+    result = run(tmp_path, monkeypatch, "my.toml")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "runs" / "from_file").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "train.stepz=3"], "no key train.stepz (did you mean 'steps'"),
+        (["--set", "train.steps=0"], "train.steps must be at least 1"),
+        (["--ranks", "0"], "parallel.pp must be at least 1"),
+        (["absent.toml"], "cannot read the config absent.toml"),
+        (["--set", "data.path=/nowhere"], "there is no file or folder /nowhere"),
+        (["one.toml", "two.toml"], "one config at most"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["penstock", "train", *words])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

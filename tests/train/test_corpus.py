@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import DataError
+from penstock.train import corpus
+from penstock.train.config import DataConfig
+from penstock.train.corpus import Corpus, Document, open_corpora
+
+
+def names(found: Corpus) -> list[str]:
+    return [document.path.name for document in found.documents]
+
+
+def write_many(folder: Path, count: int) -> None:
+    for n in range(count):
+        (folder / f"{n}.txt").write_text(f"file {n}")
+
+
+def test_files_follow_one_another_with_a_zero_after_each(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    (tmp_path / "b.txt").write_bytes(b"de")
+    both = Corpus([Document(tmp_path / "a.txt", 0, 3, 1), Document(tmp_path / "b.txt", 0, 2, 1)])
+    assert len(both) == 7
+    everything = list(b"abc\0de\0")
+    assert both.read(0, 7).tolist() == everything
+    for start in range(7):
+        for length in range(1, 8 - start):
+            assert both.read(start, length).tolist() == everything[start : start + length]
+
+
+def test_chunks_overlap_by_one_token_and_cover_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 10)))
+    monkeypatch.setattr(corpus, "_CHUNK", 4)
+    chunks = [c.tolist() for c in Corpus([Document(tmp_path / "a.txt", 0, 9, 1)]).chunks()]
+    assert chunks == [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 0]]
+
+
+def test_a_fixed_share_of_the_files_is_held_out_by_name(tmp_path: Path):
+    write_many(tmp_path, 40)
+    training, held_out = open_corpora(DataConfig(path=str(tmp_path), held_out=0.1))
+    assert len(names(held_out)) == 4
+    assert sorted(names(training) + names(held_out)) == sorted(f"{n}.txt" for n in range(40))
+    before = names(held_out)
+    for path in tmp_path.iterdir():  # another content and another age
+        path.write_text("changed " + path.name * 5)
+    assert names(open_corpora(DataConfig(path=str(tmp_path), held_out=0.1))[1]) == before
+    assert sorted(before) == ["1.txt", "18.txt", "20.txt", "39.txt"]
+
+
+def test_with_two_files_one_is_held_out_whatever_the_share(tmp_path: Path):
+    write_many(tmp_path, 2)
+    for share in (0.01, 0.99):
+        training, held_out = open_corpora(DataConfig(path=str(tmp_path), held_out=share))
+        assert len(training.documents) == len(held_out.documents) == 1
+
+
+def test_of_a_single_file_the_end_is_held_out(tmp_path: Path):
+    path = tmp_path / "one.txt"
+    path.write_bytes(b"0123456789")
+    training, held_out = open_corpora(DataConfig(path=str(path), held_out=0.3))
+    assert bytes(training.read(0, len(training)).tolist()) == b"0123456"
+    assert bytes(held_out.read(0, len(held_out)).tolist()) == b"789\0"
+
+
+def test_a_numpy_file_is_mapped_not_read(tmp_path: Path):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(1000, dtype=np.uint16) * 50)
+    training, held_out = open_corpora(DataConfig(path=str(path), held_out=0.1))
+    assert (len(training), len(held_out)) == (900, 100)
+    assert held_out.read(98, 2).tolist() == [998 * 50, 999 * 50]
+    assert isinstance(corpus._mapped(path), np.memmap)
+
+
+def test_a_pattern_chooses_files_at_any_depth_and_hidden_ones_are_passed_over(tmp_path: Path):
+    for name in ("a.py", "deep/er/b.py", "c.md", ".git/d.py", ".e.py", "deep/empty.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if "empty" in name else "text")
+    training, held_out = open_corpora(DataConfig(path=str(tmp_path), pattern="*.py"))
+    assert sorted(names(training) + names(held_out)) == ["a.py", "b.py"]
+
+
+def test_by_default_it_is_the_standard_library_without_tests_and_packages():
+    training, held_out = open_corpora(DataConfig())
+    root = Path(sysconfig.get_paths()["stdlib"])
+    inside = [d.path.relative_to(root) for d in training.documents + held_out.documents]
+    assert Path("json/decoder.py") in inside
+    assert all(path.suffix == ".py" for path in inside)
+    assert not {"test", "tests", "site-packages"} & {part for path in inside for part in path.parts}
+    assert len(held_out.documents) == round(0.05 * len(inside))
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "said"),
+    [
+        ({}, "absent", "there is no file or folder .*absent"),
+        ({}, ".", r"no file in .* matches '\*'"),
+        ({"a.txt": b"", "b.txt": b""}, ".", "every file in .* is empty"),
+        ({"a.npy": b"no numpy file"}, "a.npy", "a.npy is no numpy token file"),
+        ({"a.npy": b""}, "a.npy", "a.npy is no numpy token file"),
+    ],
+)
+def test_nothing_to_read_is_an_error(tmp_path: Path, files: dict[str, bytes], path: str, said: str):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        open_corpora(DataConfig(path=str(tmp_path / path)))
+
+
+def test_an_array_that_is_no_list_of_tokens_is_an_error(tmp_path: Path):
+    np.save(tmp_path / "table.npy", np.zeros((3, 3), np.int64))
+    with pytest.raises(DataError, match=r"int64 of shape \(3, 3\); tokens are one dimension of integers"):
+        open_corpora(DataConfig(path=str(tmp_path / "table.npy")))
+    np.save(tmp_path / "floats.npy", np.zeros(3))
+    with pytest.raises(DataError, match="float64"):
+        open_corpora(DataConfig(path=str(tmp_path / "floats.npy")))
+
+
+def test_a_pickled_array_is_refused_unopened(tmp_path: Path):
+    np.save(tmp_path / "objects.npy", np.array([print], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match=r"objects.npy is no numpy token file"):
+        open_corpora(DataConfig(path=str(tmp_path / "objects.npy")))
+
+
+def test_what_cannot_be_opened_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_many(tmp_path, 3)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "memmap", denied)
+        with pytest.raises(DataError, match=r"cannot read .*0.txt: Permission denied"):
+            open_corpora(DataConfig(path=str(tmp_path)))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", denied)
+        with pytest.raises(DataError, match=r"cannot read the folder .*: Permission denied"):
+            open_corpora(DataConfig(path=str(tmp_path)))
+
+
+def test_a_file_that_shrinks_during_the_run_is_an_error(tmp_path: Path):
+    path = tmp_path / "shrinking.txt"
+    path.write_bytes(b"0123456789")
+    training, _ = open_corpora(DataConfig(path=str(path), held_out=0.1))
+    path.write_bytes(b"01")
+    with pytest.raises(DataError, match="became shorter"):
+        training.read(0, 9)

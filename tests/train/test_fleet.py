@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.runtime.local import LocalProcesses
+from penstock.train.fleet import Fleet
+
+
+def test_one_process_decides_for_itself():
+    alone = Fleet(1, 0)
+    assert alone.leads
+    assert alone.decide(lambda: "this") == "this"
+    assert alone.total(2.5) == 2.5
+    alone.gather_point()
+
+
+def in_a_process(rank: int) -> tuple[bool, list[str], float, str]:
+    fleet = Fleet(2, rank)
+    said = [fleet.decide(lambda text=text: text if rank == 0 else "not asked") for text in ("äöü", "")]
+
+    def refuse() -> str:
+        raise ConfigError("no such thing")
+
+    with pytest.raises(ConfigError) as raised:
+        fleet.decide(refuse)
+    fleet.gather_point()
+    return fleet.leads, said, fleet.total(rank + 0.5), str(raised.value)
+
+
+def test_the_leader_decides_for_all(processes: LocalProcesses):
+    first, second = processes.run(2, in_a_process)
+    assert first == (True, ["äöü", ""], 2.0, "no such thing")
+    assert second == (False, ["äöü", ""], 2.0, "no such thing")

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, DataError, PenstockError
+from penstock.runtime.local import LocalProcesses
+from penstock.stage.stage import StageModule
+from penstock.train import loop, weights
+from penstock.train.config import Config
+from penstock.train.config_file import load
+from penstock.train.loop import batch_of, bigram_of, open_text, train
+from penstock.train.models.llama import layers, next_token_loss
+from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
+from penstock.train.progress import Silent
+from tests.train.tiny import text_folder, tiny
+
+
+def quietly(steps: int, leads: bool) -> Silent:
+    return Silent()
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, float]]:
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "kind"} for line in read if line["kind"] == kind]
+
+
+def unsplit(config: Config) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
+    """The same run in plain PyTorch: losses, gradient norms, last weights, held-out bits."""
+    text = open_text(config)
+    model = StageModule(layers(config.model, config.train.seed))
+    named = list(model.whole_model_parameters())
+    optimizer = build_optimizer(named, config.optim)
+    losses, norms = [], []
+    m = config.schedule.microbatches
+    for step in range(config.train.steps):
+        set_learning_rate(optimizer, learning_rate(step, config.train.steps, config.optim))
+        x, y = batch_of(text, config, step)
+        parts = []
+        for a, b in zip(x.chunk(m), y.chunk(m), strict=True):
+            loss = next_token_loss(model(a), b)
+            (loss / m).backward()
+            parts.append(loss.detach())
+        losses.append(torch.stack(parts).mean().item())
+        norms.append(nn.utils.clip_grad_norm_([p for _, p in named], config.optim.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        bits = [next_token_loss(model(x), y).item() / math.log(2) for x, y in text.held_out]
+    return losses, norms, {name: p.detach() for name, p in named}, sum(bits) / len(bits)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_training_in_threads_is_bit_for_bit_the_unsplit_loop(tmp_path: Path, name: str):
+    config = tiny(tmp_path, text_folder(tmp_path), schedule={"name": name})
+    outcome = train(config, quietly)
+    losses, norms, last, bits = unsplit(config)
+    folder = tmp_path / "runs" / "tiny"
+    assert [line["loss"] for line in lines(folder, "train")] == losses
+    assert [line["grad_norm"] for line in lines(folder, "train")] == norms
+    saved = weights.load(folder)
+    assert saved.keys() == last.keys()
+    assert all(torch.equal(saved[n], w) for n, w in last.items())
+    assert outcome is not None
+    assert outcome.held_out_bits == pytest.approx(bits, abs=1e-5)
+
+
+def test_a_run_leaves_a_complete_folder(tmp_path: Path):
+    config = tiny(tmp_path, text_folder(tmp_path), train={"eval_every": 2, "log_every": 2})
+    outcome = train(config, quietly)
+    folder = tmp_path / "runs" / "tiny"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.toml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "sample.txt",
+    ]
+    kept = load(folder / "config.toml")
+    assert (kept.parallel.pp, kept.parallel.virtual_stages, kept.sample.prompt) == (2, 1, "def ")
+    assert [line["step"] for line in lines(folder, "train")] == [2, 3]
+    assert [line["step"] for line in lines(folder, "held_out")] == [2, 3]
+    assert lines(folder, "train")[0].keys() == {
+        "step", "loss", "lr", "grad_norm", "tokens_per_second", "bubble", "seconds",
+    }  # fmt: skip
+    assert all(0 <= line["bubble"] < 1 and line["tokens_per_second"] > 0 for line in lines(folder, "train"))
+    (final,) = lines(folder, "final")
+    assert outcome is not None
+    assert final == {k: v for k, v in vars(outcome).items() if k not in ("folder", "steps", "sample")} | {
+        "step": 3
+    }
+    assert (folder / "sample.txt").read_text() == outcome.sample + "\n"
+    assert outcome.sample.startswith("def ")
+
+
+def in_a_process(rank: int, config: Config) -> object:
+    torch.set_num_threads(1)
+    return train(config, quietly)
+
+
+def test_training_in_processes_gives_the_same_weights_and_one_outcome(
+    tmp_path: Path, processes: LocalProcesses
+):
+    data = text_folder(tmp_path)
+    config = tiny(tmp_path, data, runtime={"threads": 1}, parallel={"pp": 2})
+    leader, other = processes.run(2, in_a_process, config)
+    losses, norms, last, bits = unsplit(config)
+    folder = tmp_path / "runs" / "tiny"
+    assert other is None
+    assert leader.held_out_bits == pytest.approx(bits, abs=1e-5)
+    assert [line["loss"] for line in lines(folder, "train")] == losses
+    assert [line["grad_norm"] for line in lines(folder, "train")] == norms
+    assert all(0 <= line["bubble"] < 1 for line in lines(folder, "train"))
+    saved = weights.load(folder)
+    assert all(torch.equal(saved[n], w) for n, w in last.items())
+    assert saved.keys() == last.keys()
+    assert sorted(path.name for path in folder.glob("model*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+
+def test_an_existing_run_folder_is_refused_before_anything_is_written(tmp_path: Path):
+    config = tiny(tmp_path, text_folder(tmp_path))
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="already exists"):
+        train(config, quietly)
+    assert list((tmp_path / "runs" / "tiny").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "said"),
+    [
+        ({"data": {"path": "/nowhere/at/all"}}, DataError, "there is no file or folder"),
+        ({"data": {"sequence": 5000}}, DataError, "a sample takes 5001"),
+        ({"model": {"vocabulary": 100}, "sample": {"prompt": "1"}}, DataError, "model.vocabulary is 100"),
+        ({"model": {"vocabulary": 1000}, "sample": {"prompt": "def"}}, ConfigError, "must be token numbers"),
+        ({"parallel": {"pp": 7}}, ConfigError, "7 stages"),
+        ({"schedule": {"name": "2f2b"}}, ConfigError, "no schedule family '2f2b'"),
+        ({"runtime": {"device": "toaster"}}, ConfigError, "runtime.device 'toaster' is none of cpu, cuda"),
+        ({"runtime": {"device": "meta"}}, ConfigError, "runtime.device 'meta' is none of cpu, cuda"),
+        ({"runtime": {"device": "cuda:99"}}, ConfigError, "runtime.device is cuda:99, but this machine has"),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(tmp_path: Path, sections, error: type[Exception], said: str):
+    config = tiny(tmp_path, text_folder(tmp_path), **sections)
+    with pytest.raises(error, match=said):
+        train(config, quietly)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    def broken(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return next_token_loss(logits, target) * (math.nan if len(calls) > 4 else 1.0)
+
+    monkeypatch.setattr(loop, "next_token_loss", broken)
+    with pytest.raises(PenstockError, match="the loss of step 1 is nan"):
+        train(tiny(tmp_path, text_folder(tmp_path)), quietly)
+    assert [line["step"] for line in lines(tmp_path / "runs" / "tiny", "train")] == [1]
+
+
+def test_held_out_samples_come_from_held_out_files_only(tmp_path: Path):
+    data = text_folder(tmp_path)
+    config = tiny(tmp_path, data)
+    text = open_text(config)
+    trained = {document.path for document in text.training.documents}
+    kept = "\0".join(p.read_text() for p in sorted(data.iterdir()) if p not in trained) + "\0"
+    assert len(trained) == 8
+    for x, _ in text.held_out:
+        assert all(bytes(row.tolist()).decode() in kept for row in x)
+
+
+def test_there_is_no_bigram_table_of_other_tokens_than_bytes(tmp_path: Path):
+    config = tiny(tmp_path, text_folder(tmp_path), model={"vocabulary": 300}, sample={"prompt": "1"})
+    assert bigram_of(open_text(config), config) is None

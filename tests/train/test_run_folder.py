@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train.config import Config, TrainConfig
+from penstock.train.config_file import load
+from penstock.train.run_folder import Metrics, choose, create
+
+
+def test_choosing_writes_nothing(tmp_path: Path):
+    assert choose(TrainConfig(folder=str(tmp_path / "runs"), name="a")) == tmp_path / "runs" / "a"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_name_it_is_the_time(tmp_path: Path):
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{6}", choose(TrainConfig(folder=str(tmp_path))).name)
+
+
+def test_an_existing_folder_is_refused(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ConfigError, match=r"the run folder .*a already exists; choose another train.name"):
+        choose(TrainConfig(folder=str(tmp_path), name="a"))
+    with pytest.raises(ConfigError, match=r"cannot make the run folder .*a: File exists"):
+        create(tmp_path / "a", Config())
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make the run folder"):
+        create(tmp_path / "file" / "a", Config())
+
+
+def test_a_new_folder_holds_its_config(tmp_path: Path):
+    create(tmp_path / "deep" / "a", Config())
+    assert load(tmp_path / "deep" / "a" / "config.toml") == Config()
+
+
+def test_metrics_are_on_disk_line_by_line(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(tmp_path) as metrics:
+        metrics.write("train", step=1, loss=0.5)
+        assert [json.loads(line) for line in path.read_text().splitlines()] == [
+            {"kind": "train", "step": 1, "loss": 0.5}
+        ]
+        metrics.write("final", step=2, bigram_bits=None)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_ranks_that_do_not_lead_write_no_metrics(tmp_path: Path):
+    with Metrics(None) as metrics:
+        metrics.write("train", step=1)
+    assert list(tmp_path.iterdir()) == []
