@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.runtime.local import LocalProcesses
+from penstock.schedule.families import FAMILIES
 from penstock.stage.stage import StageModule
 from penstock.train import loop, weights
 from penstock.train.config import Config
@@ -55,19 +56,23 @@ def unsplit(config: Config) -> tuple[list[float], list[float], dict[str, torch.T
     return losses, norms, {name: p.detach() for name, p in named}, sum(bits) / len(bits)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
-def test_training_in_threads_is_bit_for_bit_the_unsplit_loop(tmp_path: Path, name: str):
-    config = tiny(tmp_path, text_folder(tmp_path), schedule={"name": name})
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
+    config = tiny(tmp_path, text_folder(tmp_path), schedule={"name": name}, model={"layers": 8})
     outcome = train(config, quietly)
     losses, norms, last, bits = unsplit(config)
     folder = tmp_path / "runs" / "tiny"
-    assert [line["loss"] for line in lines(folder, "train")] == losses
-    assert [line["grad_norm"] for line in lines(folder, "train")] == norms
+    seen = {key: [line[key] for line in lines(folder, "train")] for key in ("loss", "grad_norm")}
     saved = weights.load(folder)
-    assert saved.keys() == last.keys()
-    assert all(torch.equal(saved[n], w) for n, w in last.items())
     assert outcome is not None
+    assert saved.keys() == last.keys()
     assert outcome.held_out_bits == pytest.approx(bits, abs=1e-5)
+    if FAMILIES[name].in_order:
+        assert seen == {"loss": losses, "grad_norm": norms}
+        assert all(torch.equal(saved[n], w) for n, w in last.items())
+    else:  # only the order of summation differs
+        assert seen["loss"] == pytest.approx(losses, abs=1e-5)
+        assert seen["grad_norm"] == pytest.approx(norms, rel=1e-5)
 
 
 def test_a_run_leaves_a_complete_folder(tmp_path: Path):

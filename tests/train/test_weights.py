@@ -41,6 +41,14 @@ def test_several_write_a_part_each_and_an_index_in_hugging_faces_layout(tmp_path
     assert_is_the_state(load(tmp_path))
 
 
+def test_a_copy_on_another_rank_is_counted_once(tmp_path: Path):
+    for part in range(2):
+        save_part(tmp_path, STATE, part, 2)
+    write_index(tmp_path, 2)
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"] == {"total_size": 40}
+    assert_is_the_state(load(tmp_path))
+
+
 def test_views_are_saved_as_what_they_show(tmp_path: Path):
     save_part(tmp_path, {"turned": torch.arange(6.0).view(2, 3).T}, 0, 1)
     assert load(tmp_path)["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]

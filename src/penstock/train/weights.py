@@ -10,8 +10,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,17 +42,25 @@ def write_index(folder: Path, parts: int) -> None:
     """Write the index of `parts` files, all of them complete; a single file needs none."""
     if parts == 1:
         return
-    names: dict[str, str] = {}
-    size = 0
+    places: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     for path in sorted(folder.glob(f"model-*-of-{parts:05d}.safetensors")):
-        with path.open("rb") as file:  # the format: 8 bytes with the header's length, the header, the tensors
-            size += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-        with safe_open(path, "pt") as content:
-            names |= dict.fromkeys(content.keys(), path.name)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
+        for name, entry in _header(path).items():
+            first, last = entry["data_offsets"]
+            places[name], sizes[name] = path.name, last - first  # a copy on another rank counts once
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(places.items()))}
     unfinished = folder / f"{INDEX}.unfinished"
     unfinished.write_text(json.dumps(index, indent=2) + "\n", "utf-8")
     os.replace(unfinished, folder / INDEX)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors: 8 bytes with the header's length, then the header as JSON."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header
 
 
 def load(folder: Path) -> dict[str, Tensor]:
