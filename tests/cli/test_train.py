@@ -20,7 +20,6 @@ TINY = [
     "train.steps=2",
     "train.batch=4",
     "train.eval_batches=1",
-    "optim.warmup_steps=1",
     "sample.length=4",
 ]
 

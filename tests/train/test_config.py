@@ -50,7 +50,7 @@ def vars_of(config: Config) -> dict[str, dict[str, object]]:
         ({"model": {"width": 12, "heads": 4}}, "of an even size"),
         ({"model": {"heads": 4, "kv_heads": 3}}, "must be a multiple of model.kv_heads 3"),
         ({"train": {"batch": 10}, "schedule": {"microbatches": 4}}, "10 does not divide into 4 equal"),
-        ({"train": {"steps": 5}, "optim": {"warmup_steps": 6}}, "warmup_steps 6 is more than train.steps 5"),
+        ({"optim": {"warmup": 1.5}}, "optim.warmup must be from 0 to 1"),
     ],
 )
 def test_bad_input_is_refused_with_what_is_allowed(tables: dict[str, object], said: str):

@@ -23,6 +23,6 @@ def test_the_loop_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "accuracy on new points: " in out
 
 
-@pytest.mark.parametrize("path", EXAMPLES.glob("*.toml"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
 def test_configs_are_sound(path: Path):
     assert load(path).train.name == path.stem

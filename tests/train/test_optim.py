@@ -10,7 +10,7 @@ from penstock.train.config import ModelConfig, OptimConfig
 from penstock.train.models.llama import layers
 from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
 
-CONFIG = OptimConfig(lr=2.0, final_lr=0.1, warmup_steps=4, weight_decay=0.3)
+CONFIG = OptimConfig(lr=2.0, final_lr=0.1, warmup=0.3, weight_decay=0.3)
 
 
 def test_matrices_decay_and_norms_and_embeddings_do_not():
@@ -41,9 +41,9 @@ def test_the_rate_climbs_in_a_line_and_falls_along_a_cosine():
     assert rates[4:] == sorted(rates[4:], reverse=True)
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (5, 5)])
-def test_short_runs_have_a_rate_at_every_step(steps: int, warmup: int):
-    config = OptimConfig(lr=2.0, warmup_steps=warmup)
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.0), (1, 1.0), (2, 0.5), (5, 1.0)])
+def test_short_runs_have_a_rate_at_every_step(steps: int, warmup: float):
+    config = OptimConfig(lr=2.0, warmup=warmup)
     assert all(0 < learning_rate(step, steps, config) <= 2.0 for step in range(steps))
 
 

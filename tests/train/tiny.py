@@ -26,7 +26,7 @@ def tiny(root: Path, text: Path, **sections: dict[str, object]) -> Config:
     tables: dict[str, dict[str, object]] = {
         "model": {"width": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24},
         "data": {"path": str(text), "held_out": 0.2, "sequence": 12},
-        "optim": {"warmup_steps": 1},
+        "optim": {"warmup": 0.3},
         "schedule": {"microbatches": 4},
         "parallel": {"pp": 2},
         "train": {

@@ -90,7 +90,7 @@ class OptimConfig:
     Attributes:
         lr: the highest learning rate.
         final_lr: the last learning rate, as a share of `lr`.
-        warmup_steps: steps of linear warm-up.
+        warmup: share of the steps in which the rate climbs in a line.
         weight_decay: for matrices; vectors and embeddings are not decayed.
         beta1, beta2, epsilon: AdamW's.
         clip: the global gradient norm is cut to this; 0 never cuts.
@@ -98,7 +98,7 @@ class OptimConfig:
 
     lr: float = _key(6e-3, POSITIVE)
     final_lr: float = _key(0.05, SHARE)
-    warmup_steps: int = _key(30, NOT_NEGATIVE)
+    warmup: float = _key(0.05, SHARE)
     weight_decay: float = _key(0.1, NOT_NEGATIVE)
     beta1: float = _key(0.9, MOMENTUM)
     beta2: float = _key(0.95, MOMENTUM)
@@ -273,10 +273,6 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"train.batch {train.batch} does not divide into {schedule.microbatches} equal microbatches; "
             f"schedule.microbatches must divide it"
-        )
-    if config.optim.warmup_steps > train.steps:
-        raise ConfigError(
-            f"optim.warmup_steps {config.optim.warmup_steps} is more than train.steps {train.steps}"
         )
 
 

@@ -45,9 +45,10 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         steps: of the whole run.
         config: the rates and the length of the warm-up.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
+    climbing = round(config.warmup * steps)
+    if step < climbing:
+        return config.lr * (step + 1) / climbing
+    done = (step - climbing) / max(1, steps - 1 - climbing)
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
