@@ -247,7 +247,7 @@ def _finite(loss: Tensor | None, step: int) -> float:
     if not math.isfinite(value):
         raise PenstockError(
             f"the loss of step {step} is {value}; no weight was changed by it. A lower optim.lr, a longer "
-            optim.warmup or a smaller optim.clip usually helps"
+            "optim.warmup or a smaller optim.clip usually helps"
         )
     return value
 
