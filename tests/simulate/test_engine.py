@@ -114,7 +114,8 @@ def test_whole_costs_give_whole_times_and_other_costs_floats():
 
 def test_the_trace_says_where_it_is_from_and_what_is_held():
     trace = timed(built("1f1b", 2, 3), 1, 1, 1)
-    assert dict(trace.info) == {"source": "simulated", "schedule": "1f1b", "stages": 2, "microbatches": 3}
+    about = {"source": "simulated", "schedule": "1f1b", "stages": 2, "microbatches": 3, "held": "chunks"}
+    assert dict(trace.info) == about
     assert trace.held.tolist() == [1, 2, 1, 2, 1, 0] + [1, 0] * 3
 
 

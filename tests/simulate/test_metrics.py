@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from penstock.schedule.memory import held
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
@@ -48,3 +49,11 @@ def test_latency_shows_as_distance_from_the_bound():
     figures = measure(program.schedule, costs, simulate(program, costs))
     assert (figures.makespan, figures.lower_bound) == (330 + 16, 330 + 6)
     assert figures.over_bound == pytest.approx(10 / 336)
+
+
+def test_the_peak_is_in_chunks_though_the_trace_counts_bytes():
+    program = built("1f1b", 4, 8)
+    costs = priced(program, 1, 1, 1)
+    trace = simulate(program, costs, held(program.schedule, 1000))
+    assert trace.held.max() == 4000
+    assert measure(program.schedule, costs, trace).peak_activations.tolist() == [4, 3, 2, 1]

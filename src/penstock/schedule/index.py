@@ -37,20 +37,19 @@ class Index:
 def index(schedule: Schedule) -> Index:
     """Find every op. Of an op that stands twice the later row is kept; `check` reports it."""
     shape = (schedule.stages, schedule.microbatches)
-    kind = schedule.kind
-
-    def table(mask: np.ndarray) -> IntColumn:
-        rows = np.flatnonzero(mask).astype(np.int32)
-        found = np.full(shape, -1, np.int32)
-        found[schedule.stage[rows], schedule.microbatch[rows]] = rows
-        return found
-
-    has_weight = bool((kind == Kind.W).any())
-    return Index(
-        table(kind == Kind.F),
-        table((kind == Kind.B) | (kind == Kind.I)),
-        table(kind == Kind.W) if has_weight else None,
-    )
+    forward, backward = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+    weight = np.full(shape, -1, np.int32) if bool((schedule.kind == Kind.W).any()) else None
+    # Rank by rank, and in `links` stage by stage: what is worked with then fits a cache, whatever the schedule.
+    for rank in range(schedule.ranks):
+        first = schedule.rows(rank).start
+        stage, kind, microbatch, _ = schedule.columns(rank)
+        steps = [(forward, kind == Kind.F), (backward, (kind == Kind.B) | (kind == Kind.I))]
+        if weight is not None:
+            steps.append((weight, kind == Kind.W))
+        for table, mask in steps:
+            rows = np.flatnonzero(mask)
+            table[stage[rows], microbatch[rows]] = first + rows
+    return Index(forward, backward, weight)
 
 
 def links(schedule: Schedule, where: Index) -> tuple[IntColumn, IntColumn]:
@@ -60,13 +59,14 @@ def links(schedule: Schedule, where: Index) -> tuple[IntColumn, IntColumn]:
     """
     source = np.full(len(schedule), -1, np.int32)
     target = np.full(len(schedule), -1, np.int32)
-    for taker, giver in (
-        (where.forward[1:], where.forward[:-1]),
-        (where.backward[:-1], where.backward[1:]),
-    ):
-        real = (taker >= 0) & (giver >= 0)
-        source[taker[real]] = giver[real]
-        target[giver[real]] = taker[real]
+    for s in range(schedule.stages - 1):
+        for taker, giver in (
+            (where.forward[s + 1], where.forward[s]),
+            (where.backward[s], where.backward[s + 1]),
+        ):
+            real = np.flatnonzero((taker >= 0) & (giver >= 0))
+            source[taker[real]] = giver[real]
+            target[giver[real]] = taker[real]
     return source, target
 
 

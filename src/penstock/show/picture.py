@@ -50,7 +50,7 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ConfigError("pictures need matplotlib: pip install 'penstock[pictures]'") from error
-    shown = trace.select(np.isin(trace.kind, list(_COLOURS)))
+    shown = trace.only(_COLOURS)
     figure = Figure(figsize=(12, 1.2 + 0.3 * min(trace.ranks, 64)), layout="constrained")
     axes = figure.add_subplot()
     drawn = [kind for kind in _COLOURS if (shown.kind == kind).any()]

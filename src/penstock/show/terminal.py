@@ -6,6 +6,7 @@ Every op starts with its letter, so the drawing reads without colours, too; `·`
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -63,23 +64,26 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
     from rich.text import Text
 
     columns = width or shutil.get_terminal_size().columns
-    shown = trace.select(np.isin(trace.kind, list(_LETTERS)))
+    shown = trace.only(_LETTERS)
     text = Text(no_wrap=True, overflow="crop")
     if not len(shown):
         return text.append("nothing ran")
     begin, end = float(shown.start.min()), float(shown.end.max())
     margin = len(f"rank {trace.ranks - 1} ")
-    cells = _cells(shown, max(8, columns - margin), end - begin)
+    lines = {
+        rank: shown.select(rows)
+        for rank, rows in enumerate(shown.rank_slices())
+        if not _hidden(rank, trace.ranks)
+    }
+    cells = _cells(lines.values(), max(8, columns - margin), end - begin)
     centres = begin + (np.arange(cells) + 0.5) * ((end - begin) / cells)
-    several = any(len(_stages(shown.stage[rows])) > 1 for rows in shown.rank_slices())
+    several = any(len(_stages(line.stage)) > 1 for line in lines.values())
     used: set[str] = set()
-    for rank, rows in enumerate(shown.rank_slices()):
-        if _hidden(rank, trace.ranks):
-            if rank == MOST_LINES // 2:
-                text.append(f"{'⋮'.rjust(margin - 1)} {trace.ranks - MOST_LINES + 1} ranks more\n")
-            continue
+    for rank, line in lines.items():
+        if rank and rank - 1 not in lines:
+            text.append(f"{'⋮'.rjust(margin - 1)} {trace.ranks - len(lines)} ranks more\n")
         text.append(f"rank {rank} ".rjust(margin))
-        for piece, letter, shade in _line(shown.select(rows), centres, several):
+        for piece, letter, shade in _line(line, centres, several):
             used.add(letter)
             text.append(piece, _STYLES[letter][shade])
         text.append("\n")
@@ -88,10 +92,10 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
     return text.append(" " * margin + "   ".join([*legend, f"{IDLE} idle"]))
 
 
-def _cells(trace: Trace, most: int, span: float) -> int:
+def _cells(lines: Iterable[Trace], most: int, span: float) -> int:
     """How many cells to use: so many that the shortest op has a whole number of them, if it has one at all."""
-    spent = (trace.end - trace.start).astype(np.float64)
-    shortest = spent[spent > 0].min(initial=span)
+    spent = np.concatenate([line.end - line.start for line in lines])
+    shortest = float(spent[spent > 0].min(initial=span))
     each = int(most * shortest / span) if span > 0 else 0
     return min(most, round(span / shortest * each)) if each else most
 

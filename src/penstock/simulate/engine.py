@@ -57,6 +57,7 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
             "schedule": schedule.name,
             "stages": schedule.stages,
             "microbatches": schedule.microbatches,
+            "held": "chunks" if memory is None else "bytes",
         },
     )
 

@@ -19,6 +19,7 @@ from penstock.schedule.memory import peak
 from penstock.schedule.schedule import Schedule
 from penstock.simulate.bounds import bound_of
 from penstock.simulate.costs import Costs, Table
+from penstock.simulate.memory import peaks
 from penstock.trace.bubbles import bubbles, longest
 from penstock.trace.events import Trace
 
@@ -100,7 +101,7 @@ def measure(schedule: Schedule, costs: Costs, trace: Trace) -> Metrics:
         split.busy,
         split.makespan - split.busy,
         split.idle,
-        peak(schedule),
+        peaks(trace) if trace.info.get("held") == "chunks" else peak(schedule),
     )
 
 

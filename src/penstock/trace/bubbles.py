@@ -26,10 +26,11 @@ import numpy.typing as npt
 
 from penstock.trace.events import Activity, Trace
 
-CAUSES = ("warm_up", "cool_down", "activation", "gradient", "communication", "overhead", "imbalance")
+_WAITS = ("warm_up", "cool_down", "activation", "gradient")
+CAUSES = (*_WAITS, "communication", "overhead", "imbalance")
 _YIELDS_TO_IMBALANCE = ("activation", "gradient", "cool_down", "warm_up", "communication", "overhead")
 _BUSY = (Activity.F, Activity.B, Activity.I, Activity.W, Activity.R, Activity.OPTIMIZER)
-_MESSAGES = (Activity.SEND, Activity.RECV)
+_NOT_MESSAGES = (*_BUSY, Activity.REDUCE)
 Times = npt.NDArray[Any]
 
 
@@ -50,20 +51,20 @@ class Bubbles:
 
 def makespan(trace: Trace) -> Any:
     """The last end minus the first start, messages aside; 0 for a trace without events."""
-    real = _select(trace, _not_message(trace))
+    real = trace.only(_NOT_MESSAGES)
     return real.end.max() - real.start.min() if len(real) else 0
 
 
 def longest(trace: Trace) -> Any:
     """The largest time from a rank's first start to its last end: the zero-bubble paper's cost (2401.10241)."""
-    real = _select(trace, _not_message(trace))
+    real = trace.only(_NOT_MESSAGES)
     spans = [real.end[rows].max() - real.start[rows].min() for rows in _occupied(real).values()]
     return max(spans, default=0)
 
 
 def busy(trace: Trace) -> Times:
     """How long every rank computes, shape (ranks,)."""
-    work = _select(trace, _is_work(trace))
+    work = trace.only(_BUSY)
     spent = work.end - work.start
     spent[1:][work.paired[:-1]] = 0
     return _sum_by(work.rank, spent, trace.ranks)
@@ -77,34 +78,72 @@ def bubble_fraction(trace: Trace) -> float:
 
 def bubbles(trace: Trace) -> Bubbles:
     """Split every rank's idle time by cause."""
-    real = _select(trace, _not_message(trace))
+    real = trace.only(_NOT_MESSAGES)
     zero = np.zeros(trace.ranks, (trace.end[:0] - trace.start[:0]).dtype)
     idle = {cause: zero.copy() for cause in CAUSES}
     if not len(real):
         return Bubbles(0, zero, idle)
     begin, finish = real.start.min(), real.end.max()
-    gaps = _gaps(_select(trace, _is_work(trace)), begin, finish)
-    reducing = _reducing(trace, gaps)
-    waited = np.minimum(gaps.waited, gaps.length - reducing)
-    message = gaps.message | (reducing > 0)
-    for number, cause in enumerate(CAUSES[:4]):
-        of_cause = gaps.cause == number
-        idle[cause] += _sum_by(gaps.rank[of_cause], waited[of_cause], trace.ranks)
-    for cause, mask in (("communication", message), ("overhead", ~message)):
-        idle[cause] += _sum_by(gaps.rank[mask], (gaps.length - waited)[mask], trace.ranks)
+    work, reductions = trace.only(_BUSY), trace.only([Activity.REDUCE])
+    givers = _givers(work, finish)
+    # Rank by rank, so that what is worked with stays small whatever the trace.
+    for rank, (rows, reducing) in enumerate(zip(work.rank_slices(), reductions.rank_slices(), strict=True)):
+        gaps = _gaps(work.select(rows), rank, givers, begin, finish)
+        reduced = _reduced(reductions.select(reducing), gaps)
+        waited = np.minimum(gaps.waited, gaps.length - reduced)
+        message = gaps.message | (reduced > 0)
+        for number, cause in enumerate(_WAITS):
+            idle[cause][rank] = waited[gaps.cause == number].sum()
+        rest = gaps.length - waited
+        idle["communication"][rank] = rest[message].sum()
+        idle["overhead"][rank] = rest[~message].sum()
     spent = (finish - begin) - sum(idle.values())
     _charge_imbalance(idle, spent.max() - spent)
     return Bubbles(finish - begin, spent, idle)
 
 
+class _Givers(NamedTuple):
+    """Who computed what: when it was there, for forwards and backwards, and on which rank.
+
+    Flat tables by stage · microbatches + microbatch; the step's end, and -1, where the trace does not say.
+    """
+
+    stages: int
+    microbatches: int
+    forward: Times
+    backward: Times
+    rank: npt.NDArray[np.int32]
+
+    def cells(self, work: Trace) -> npt.NDArray[np.int64]:
+        """The place of every event in the tables."""
+        return work.stage.astype(np.int64) * self.microbatches + work.microbatch
+
+
+def _givers(work: Trace, finish: Any) -> _Givers:
+    stages, microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
+    size = stages * microbatches
+    forward, backward = np.full(size, finish, work.end.dtype), np.full(size, finish, work.end.dtype)
+    givers = _Givers(stages, microbatches, forward, backward, np.full(size, -1, np.int32))
+    for rank, rows in _occupied(work).items():
+        mine = work.select(rows)
+        cell = givers.cells(mine)
+        for table, mask in (
+            (givers.forward, mine.kind == Activity.F),
+            (givers.backward, _is_backward(mine.kind)),
+        ):
+            where = cell[mask]
+            table[where] = mine.end[mask]
+            givers.rank[where] = rank
+    return givers
+
+
 class _Gaps(NamedTuple):
     """Every stretch in which a rank does not compute; columns of equal length.
 
-    `waited` is its first part, until what the next op needs had been computed, and `cause` the place in CAUSES that
-    this part belongs to. `message` says whether the rest can be a message's doing.
+    `waited` is its first part, until what the next op needs had been computed, and `cause` the place in _WAITS that this
+    part belongs to. `message` says whether the rest can be a message's doing.
     """
 
-    rank: npt.NDArray[np.int32]
     start: Times
     length: Times
     waited: Times
@@ -112,93 +151,67 @@ class _Gaps(NamedTuple):
     message: npt.NDArray[np.bool_]
 
 
-def _gaps(work: Trace, begin: Any, finish: Any) -> _Gaps:
-    free, tail = _frontiers(work, begin)
-    length = np.maximum(work.start - free, 0)
-    ready, gradient, message = _needs(work, begin, finish)
-    cause = np.where(gradient, CAUSES.index("gradient"), CAUSES.index("activation")).astype(np.int8)
-    for rows in _occupied(work).values():
-        kind = work.kind[rows]
-        backward = np.flatnonzero((kind == Activity.B) | (kind == Activity.I))
-        forward = np.flatnonzero(kind == Activity.F)
-        if len(forward):
-            cause[rows][forward[-1] + 1 :] = CAUSES.index("cool_down")
-        cause[rows][: backward[0] + 1 if len(backward) else 1] = CAUSES.index("warm_up")
-    everyone = np.arange(work.ranks, dtype=np.int32)
+def _gaps(work: Trace, rank: int, givers: _Givers, begin: Any, finish: Any) -> _Gaps:
+    """The gaps of one rank, whose events `work` has: one before every event, and one after the last."""
+    ends = np.maximum.accumulate(np.concatenate([[begin], work.end]).astype(work.end.dtype))
+    length = np.maximum(np.append(work.start, finish) - ends, 0)
+    ready, gradient, message = _needs(work, rank, givers, begin, finish)
+    cause = np.where(gradient, _WAITS.index("gradient"), _WAITS.index("activation")).astype(np.int8)
+    forward, backward = np.flatnonzero(work.kind == Activity.F), np.flatnonzero(_is_backward(work.kind))
+    if len(forward):
+        cause[forward[-1] + 1 :] = _WAITS.index("cool_down")
+    cause[: backward[0] + 1 if len(backward) else 1] = _WAITS.index("warm_up")
     return _Gaps(
-        np.concatenate([work.rank, everyone]),
-        np.concatenate([free, tail]),
-        np.concatenate([length, finish - tail]),
-        np.concatenate([np.clip(ready - free, 0, length), finish - tail]),
-        np.concatenate([cause, np.full(work.ranks, CAUSES.index("cool_down"), np.int8)]),
-        np.concatenate([message, np.zeros(work.ranks, np.bool_)]),
+        ends,
+        length,
+        np.append(np.clip(ready - ends[:-1], 0, length[:-1]), length[-1]),
+        np.append(cause, np.int8(_WAITS.index("cool_down"))),
+        np.append(message, False),
     )
 
 
-def _frontiers(work: Trace, begin: Any) -> tuple[Times, Times]:
-    """Until when the rank of every event was busy before it, and every rank at all."""
-    free = np.empty_like(work.start)
-    tail = np.full(work.ranks, begin, free.dtype)
-    for rank, rows in _occupied(work).items():
-        ends = np.maximum.accumulate(work.end[rows])
-        free[rows.start] = begin
-        free[rows.start + 1 : rows.stop] = ends[:-1]
-        tail[rank] = ends[-1]
-    return free, tail
-
-
 def _needs(
-    work: Trace, begin: Any, finish: Any
+    work: Trace, rank: int, givers: _Givers, begin: Any, finish: Any
 ) -> tuple[Times, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """For every event: when what it takes had been computed, whether that is a gradient, and whether a message
-    is due around it (it takes from another rank, or the op before it gives to one).
+    """For every event of a rank: when what it takes had been computed, whether that is a gradient, and whether a
+    message is due around it (it takes from another rank, or the op before it gives to one).
 
-    `begin` if it takes nothing; `finish` if the trace does not know the giver, and for the optimizer, which waits
-    for everything.
+    `begin` if it takes nothing; `finish` for the optimizer, which waits for everything.
     """
     ready = np.full(len(work), begin, work.end.dtype)
     ready[work.kind == Activity.OPTIMIZER] = finish
     takes = np.zeros(len(work), np.bool_)
     gives = np.zeros(len(work), np.bool_)
-    backward = (work.kind == Activity.B) | (work.kind == Activity.I)
-    ops = work.stage >= 0
-    shape = (work.stage.max(initial=0) + 1, work.microbatch.max(initial=0) + 1)
-    for mask, step in ((ops & (work.kind == Activity.F), -1), (ops & backward, 1)):
-        rows = np.flatnonzero(mask)
-        stage, microbatch = work.stage[rows], work.microbatch[rows]
-        end = np.full(shape, finish, work.end.dtype)
-        where = np.full(shape, -1, np.int32)
-        end[stage, microbatch], where[stage, microbatch] = work.end[rows], work.rank[rows]
-        giver, taker = stage + step, stage - step
-        real = (giver >= 0) & (giver < shape[0])
-        ready[rows[real]] = end[giver[real], microbatch[real]]
-        takes[rows[real]] = where[giver[real], microbatch[real]] != work.rank[rows[real]]
-        real = (taker >= 0) & (taker < shape[0])
-        gives[rows[real]] = where[taker[real], microbatch[real]] != work.rank[rows[real]]
+    backward = _is_backward(work.kind)
+    cell = givers.cells(work)
+    for mask, end, step in ((work.kind == Activity.F, givers.forward, -1), (backward, givers.backward, 1)):
+        giver, taker = work.stage + step, work.stage - step
+        rows = np.flatnonzero(mask & (giver >= 0) & (giver < givers.stages))
+        given = cell[rows] + step * givers.microbatches
+        ready[rows] = end[given]
+        takes[rows] = givers.rank[given] != rank
+        rows = np.flatnonzero(mask & (taker >= 0) & (taker < givers.stages))
+        gives[rows] = givers.rank[cell[rows] - step * givers.microbatches] != rank
     first = np.flatnonzero(work.paired)
     backward[first] = ready[first + 1] > ready[first]
     ready[first] = np.maximum(ready[first], ready[first + 1])
     takes[first] |= takes[first + 1]
     gives[first + 1] |= gives[first]
-    message = takes
-    message[1:] |= gives[:-1] & (work.rank[1:] == work.rank[:-1])
-    return ready, backward, message
+    takes[1:] |= gives[:-1]
+    return ready, backward, takes
 
 
-def _reducing(trace: Trace, gaps: _Gaps) -> Times:
+def _reduced(reductions: Trace, gaps: _Gaps) -> Times:
     """How much of every gap the rank spends reducing gradients."""
-    spent = np.zeros_like(gaps.length)
-    reductions = _select(trace, trace.kind == Activity.REDUCE)
-    for rank, rows in _occupied(reductions).items():
-        start, end = reductions.start[rows], np.maximum.accumulate(reductions.end[rows])
-        start = np.maximum(start, np.concatenate([start[:1], end[:-1]]))
-        edges = np.stack([start, np.maximum(start, end)], axis=1).ravel()
-        done = np.repeat(np.cumsum(np.maximum(end - start, 0)), 2)
-        done[0::2] -= np.maximum(end - start, 0)
-        mine = np.flatnonzero(gaps.rank == rank)
-        until = np.interp(gaps.start[mine] + gaps.length[mine], edges, done)
-        spent[mine] = until - np.interp(gaps.start[mine], edges, done)
-    return spent
+    if not len(reductions):
+        return np.zeros_like(gaps.length)
+    end = np.maximum.accumulate(reductions.end)
+    start = np.maximum(reductions.start, np.concatenate([reductions.start[:1], end[:-1]]))
+    spent = np.maximum(end - start, 0)
+    edges = np.stack([start, start + spent], axis=1).ravel()
+    done = np.stack([np.cumsum(spent) - spent, np.cumsum(spent)], axis=1).ravel()
+    reduced = np.interp(gaps.start + gaps.length, edges, done) - np.interp(gaps.start, edges, done)
+    return np.asarray(reduced, gaps.length.dtype)
 
 
 def _charge_imbalance(idle: dict[str, Times], owed: Times) -> None:
@@ -210,16 +223,8 @@ def _charge_imbalance(idle: dict[str, Times], owed: Times) -> None:
         owed = owed - moved
 
 
-def _is_work(trace: Trace) -> npt.NDArray[np.bool_]:
-    return np.isin(trace.kind, _BUSY)
-
-
-def _not_message(trace: Trace) -> npt.NDArray[np.bool_]:
-    return np.isin(trace.kind, _MESSAGES, invert=True)
-
-
-def _select(trace: Trace, mask: npt.NDArray[np.bool_]) -> Trace:
-    return trace if mask.all() else trace.select(mask)
+def _is_backward(kind: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
+    return np.asarray((kind == Activity.B) | (kind == Activity.I))
 
 
 def _occupied(trace: Trace) -> dict[int, slice]:

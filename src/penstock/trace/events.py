@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -78,9 +78,17 @@ class Trace:
         held = None if self.held is None else self.held[rows]
         return Trace(self.ranks, **columns, held=held, info=self.info)
 
+    def only(self, kinds: Iterable[Activity]) -> Trace:
+        """The events of some kinds; the trace itself if it has no others."""
+        mask = np.zeros(len(self), np.bool_)
+        for kind in kinds:
+            mask |= self.kind == kind
+        return self if mask.all() else self.select(mask)
+
     def rank_slices(self) -> list[slice]:
         """The rows of every rank, as a slice a rank."""
-        cuts = np.searchsorted(self.rank, np.arange(self.ranks + 1)).tolist()
+        # In the column's own type, or the whole column would be converted.
+        cuts = np.searchsorted(self.rank, np.arange(self.ranks + 1, dtype=self.rank.dtype)).tolist()
         return [slice(a, b) for a, b in pairwise(cuts)]
 
     def save(self, path: str | Path) -> None:
