@@ -67,7 +67,7 @@ CASES = {
     ),
     "conv1d, in place": (nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(inplace=True), nn.Conv1d(8, 4, 3, 2)), (2, 3, 9), 2),
     "conv3d, padding by name": (nn.Sequential(nn.Conv3d(2, 3, 3, padding="same"), nn.Conv3d(3, 2, 2)), (2, 2, 4, 4, 4), 1),
-    "conv1d in groups": (nn.Conv1d(4, 4, 3, groups=2), (2, 4, 9), 0),
+    "conv1d in groups": (nn.Conv1d(4, 4, 3, groups=2), (2, 4, 9), 1),
     "attention": (nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True), (2, 6, 32), 2),
     "addmm": (Conv1D(), (2, 3, 8), 1),
     "mixed use": (Mixed(), (4, 16), 0),
@@ -90,7 +90,7 @@ def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcont
         deferred = len(queue.pending)
         if x.is_floating_point():
             assert torch.equal(leaves[0].grad, leaves[1].grad)
-        queue.work_off()
+        queue.work_off({})
         assert queue.pending == []
         for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), name
@@ -129,9 +129,29 @@ def test_hooks_of_a_parameter_fire_once_a_microbatch_after_the_last_contribution
         loss = net(torch.arange(5)).square().mean()
     loss.backward()
     assert seen == []
-    queue.work_off()
+    queue.work_off({})
     assert [what for what, _ in seen] == ["grad", "done"]
     assert torch.equal(seen[0][1], net.table.weight.grad)
+
+
+def test_an_input_that_is_written_to_after_its_use_is_refused():
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            y = self.inner(x)
+            x += 1
+            return y
+
+    net, queue = Overwrites(), Queue()
+    with deferring(queue, set()):
+        loss = net(randn(2, 4)).sum()
+    loss.backward()
+    with pytest.raises(PenstockError, match=r"shape \(2, 4\) .* was modified in place"):
+        queue.work_off({})
 
 
 def stage(*layers: nn.Module) -> Stage:

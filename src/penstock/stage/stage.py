@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer
 from penstock.stage.values import Parcel, gradients, pack, unpack
-from penstock.stage.weight_grad import Queue, deferring
+from penstock.stage.weight_grad import Delivery, Queue, deferring
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -88,6 +88,7 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         self._waiting: dict[int, Queue] = {}
         self._shared: set[int] = set()
+        self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._splits: bool | None = None
         # A stage's input is a leaf, into which autograd lets nobody write; a stage that begins so gets a copy.
         first = next((m for m in module.layers.modules() if next(m.children(), None) is None), None)
@@ -226,7 +227,7 @@ class Stage:
         """The other half: the weight gradients that `backward_input` put off."""
         queue = self._waiting.pop(microbatch, None)
         if queue is not None:
-            queue.work_off()
+            queue.work_off(self._deliveries)
         elif microbatch in self._saved:
             raise PenstockError(f"stage {self.index}, microbatch {microbatch}: W came before I")
 

@@ -1,18 +1,20 @@
 """The backward in two halves: input gradients now (I), weight gradients later (W).
 
 While a stage runs its forward, `deferring` intercepts the functions that own weights (linear, addmm, convolution,
-embedding). Each is replaced by one whose backward returns the gradient of its input only and queues what the weight
-gradient needs: the input and the output's gradient. So I is one ordinary backward, without a walk over the graph, and W
-works off the queue. All other weights (norms, biases of custom ops, weights used in any other way) get their gradients in I.
+embedding). Each is called with its weights detached, so that autograd computes the gradient of its input only, and a
+hook on its output queues what the weight gradient needs: the input and the output's gradient. So I is one ordinary
+backward, without a walk over the graph, and W works off the queue. All other weights (norms, custom ops, weights used
+in any other way) get their gradients in I.
 
-The arithmetic of both halves is that of PyTorch's own backward formulas (derivatives.yaml: mm, addmm, convolution,
-embedding), so gradients are bit-identical. W hands them to the autograd engine, which accumulates them and fires the
-parameters' hooks, once for each microbatch, after the last contribution.
+The arithmetic of W is that of PyTorch's own backward formulas (derivatives.yaml: mm, addmm, convolution, embedding), so
+gradients are bit-identical. W hands them to the autograd engine, which accumulates them and fires the parameters'
+hooks, once for each microbatch, after the last contribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-Contribution = Callable[[], list[tuple[Tensor, Tensor]]]
-"""Computes (parameter, gradient) pairs of one use of one function."""
+from penstock.errors import PenstockError
+
+Weights = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
+"""From (input, output gradient) to the (parameter, gradient) pairs of one use of one function."""
 
 
 class Queue:
@@ -30,18 +34,79 @@ class Queue:
     __slots__ = ("pending",)
 
     def __init__(self) -> None:
-        self.pending: list[Contribution] = []
+        self.pending: list[tuple[Weights, Tensor, int, Tensor]] = []
 
-    def work_off(self) -> None:
-        """Compute the weight gradients and accumulate them; each parameter's hooks fire once."""
+    def work_off(self, deliveries: dict[tuple[int, ...], Delivery]) -> None:
+        """Compute the weight gradients and accumulate them; each parameter's hooks fire once.
+
+        Args:
+            deliveries: of the stage; filled with what the next microbatch can use again.
+
+        Raises:
+            PenstockError: an input was written to after its use, so its weight's gradient is lost.
+        """
         total: dict[int, tuple[Tensor, Tensor]] = {}
-        for contribution in self.pending:
-            for parameter, gradient in contribution():
-                before = total.get(id(parameter))
-                total[id(parameter)] = (parameter, gradient if before is None else before[1] + gradient)
+        with torch.no_grad():
+            for weights, x, version, grad in self.pending:
+                if x._version != version:
+                    raise PenstockError(
+                        f"an input of shape {tuple(x.shape)} to a function that owns weights was modified in place after "
+                        "its use, so the weights' gradient cannot be computed; plain PyTorch refuses this, too"
+                    )
+                for parameter, gradient in weights(x, grad):
+                    before = total.get(id(parameter))
+                    total[id(parameter)] = (parameter, gradient if before is None else before[1] + gradient)
         self.pending = []
-        if total:
-            torch.autograd.backward([p for p, _ in total.values()], [g for _, g in total.values()])
+        key = tuple(total)
+        if key:
+            if key not in deliveries:
+                deliveries[key] = Delivery([parameter for parameter, _ in total.values()])
+            gradients = [gradient for _, gradient in total.values()]
+            total.clear()
+            deliveries[key].hand_over(gradients)
+
+
+class Delivery:
+    """Hands gradients to parameters through the autograd engine, as if a backward had computed them just now."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._gradients: list[Tensor] = []
+        with torch.enable_grad():
+            self._root: Tensor = _Deliver.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        self._one = torch.ones_like(self._root)
+
+    def hand_over(self, gradients: list[Tensor]) -> None:
+        """Accumulate one gradient a parameter; the list is emptied, so that `.grad` can take them without a copy."""
+        self._gradients = gradients
+        torch.autograd.backward(self._root, self._one, retain_graph=True)
+
+    def take(self) -> tuple[Tensor, ...]:
+        found = tuple(self._gradients)
+        self._gradients.clear()
+        return found
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, delivery: Delivery, *parameters: Tensor) -> Tensor:
+        ctx.delivery = delivery
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.delivery.take()
+
+
+class _Anchor(torch.autograd.Function):
+    """Gives an output a place in the graph where its input has none."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class deferring(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
@@ -72,180 +137,71 @@ class deferring(TorchFunctionMode):  # noqa: N801 - used as a context manager, l
                     self.shared.add(id(arg))
         return func(*args, **(kwargs or {}))
 
-    def takes(self, *parameters: Tensor | None) -> bool:
-        """Whether these can be deferred: leaves that want a gradient, or None."""
-        return torch.is_grad_enabled() and all(
-            p is None or (p.is_leaf and p.requires_grad and id(p) not in self.shared) for p in parameters
+    def takes(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether these can be deferred: leaves that want a gradient, and none that is used in other ways."""
+        return (
+            torch.is_grad_enabled()
+            and weight.is_leaf
+            and weight.requires_grad
+            and id(weight) not in self.shared
+            and (bias is None or (bias.is_leaf and bias.requires_grad and id(bias) not in self.shared))
         )
 
-
-def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """As autocast would cast them for a matrix product."""
-    kind = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [t if t is None or not t.is_floating_point() else t.to(dtype) for t in tensors]
-
-
-class _Deferred(torch.autograd.Function):
-    """Runs a function without a graph; its backward queues the weights' half and returns the input's.
-
-    `anchor` is a tensor that wants a gradient, so that the backward is reached even where the input wants none.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, rule: _Rule) -> Tensor:
-        ctx.rule = rule
-        ctx.save_for_backward(x)
-        return rule.forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        (grad,) = grads
-        rule: _Rule = ctx.rule
-        (x,) = ctx.saved_tensors
-        rule.queue.pending.append(lambda: rule.weights(x, grad))
-        return rule.input(x, grad) if ctx.needs_input_grad[0] else None, None, None
+    def watch(self, output: Tensor, x: Tensor, weights: Weights) -> Tensor:
+        """When the output's gradient comes, queue the weights' part."""
+        if not output.requires_grad:
+            anchor = torch.empty(0, requires_grad=True, device=output.device)
+            output = _Anchor.apply(output, anchor)  # type: ignore[no-untyped-call]
+        pending, version = self.queue.pending, x._version
+        output.register_hook(lambda grad: pending.append((weights, x, version, grad)))  # type: ignore[no-untyped-call]
+        return output
 
 
-class _Rule:
-    """One use of one function: its forward and the two halves of its backward."""
-
-    __slots__ = ("bias", "parameters", "queue", "weight")
-
-    def __init__(
-        self, queue: Queue, weight: Tensor, bias: Tensor | None, cast: Iterable[Tensor | None]
-    ) -> None:
-        self.queue = queue
-        self.parameters = (weight, bias)
-        self.weight, self.bias = (None if t is None else t.detach() for t in cast)
-
-    def apply(self, x: Tensor) -> Tensor:
-        anchor = None if x.requires_grad else torch.empty(0, requires_grad=True, device=x.device)
-        return _Deferred.apply(x, anchor, self)  # type: ignore[no-untyped-call, no-any-return]
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise AssertionError
-
-    def input(self, x: Tensor, grad: Tensor) -> Tensor:
-        raise AssertionError
-
-    def weights(self, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-        raise AssertionError
-
-    def pairs(self, weight: Tensor, bias: Callable[[], Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """The gradients beside their parameters, in the parameters' dtype."""
-        found = [(self.parameters[0], weight.to(self.parameters[0].dtype))]
-        if self.parameters[1] is not None:
-            found.append((self.parameters[1], bias().to(self.parameters[1].dtype)))
-        return found
+def _bare(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach()
 
 
-class _Linear(_Rule):
-    """y = x Wᵀ + b, any number of leading dimensions."""
-
-    __slots__ = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
-
-    def input(self, x: Tensor, grad: Tensor) -> Tensor:
-        assert self.weight is not None
-        if grad.dim() == 2:
-            return grad.mm(self.weight)
-        return grad.reshape(-1, grad.shape[-1]).mm(self.weight).view(x.shape)
-
-    def weights(self, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-        flat = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        return self.pairs(flat.t().mm(rows), lambda: flat.sum(0))
+def _pairs(
+    weight: Tensor, bias: Tensor | None, weight_gradient: Tensor, bias_gradient: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """The gradients beside their parameters, in the parameters' dtype (autocast computes in another)."""
+    if weight_gradient.dtype != weight.dtype:
+        weight_gradient = weight_gradient.to(weight.dtype)
+    if bias is None or bias_gradient is None:
+        return [(weight, weight_gradient)]
+    return [(weight, weight_gradient), (bias, bias_gradient.to(bias.dtype))]
 
 
-class _Addmm(_Rule):
-    """y = x W + b, as Hugging Face's GPT-2 writes its layers."""
-
-    __slots__ = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        return torch.addmm(self.bias, x, self.weight)  # type: ignore[arg-type]
-
-    def input(self, x: Tensor, grad: Tensor) -> Tensor:
-        assert self.weight is not None
-        return grad.mm(self.weight.t())
-
-    def weights(self, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return self.pairs(x.t().mm(grad), lambda: grad.sum(0))
-
-
-class _Convolution(_Rule):
-    """A convolution of one, two or three dimensions."""
-
-    __slots__ = ("options",)
-
-    def __init__(
-        self, queue: Queue, weight: Tensor, bias: Tensor | None, cast: Iterable[Tensor | None], options: Any
-    ) -> None:
-        super().__init__(queue, weight, bias, cast)
-        self.options = options
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        stride, padding, dilation = self.options
-        return torch.convolution(
-            x, self.weight, self.bias, stride, padding, dilation, False, [0] * (x.dim() - 2), 1
-        )
-
-    def _half(self, x: Tensor, grad: Tensor, mask: list[bool]) -> Any:
-        assert self.weight is not None
-        sizes = None if self.bias is None else list(self.bias.shape)
-        return torch.ops.aten.convolution_backward(
-            grad, x, self.weight, sizes, *self.options, False, [0] * (x.dim() - 2), 1, mask
-        )
-
-    def input(self, x: Tensor, grad: Tensor) -> Tensor:
-        half: Tensor = self._half(x, grad, [True, False, False])[0]
-        return half
-
-    def weights(self, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-        _, weight, bias = self._half(x, grad, [False, True, self.bias is not None])
-        return self.pairs(weight, lambda: bias)
-
-
-class _Embedding(_Rule):
-    """Rows of a table; the input has no gradient."""
-
-    __slots__ = ("padding", "rows", "scale")
-
-    def __init__(self, queue: Queue, weight: Tensor, padding: int, scale: bool) -> None:
-        super().__init__(queue, weight, None, (weight, None))
-        self.padding, self.scale = padding, scale
-        self.rows = weight.shape[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        return F.embedding(x, self.weight, self.padding if self.padding >= 0 else None)
-
-    def weights(self, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-        table = torch.ops.aten.embedding_dense_backward(grad, x, self.rows, self.padding, self.scale)
-        return self.pairs(table, lambda: table)
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _linear(mode: deferring, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """y = x Wᵀ + b, any number of leading dimensions."""
     if input.dim() < 2 or weight.dim() != 2 or not mode.takes(weight, bias):
         return NotImplemented
-    x, *cast = _cast(input, weight, bias)
-    assert x is not None
-    return _Linear(mode.queue, weight, bias, cast).apply(x)
+    output = F.linear(input, weight.detach(), _bare(bias))
+    return mode.watch(output, input, partial(_linear_weights, weight, bias))
+
+
+def _linear_weights(
+    weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    flat = _rows(grad)
+    product = flat.t().mm(_rows(x.to(grad.dtype)))
+    return _pairs(weight, bias, product, None if bias is None else flat.sum(0))
 
 
 def _addmm(mode: deferring, input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Any:
+    """y = x W + b, as Hugging Face's GPT-2 writes its layers."""
     if options or input.dim() != 1 or not mode.takes(mat2, input):
         return NotImplemented
-    x, weight, bias = _cast(mat1, mat2, input)
-    assert x is not None
-    return _Addmm(mode.queue, mat2, input, (weight, bias)).apply(x)
+    output = torch.addmm(input.detach(), mat1, mat2.detach())
+    return mode.watch(output, mat1, partial(_addmm_weights, mat2, input))
+
+
+def _addmm_weights(weight: Tensor, bias: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return _pairs(weight, bias, x.to(grad.dtype).t().mm(grad), grad.sum(0))
 
 
 def _embedding(
@@ -258,13 +214,24 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if max_norm is not None or sparse or not mode.takes(weight):
+    """Rows of a table; the input has no gradient."""
+    if max_norm is not None or sparse or not mode.takes(weight, None):
         return NotImplemented
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return _Embedding(mode.queue, weight, padding, scale_grad_by_freq).apply(input)
+    output = F.embedding(input, weight.detach(), padding_idx)
+    return mode.watch(output, input, partial(_embedding_weights, weight, padding, scale_grad_by_freq))
 
 
-def _convolution(dimensions: int) -> Callable[..., Any]:
+def _embedding_weights(
+    weight: Tensor, padding: int, scale: bool, x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    table = torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], padding, scale)
+    return _pairs(weight, None, table, None)
+
+
+def _convolution(dimensions: int, function: Any) -> Callable[..., Any]:
+    """A convolution of one, two or three dimensions."""
+
     def replaced(
         mode: deferring,
         input: Tensor,
@@ -275,24 +242,38 @@ def _convolution(dimensions: int) -> Callable[..., Any]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        batched = input.dim() == dimensions + 2
-        if not batched or groups != 1 or isinstance(padding, str) or not mode.takes(weight, bias):
+        if input.dim() != dimensions + 2 or isinstance(padding, str) or not mode.takes(weight, bias):
             return NotImplemented
-        options = [[v] * dimensions if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
-        x, *cast = _cast(input, weight, bias)
-        assert x is not None
-        return _Convolution(mode.queue, weight, bias, cast, options).apply(x)
+        output = function(input, weight.detach(), _bare(bias), stride, padding, dilation, groups)
+        sizes = [[v] * dimensions if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
+        options = (*sizes, False, [0] * dimensions, groups)
+        return mode.watch(output, input, partial(_convolution_weights, weight, bias, options))
 
     return replaced
+
+
+def _convolution_weights(
+    weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    sizes = None if bias is None else list(bias.shape)
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        grad,
+        x.to(grad.dtype),
+        weight.detach().to(grad.dtype),
+        sizes,
+        *options,
+        [False, True, bias is not None],
+    )
+    return _pairs(weight, bias, of_weight, of_bias)
 
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     F.embedding: _embedding,
-    F.conv1d: _convolution(1),
-    F.conv2d: _convolution(2),
-    F.conv3d: _convolution(3),
+    F.conv1d: _convolution(1, F.conv1d),
+    F.conv2d: _convolution(2, F.conv2d),
+    F.conv3d: _convolution(3, F.conv3d),
 }
 
 _HARMLESS: set[Any] = {

@@ -1,0 +1,131 @@
+"""What splitting the backward costs: I + W over B, ours and torch.distributed.pipelining's, one thread.
+
+The mid-size block is a transformer block of width 256 on 4 sequences of 128; the tiny one has 48 parameters (24 linear
+layers of width 16) and a batch of 4. "with forward" counts the forward's share of the cost, too.
+
+    python -m bench.split [--rounds N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from bench.compare import alternate, emit, machine, ratio
+from penstock.stage.layers import Layer
+from penstock.stage.stage import Stage, StageModule
+from penstock.stage.values import Parcel
+from penstock.train.config import ModelConfig
+from penstock.train.models.llama import Block
+
+MICROBATCHES = 8
+
+
+def mid_size() -> tuple[nn.Module, torch.Tensor]:
+    """A block of the built-in model, and an input."""
+    torch.manual_seed(0)
+    return Block(ModelConfig(width=256, heads=8, kv_heads=8, hidden=1024)), torch.randn(4, 128, 256)
+
+
+def tiny() -> tuple[nn.Module, torch.Tensor]:
+    """48 tiny parameters, and an input."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(24)]), torch.randn(4, 16)
+
+
+def ours(block: nn.Module, x: torch.Tensor, split: bool) -> tuple[float, float]:
+    """Seconds of (forwards, backwards) of all microbatches through a Stage."""
+    stage = Stage(0, StageModule([Layer("0", lambda: block)]))
+    forward = backward = 0.0
+    for n in range(MICROBATCHES):
+        parcel = Parcel((x.clone(),), None, (True,))
+        begin = perf_counter()
+        out = stage.forward(n, parcel, split)
+        middle = perf_counter()
+        grad = Parcel((torch.ones_like(out.leaves[0]),))
+        start = perf_counter()
+        if split:
+            stage.backward_input(n, grad)
+            stage.backward_weight(n)
+        else:
+            stage.backward(n, grad)
+        forward += middle - begin
+        backward += perf_counter() - start
+    block.zero_grad()
+    return forward, backward
+
+
+def peer(block: nn.Module, x: torch.Tensor) -> tuple[float, float]:
+    """The same through the functions torch.distributed.pipelining splits with."""
+    forward = backward = 0.0
+    for _ in range(MICROBATCHES):
+        leaf = x.clone().requires_grad_()
+        begin = perf_counter()
+        out = block(leaf)
+        middle = perf_counter()
+        grad = torch.ones_like(out)
+        start = perf_counter()
+        _, groups = stage_backward_input([out], [grad], [leaf], iter(block.parameters()))
+        stage_backward_weight(iter(block.parameters()), groups)
+        forward += middle - begin
+        backward += perf_counter() - start
+    block.zero_grad()
+    return forward, backward
+
+
+def measure(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) -> dict[str, float]:
+    """Ratios to the full backward, from alternating runs."""
+    block, x = make()
+    seen: dict[str, list[tuple[float, float]]] = {"whole": [], "halves": [], "peer": []}
+    runs: dict[str, Callable[[], tuple[float, float]]] = {
+        "whole": lambda: ours(block, x, False),
+        "halves": lambda: ours(block, x, True),
+        "peer": lambda: peer(block, x),
+    }
+
+    def noted(name: str) -> float:
+        found = runs[name]()
+        seen[name].append(found)
+        return found[1]
+
+    times = alternate({name: (lambda name=name: noted(name)) for name in runs}, rounds)
+    both = {name: [f + b for f, b in found[1:]] for name, found in seen.items()}
+    return {
+        "ours": ratio(times["halves"], times["whole"]),
+        "peer": ratio(times["peer"], times["whole"]),
+        "ours with forward": ratio(both["halves"], both["whole"]),
+        "peer with forward": ratio(both["peer"], both["whole"]),
+        "backward_ms": statistics.median(times["whole"]) / MICROBATCHES * 1e3,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {
+        "mid-size block": measure(mid_size, options.rounds),
+        "48 tiny parameters": measure(tiny, options.rounds),
+    }
+    columns = ("ours", "peer", "ours with forward", "peer with forward")
+    lines = [f"{'(I + W) / B':20}" + "".join(f"{c:>19}" for c in columns)]
+    lines += [f"{name:20}" + "".join(f"{row[c]:19.3f}" for c in columns) for name, row in found.items()]
+    lines.append(f"{options.rounds} rounds; {machine()}")
+    first = found["mid-size block"]
+    result = {"ours": first["ours"], "peer": first["peer"], "ratio": first["ours"] / first["peer"]}
+    emit({**result, "cases": found, "machine": machine()}, lines, options.json)
+
+
+if __name__ == "__main__":
+    main()
