@@ -31,6 +31,7 @@ class Case:
     costs: tuple[int, int, int] = EQUAL
     c: int = 0
     pair: int | None = None
+    early: bool = False
     group: int | None = None
 
     @property
@@ -105,6 +106,7 @@ def figures(case: Case) -> Metrics:
         schedule.placement,
         *([cost] * stages for cost in case.costs),
         pair=None if case.pair is None else [case.pair] * stages,
+        pair_output="early" if case.early else "end",
         communication=Communication(same_node=Link(case.c)),
     )
     return measure(schedule, costs, simulate(check(schedule).program, costs))
@@ -127,5 +129,6 @@ def _describe(case: Case) -> str:
     parts = [f"p={case.p} m={case.m}", f"v={case.v}", f"f,b,w={','.join(map(str, case.costs))}"]
     parts += [f"c={case.c}"] if case.c else []
     parts += [f"pair={case.pair}"] if case.pair is not None else []
+    parts += ["outputs early"] if case.early else []
     parts += [f"N={case.group}"] if case.group is not None else []
     return " ".join(parts)

@@ -201,6 +201,7 @@ def _on_a_v() -> Iterator[Form]:
     for family, cases, most in (("v-half", half, _k_half), ("v-min", least, k_min)):
         yield Form(family, "k", "largest peak", cases, most)
     yield _at_the_turn("dualpipe-v", *_TURN)
+    yield _at_the_turn("dualpipe-v", *_TURN_EARLY)
     most = [k for p in RANKS for m in _steady(p) for k in _pairs("dualpipe-v", p, m, MIXES)]
     yield Form("dualpipe-v", "2p+1", "largest peak", most, lambda k: 2 * k.p + 1)
     golden = {12: 264, 10: 236, 9: 222, 8: 208}
@@ -208,8 +209,11 @@ def _on_a_v() -> Iterator[Form]:
     yield Form("dualpipe-v", "PyTorch's golden file, timed", "makespan", cases, lambda k: golden[_pair(k)])
 
 
-def _at_the_turn(family: str, says: str, bubble: Callable[[Case, int], int]) -> Form:
-    """DualPipe's bubble on the rank where the pipes turn, d ranks from the end, with pairs of three lengths."""
+def _at_the_turn(family: str, says: str, bubble: Callable[[Case, int], int], early: bool = False) -> Form:
+    """DualPipe's bubble on the rank where the pipes turn, d ranks from the end.
+
+    With pairs of three lengths; or, if the outputs of a pair's halves leave early, with pairs as long as their halves.
+    """
     two_way = family == "dualpipe"
     return Form(
         family,
@@ -219,7 +223,7 @@ def _at_the_turn(family: str, says: str, bubble: Callable[[Case, int], int]) -> 
             k
             for p in ((2, 4, 6, 8) if two_way else RANKS)
             for m in (2 * p, 2 * p + 2, 4 * p)
-            for k in _pairs(family, p, m, MIXES)
+            for k in _pairs(family, p, m, MIXES, early)
         ],
         lambda k: bubble(k, k.p // 2 if two_way else k.p),
     )
@@ -236,16 +240,28 @@ _TURN = (
 )
 
 
-def _pairs(family: str, p: int, m: int, mixes: Iterable[tuple[int, int, int]]) -> Iterator[Case]:
+_TURN_EARLY = (
+    "max{(d-1)(f+b-w), 2(d-1)(f-w), (d-1)(2b-w) - f}, outputs early, f&b = f+bw",
+    lambda k, d: max((d - 1) * (k.f + k.b - k.w), 2 * (d - 1) * (k.f - k.w), (d - 1) * (2 * k.b - k.w) - k.f),
+    True,
+)
+
+
+def _pairs(
+    family: str, p: int, m: int, mixes: Iterable[tuple[int, int, int]], early: bool = False
+) -> Iterator[Case]:
     """Pairs that cost as much as their halves, and less."""
     for mix in mixes:
-        for saved in (0, 1, mix[0] // 2):
-            yield Case(family, p, m, 1 if family == "dualpipe" else 2, mix, pair=sum(mix) - saved)
+        for saved in (0,) if early else (0, 1, mix[0] // 2):
+            yield Case(
+                family, p, m, 1 if family == "dualpipe" else 2, mix, pair=sum(mix) - saved, early=early
+            )
 
 
 def _two_way() -> Iterator[Form]:
     even = (2, 4, 6, 8)
     yield _at_the_turn("dualpipe", *_TURN)
+    yield _at_the_turn("dualpipe", *_TURN_EARLY)
     most = [k for p in even for m in (2 * p, 2 * p + 2, 4 * p) for k in _pairs("dualpipe", p, m, MIXES)]
     yield Form("dualpipe", "p+1", "largest peak", most, lambda k: k.p + 1)
     official = Case("dualpipe", 8, 20, costs=(1, 1, 1), pair=3)

@@ -69,11 +69,32 @@ def test_both_outputs_of_a_pair_leave_at_its_end():
     assert timeline(trace, 1) == "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10"
 
 
-def test_a_pairs_forward_may_leave_early():
+def test_the_halves_of_a_pair_may_run_and_hand_over_on_their_own():
     program = written(TWO, 3, "0F0 (0F1;0B0)OVERLAP_F_B 0F2 0B1 0B2", PAIRS[1])
     late, soon = (timed(program, 1, 1, 1, pair_output=output) for output in ("end", "early"))
+    assert timeline(late, 0) == "0F0@0-1 0F1@4-7 0B0@4-7 0F2@7-8 0B1@10-12 0B2@13-15"
     assert timeline(late, 1) == "1F0@1-2 1B0@2-4 1F1@7-8 1B1@8-10 1F2@10-11 1B2@11-13"
-    assert timeline(soon, 1) == "1F0@1-2 1B0@2-4 1F1@5-6 1B1@6-8 1F2@8-9 1B2@9-11"
+    assert timeline(soon, 0) == "0F0@0-1 0F1@1-2 0B0@4-6 0F2@6-7 0B1@7-9 0B2@10-12"
+    assert timeline(soon, 1) == "1F0@1-2 1B0@2-4 1F1@4-5 1B1@5-7 1F2@7-8 1B2@8-10"
+    assert late.paired.sum() == 1
+    assert not soon.paired.any()
+
+
+def test_halves_on_their_own_take_the_pairs_time_when_both_can_start_at_once():
+    program = written(TWO, 3, "0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 (1F2;1B0)OVERLAP_F_B 1B1 1B2")
+    costs = {"pair": 4, "pair_output": "early"}
+    assert (
+        timeline(timed(program, 2, 1, 2, **costs), 1)
+        == "1F0@2-4 1F1@4-6 1F2@6-8 1B0@7-10 1B1@10-13 1B2@13-16"
+    )
+    late = timed(program, 2, 1, 2, latency=9, **costs)
+    assert timeline(late, 1) == "1F0@11-13 1F1@13-15 1F2@15-17 1B0@16-19 1B1@19-22 1B2@22-25"
+
+
+def test_handing_over_early_halves_dualpipes_bubble():
+    program = built("dualpipe", 8, 20)
+    assert makespan(timed(program, 1, 1, 1)) == 66
+    assert makespan(timed(program, 1, 1, 1, pair_output="early")) == 63
 
 
 def test_a_pair_may_take_less_than_its_halves():

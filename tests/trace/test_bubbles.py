@@ -96,6 +96,11 @@ def test_a_pair_counts_once_and_waits_for_what_comes_last():
     assert idle_of(trace, 0) == {"warm_up": 2, "cool_down": 1}
 
 
+def test_ops_at_the_same_time_count_once():
+    trace = trace_of("0F0@0-2 0F1@2-4 0B0@3-6 0B1@8-10")
+    assert busy(trace).tolist() == bubbles(trace).busy.tolist() == [8]
+
+
 def test_messages_are_no_work():
     trace = trace_of("RECV@0-2 0F0@2-3 SEND@3-9 0B0@4-6")
     assert (makespan(trace), longest(trace), busy(trace).tolist()) == (4, 4, [3])

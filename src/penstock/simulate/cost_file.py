@@ -9,7 +9,7 @@
     full = 17.9                        # a full backward; B + W otherwise
     R = 10.4                           # a recompute; F otherwise
     pair = 25.0                        # a fused pair; the sum of its halves otherwise
-    pair_output = "end"                # or "early": the forward's output leaves before the pair ends
+    pair_output = "end"                # or "early": each half's output leaves when the half is done
     message_bytes = 8388608            # an activation's bytes, or a list with those over every boundary
     latency = 0.00001                  # seconds
     bandwidth = 200e9                  # bytes a second

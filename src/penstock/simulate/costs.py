@@ -106,8 +106,9 @@ class Costs:
         seconds: seconds of an op, shape (stages, kinds of op), integers or floats.
         pair: seconds of a fused pair, one for each stage that its forward may be of, shape (stages,); None: the sum of
             its halves.
-        pair_output: "end": both outputs leave at the end of the pair. "early": the forward's leaves as soon as the time of
-            a forward has passed, and the backward's at the end.
+        pair_output: "end": a pair starts when both halves can, and both outputs leave at its end. "early": the forward
+            starts when its activation is there and its output leaves when its own time has passed; the backward ends, and
+            its output leaves, when the pair's time has passed and its own since the gradient came.
         communication: what messages cost.
     """
 
@@ -130,9 +131,9 @@ class Costs:
                 _number(f"pair of stage {stage}", cost)
         if self.pair_output not in get_args(PairOutput):
             raise ConfigError(f"pair_output must be end or early, not {self.pair_output!r}")
-        if self.pair_output == "early" and self.communication.blocks in ("sender", "both"):
+        if self.pair_output == "early" and self.communication.blocks != "none":
             raise ConfigError(
-                "pair_output early needs messages that do not block their sender: the pair is still computing"
+                "pair_output early needs messages that block nobody: the pair is still computing when they travel"
             )
 
     @property

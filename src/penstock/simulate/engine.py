@@ -23,6 +23,8 @@ from penstock.trace.events import Trace
 def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Trace:
     """Time every op of a program.
 
+    The halves of a pair whose outputs leave early are events of their own, each as long as its op.
+
     Args:
         program: what runs, in which order, and who takes from whom.
         costs: what it costs. If all of it is whole numbers the times are int64 and exact, float64 otherwise.
@@ -36,6 +38,7 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
     schedule = program.schedule
     costs.cover(schedule.stages)
     start, end = _times(program, costs)
+    apart = costs.pair_output == "early" and bool(schedule.paired.any())
     stuck = np.flatnonzero(end < 0)
     if len(stuck):
         raise ScheduleError(
@@ -50,7 +53,7 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
         schedule.microbatch,
         start,
         end,
-        schedule.paired,
+        np.zeros_like(schedule.paired) if apart else schedule.paired,
         held(schedule) if memory is None else memory,
         {
             "source": "simulated",
@@ -78,8 +81,8 @@ def _times(program: Program, costs: Costs) -> tuple[Table, Table]:
         communication.blocks in ("sender", "both"),
         communication.blocks in ("receiver", "both"),
     )
-    # Mostly an output leaves when its op ends, and one column serves for both.
-    apart = flags[0] or flags[1]
+    # But for blocked senders an output leaves when its op ends, and one column serves for both.
+    apart = flags[1]
     run = choose(_run, len(schedule))
     if run is _run:
         begin, finish = [-1] * len(schedule), [-1] * len(schedule)
@@ -131,6 +134,7 @@ def _run(
         while row < offsets[r + 1]:
             width = 2 if paired[row] else 1
             begin = now
+            second = now
             ready = True
             for k in range(row, row + width):
                 giver = source[k]
@@ -138,22 +142,35 @@ def _run(
                     there = leave[giver]
                     if there < 0:
                         ready = False
-                    elif rank[giver] == r:
-                        begin = max(begin, there)
-                    else:
+                    elif rank[giver] != r:
                         far = 0 if node[rank[giver]] == node[r] else 1
                         travel = transfer[2 * min(stage[k], stage[giver]) + far]
-                        begin = max(begin, there) + travel if receiver_blocks else max(begin, there + travel)
+                        if early and k > row:
+                            second = max(second, there + travel)
+                        elif receiver_blocks:
+                            begin = max(begin, there) + travel
+                        else:
+                            begin = max(begin, there + travel)
             if not ready:
                 break
-            now = begin + pair[row] if width == 2 else begin + seconds[kinds * stage[row] + kind[row]]
+            one = seconds[kinds * stage[row] + kind[row]]
+            if width == 1:
+                now = begin + one
+            elif early:
+                two = seconds[kinds * stage[row + 1] + kind[row + 1]]
+                now = max(begin + pair[row], second + two)
+            else:
+                now = begin + pair[row]
             done = now
             for k in range(row, row + width):
                 start[k] = begin
                 end[k] = done
-                leave[k] = now
-                if early and width == 2 and k == row:
-                    leave[k] = begin + seconds[kinds * stage[row] + kind[row]]
+                if early and width == 2:
+                    if k == row:
+                        end[k] = begin + one
+                    else:
+                        start[k] = done - two
+                leave[k] = now if sender_blocks else end[k]
                 taker = target[k]
                 if taker >= 0 and rank[taker] != r:
                     other = rank[taker]

@@ -63,11 +63,13 @@ def longest(trace: Trace) -> Any:
 
 
 def busy(trace: Trace) -> Times:
-    """How long every rank computes, shape (ranks,)."""
+    """How long every rank computes, shape (ranks,); ops at the same time count once."""
     work = trace.only(_BUSY)
-    spent = work.end - work.start
-    spent[1:][work.paired[:-1]] = 0
-    return _sum_by(work.rank, spent, trace.ranks)
+    total = np.zeros(trace.ranks, (trace.end[:0] - trace.start[:0]).dtype)
+    for rank, rows in _occupied(work).items():
+        start, end = work.start[rows], np.maximum.accumulate(work.end[rows])
+        total[rank] = (end - np.maximum(start, np.concatenate([start[:1], end[:-1]]))).clip(0).sum()
+    return total
 
 
 def bubble_fraction(trace: Trace) -> float:
@@ -230,10 +232,3 @@ def _is_backward(kind: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
 def _occupied(trace: Trace) -> dict[int, slice]:
     """Rank → its rows, for the ranks that have any."""
     return {rank: rows for rank, rows in enumerate(trace.rank_slices()) if rows.stop > rows.start}
-
-
-def _sum_by(rank: npt.NDArray[np.int32], time: Times, ranks: int) -> Times:
-    """Sums of `time` per rank, in its own type (bincount would turn integers into floats)."""
-    total = np.zeros(ranks, time.dtype)
-    np.add.at(total, rank, time)
-    return total
