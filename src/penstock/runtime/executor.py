@@ -76,6 +76,7 @@ class Executor:
         count = rows.stop - rows.start
         self.start = [0.0] * count
         self.end = [0.0] * count
+        self.held = [0] * count
         self.trains = bool((program.schedule.kind != Kind.F).any())
         self._work = Work()
         self._input_parcel: Parcel | None = None
@@ -244,7 +245,9 @@ class Executor:
             return self._weight(op.microbatch, stage, slot)
         half = op.kind == Kind.I and op not in self._merged
         run = stage.backward_input if half else stage.backward
-        return self._backward(op.microbatch, run, slot, take, give or self._input_gradient(op.microbatch))
+        return self._backward(
+            op.microbatch, stage, run, slot, take, give or self._input_gradient(op.microbatch)
+        )
 
     @cached_property
     def _merged(self) -> frozenset[Op]:
@@ -291,7 +294,7 @@ class Executor:
     def _forward(
         self, microbatch: int, stage: Stage, slot: int, take: Take, give: Give | None
     ) -> Callable[[], None]:
-        start, end, now = self.start, self.end, perf_counter
+        start, end, held, now = self.start, self.end, self.held, perf_counter
         assert give is not None, "only the last stage hands nothing on"
         split = (stage.index, microbatch) in self._split
         run = partial(stage.forward, split=split) if self.trains else stage.evaluate
@@ -301,12 +304,13 @@ class Executor:
             start[slot] = now()
             output = run(microbatch, parcel)
             end[slot] = now()
+            held[slot] = stage.held_bytes
             give(output)
 
         return op
 
     def _last_forward(self, microbatch: int, stage: Stage, slot: int, take: Take) -> Callable[[], None]:
-        start, end, now = self.start, self.end, perf_counter
+        start, end, held, now = self.start, self.end, self.held, perf_counter
         split = (stage.index, microbatch) in self._split
         run: Callable[..., tuple[Tensor | None, object]] = stage.evaluate_with_loss
         if self.trains:
@@ -319,6 +323,7 @@ class Executor:
             start[slot] = now()
             loss, output = run(microbatch, parcel, target, work.keep_outputs)
             end[slot] = now()
+            held[slot] = stage.held_bytes
             if loss is not None:
                 work.losses[microbatch] = loss
             if work.keep_outputs:
@@ -329,29 +334,32 @@ class Executor:
     def _backward(
         self,
         microbatch: int,
+        stage: Stage,
         run: Callable[[int, Parcel | None], Parcel],
         slot: int,
         take: Take | None,
         give: Give,
     ) -> Callable[[], None]:
-        start, end, now = self.start, self.end, perf_counter
+        start, end, held, now = self.start, self.end, self.held, perf_counter
 
         def op() -> None:
             grads = take() if take is not None else None
             start[slot] = now()
             inputs = run(microbatch, grads)
             end[slot] = now()
+            held[slot] = stage.held_bytes
             give(inputs)
 
         return op
 
     def _weight(self, microbatch: int, stage: Stage, slot: int) -> Callable[[], None]:
-        start, end, now = self.start, self.end, perf_counter
+        start, end, held, now = self.start, self.end, self.held, perf_counter
 
         def op() -> None:
             start[slot] = now()
             stage.backward_weight(microbatch)
             end[slot] = now()
+            held[slot] = stage.held_bytes
 
         return op
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.runtime.executor import Executor
 from penstock.trace.events import Trace
@@ -26,6 +27,7 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
     )
     start = np.concatenate([np.array(e.start) for e in executors])
     end = np.concatenate([np.array(e.end) for e in executors])
+    held = np.concatenate([_held(e) for e in executors])
     origin = start.min()
     return Trace(
         schedule.ranks,
@@ -36,6 +38,7 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
         start - origin,
         end - origin,
         schedule.paired[rows],
+        held,
         info={
             "source": "measured",
             "schedule": schedule.name,
@@ -43,3 +46,16 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
             "origin": float(origin),
         },
     )
+
+
+def _held(executor: Executor) -> npt.NDArray[np.int64]:
+    """Bytes a rank holds after each of its ops: the op's stage as recorded, the rank's others as they were last."""
+    rows = executor.program.schedule.rows(executor.rank)
+    stages = executor.program.schedule.stage[rows]
+    own = np.array(executor.held, np.int64)
+    total = np.zeros(len(own), np.int64)
+    for stage in np.unique(stages):
+        at = np.flatnonzero(stages == stage)
+        change = np.diff(own[at], prepend=0)
+        total[at] += change
+    return np.cumsum(total)

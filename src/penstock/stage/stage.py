@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PenstockError, SplitError
+from penstock.stage.footprint import Footprint
 from penstock.stage.layers import Layer
 from penstock.stage.values import Parcel, gradients, pack, unpack
 from penstock.stage.weight_grad import Delivery, Queue, deferring
@@ -60,6 +61,9 @@ class StageModule(nn.Module):
         return state
 
 
+_NO_TARGET = object()
+
+
 class _Saved(NamedTuple):
     """What a microbatch's backward needs: leaves that collect, roots to start from, and the weights' queue."""
 
@@ -76,6 +80,10 @@ class Stage:
         module: its layers.
         loss_fn: on the last stage ``loss_fn(output, target)``, a scalar, the mean over its microbatch.
         microbatches: how many microbatches share a step; the backward starts from loss / microbatches.
+
+    Attributes:
+        held_bytes: bytes that the held microbatches keep alive for their backwards, each counted as the first one of
+            its kind was measured; 0 for stages that hold compiled modules.
     """
 
     def __init__(
@@ -90,6 +98,9 @@ class Stage:
         self._shared: set[int] = set()
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._splits: bool | None = None
+        self.held_bytes = 0
+        self._saved_bytes: dict[bool, int] = {}
+        self._waiting_bytes: int | None = None
         # A stage's input is a leaf, into which autograd lets nobody write; a stage that begins so gets a copy.
         first = next((m for m in module.layers.modules() if next(m.children(), None) is None), None)
         self._writes_input = bool(getattr(first, "inplace", False))
@@ -111,7 +122,7 @@ class Stage:
             PenstockError: the microbatch is already held: used twice without a backward between.
         """
         value, collecting, queue = self._begin(microbatch, inputs, split)
-        output, roots = pack(self._run(value, queue))
+        output, roots = pack(self._run(value, queue, collecting))
         # The graph's ends are kept, not the outputs: their memory goes when the next stage is done with them.
         self._saved[microbatch] = _Saved(collecting, tuple(map(get_gradient_edge, roots)), queue)
         return output
@@ -121,8 +132,7 @@ class Stage:
     ) -> tuple[Tensor, object]:
         """As `forward`, on the last stage: returns the microbatch's loss and, if kept, the detached output."""
         value, collecting, queue = self._begin(microbatch, inputs, split)
-        result = self._run(value, queue)
-        loss = self.loss(result, target)
+        result, loss = self._run(value, queue, collecting, target)
         scaled = loss / self.microbatches
         self._saved[microbatch] = _Saved(collecting, (scaled,) if scaled.requires_grad else (), queue)
         return loss.detach(), _detached(result) if keep_output else None
@@ -139,11 +149,32 @@ class Stage:
             value = value.clone()
         return value, collecting, Queue() if split and self.splits else None
 
-    def _run(self, value: object, queue: Queue | None) -> object:
-        if queue is None:
-            return self.module(value)
-        with deferring(queue, self._shared):
-            return self.module(value)
+    def _run(
+        self, value: object, queue: Queue | None, collecting: tuple[Tensor, ...], target: object = _NO_TARGET
+    ) -> Any:
+        """The layers' output, with the loss if there is a target; the first microbatch is measured on the way."""
+
+        def call() -> Any:
+            if queue is None:
+                result = self.module(value)
+            else:
+                with deferring(queue, self._shared):
+                    result = self.module(value)
+            return result if target is _NO_TARGET else (result, self.loss(result, target))
+
+        split = queue is not None
+        if split in self._saved_bytes or not self.splits:
+            found = call()
+        else:
+            footprint = Footprint(self.module)
+            if queue is not None:
+                queue.note = footprint.add
+            found = footprint.run(call)
+            if queue is not None:
+                queue.note = None
+            self._saved_bytes[split] = footprint.of(collecting)
+        self.held_bytes += self._saved_bytes.get(split, 0)
+        return found
 
     @property
     def splits(self) -> bool:
@@ -219,22 +250,31 @@ class Stage:
             given = [(r, g) for r, g in zip(roots, grads.leaves, strict=True) if g is not None]
             if given:
                 torch.autograd.backward([r for r, _ in given], [g for _, g in given])
+        self.held_bytes -= self._saved_bytes.get(queue is not None, 0)
         if queue is not None and queue.pending:
             self._waiting[microbatch] = queue
+            if self._waiting_bytes is None:
+                self._waiting_bytes = Footprint(self.module).of(queue.tensors())
+            self.held_bytes += self._waiting_bytes
         return gradients(collecting)
 
     def backward_weight(self, microbatch: int) -> None:
         """The other half: the weight gradients that `backward_input` put off."""
         queue = self._waiting.pop(microbatch, None)
         if queue is not None:
+            self.held_bytes -= self._waiting_bytes or 0
             queue.work_off(self._deliveries)
         elif microbatch in self._saved:
             raise PenstockError(f"stage {self.index}, microbatch {microbatch}: W came before I")
 
     def drop(self) -> None:
         """Forget every microbatch, as after a failed step."""
+        for queue in (*self._waiting.values(), *(saved.queue for saved in self._saved.values())):
+            if queue is not None:
+                queue.clear()
         self._saved.clear()
         self._waiting.clear()
+        self.held_bytes = 0
 
 
 def _detached(value: object) -> object:

@@ -13,7 +13,7 @@ hooks, once for each microbatch, after the last contribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,28 @@ Weights = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 
 
 class Queue:
-    """What W has to do for one microbatch of one stage."""
+    """What W has to do for one microbatch of one stage.
 
-    __slots__ = ("pending",)
+    Attributes:
+        pending: (how, input, the input's version at its use, output gradient) of every use.
+        note: told of every input that is kept for W, while the forward runs.
+    """
+
+    __slots__ = ("note", "pending")
 
     def __init__(self) -> None:
         self.pending: list[tuple[Weights, Tensor, int, Tensor]] = []
+        self.note: Callable[[Tensor], None] | None = None
+
+    def clear(self) -> None:
+        """Drop everything. The hooks that fill the list hold it, and it holds what they hang on: a ring to be cut."""
+        self.pending.clear()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What it keeps alive: inputs and output gradients."""
+        for _, x, _, grad in self.pending:
+            yield x
+            yield grad
 
     def work_off(self, deliveries: dict[tuple[int, ...], Delivery]) -> None:
         """Compute the weight gradients and accumulate them; each parameter's hooks fire once.
@@ -56,7 +72,7 @@ class Queue:
                 for parameter, gradient in weights(x, grad):
                     before = total.get(id(parameter))
                     total[id(parameter)] = (parameter, gradient if before is None else before[1] + gradient)
-        self.pending = []
+        self.clear()
         key = tuple(total)
         if key:
             if key not in deliveries:
@@ -152,6 +168,8 @@ class deferring(TorchFunctionMode):  # noqa: N801 - used as a context manager, l
         if not output.requires_grad:
             anchor = torch.empty(0, requires_grad=True, device=output.device)
             output = _Anchor.apply(output, anchor)  # type: ignore[no-untyped-call]
+        if self.queue.note is not None:
+            self.queue.note(x)
         pending, version = self.queue.pending, x._version
         output.register_hook(lambda grad: pending.append((weights, x, version, grad)))  # type: ignore[no-untyped-call]
         return output

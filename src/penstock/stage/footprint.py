@@ -1,0 +1,48 @@
+"""How many bytes a microbatch keeps alive between its forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Footprint:
+    """Bytes of distinct storages, those of a module's own parameters and buffers left out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = {_key(t) for t in (*module.parameters(), *module.buffers())}
+        self._seen: dict[int, int] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, once."""
+        key = _key(tensor)
+        if key not in self._own:
+            self._seen[key] = tensor.untyped_storage().nbytes()
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._seen.values())
+
+    def of(self, tensors: Iterable[Tensor]) -> int:
+        """The bytes of these tensors."""
+        for tensor in tensors:
+            self.add(tensor)
+        return self.bytes
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Call a forward and count what autograd saves for its backward."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.add(tensor)
+            # Detached, so that an output that is saved does not keep its own graph alive.
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return call()
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
