@@ -102,10 +102,19 @@ def test_the_costs_and_the_limit_reach_a_family_that_adapts():
     assert loose["longest"] < tight["longest"]
 
 
-def test_a_limit_that_a_schedule_breaks_is_refused_with_what_it_needs():
+def test_options_reach_the_families_that_have_them():
+    words = ("-p", "4", "-m", "8", "-o", "group_size=8")
+    assert max(figures("interleaved-1f1b", *words)["peak_activations"]) == 15
+    found = figures("--compare", "1f1b,interleaved-1f1b", *words)["schedules"]
+    assert [max(one["peak_activations"]) for one in found] == [4, 15]
     with pytest.raises(
-        ConfigError, match=r"1f1b holds 4 activations on rank 0, .* limit of 3; give it at least 4"
+        ConfigError, match=r"none of these schedules has an option 'group_siz' \(did you mean"
     ):
+        run("--compare", "1f1b,interleaved-1f1b", "-p", "4", "-m", "8", "-o", "group_siz=8")
+
+
+def test_a_limit_that_a_schedule_breaks_is_refused_with_what_it_needs():
+    with pytest.raises(ConfigError, match=r"rank 0 holds 4 after 0F3, op 4 of its list, and may hold 3"):
         run("1f1b", "-p", "4", "-m", "8", "--memory-limit", "3")
     assert figures("1f1b", "-p", "4", "-m", "8", "--memory-limit", "4")["makespan"] == 33
 
@@ -122,7 +131,9 @@ def test_a_limit_that_a_schedule_breaks_is_refused_with_what_it_needs():
         (("1f1b", "-p", "4", "-m", "4", "--costs", "no.toml"), "or a file; 'no.toml' is neither"),
         (("1f1b", "-p", "4", "-m", "4", "--latency", "x"), "--latency is a number of seconds, not 'x'"),
         (("1f1b", "-p", "4", "-m", "4", "--latency", "-1"), "latency must be a finite number of at least 0, not -1"),
-        (("zb-auto", "-p", "4", "-m", "4", "--memory-limit", "0.5"), "1 is the least"),
+        (("zb-auto", "-p", "4", "-m", "4", "--memory-limit", "0"), "1 is the least"),
+        (("1f1b", "-p", "4", "-m", "4", "-o", "group_size"), "--option is NAME=VALUE, as in group_size=4, not"),
+        (("1f1b", "-p", "4", "-m", "4", "-o", "group_size=4"), "1f1b has no option 'group_size'"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_line(words: tuple[str, ...], message: str):

@@ -117,6 +117,10 @@ def test_a_trace_without_events_has_no_bubble():
     assert bubbles(empty).busy.tolist() == [0, 0]
 
 
+def test_the_share_is_of_the_ranks_that_were_seen():
+    assert bubble_fraction(trace_of("", "0F0@0-2 0B0@3-5", "")) == pytest.approx(1 / 5)
+
+
 def test_a_rank_without_events_idles_all_the_time():
     split = bubbles(trace_of("0F0@0-2", ""))
     assert split.idle["imbalance"].tolist() == [0, 2]

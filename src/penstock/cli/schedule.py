@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from penstock.cli.given import find_schedule, named_values
 from penstock.errors import ConfigError, ScheduleError
 
 if TYPE_CHECKING:
@@ -285,37 +286,7 @@ def _schedule(
     options: tuple[str, ...],
 ) -> Schedule:
     """The schedule that the argument and options name."""
-    from penstock.schedule.families import FAMILIES, build_schedule
-    from penstock.schedule.text import read_csv
-
-    if schedule.lower().endswith(".csv"):
-        found = read_csv(schedule)
-        own = (found.ranks, found.microbatches, found.stages // found.ranks)
-        names = ("ranks", "microbatches", "virtual stages")
-        for what, given, its in zip(names, (ranks, microbatches, virtual_stages), own, strict=True):
-            if given not in (None, its):
-                raise ConfigError(
-                    f"{schedule} is a schedule of {its} {what}, not {given}; leave the option out"
-                )
-        if options:
-            raise ConfigError(f"{schedule} is a file, and takes no --option")
-        return found
-    if schedule in FAMILIES and (ranks is None or microbatches is None):
-        missing = "--ranks" if ranks is None else "--microbatches"
-        raise ConfigError(f"{schedule} is a family, and {missing} is missing")
-    values = dict(_named_value(option) for option in options)
-    return build_schedule(schedule, ranks or 1, microbatches or 1, virtual_stages, **values)
-
-
-def _named_value(option: str) -> tuple[str, object]:
-    """NAME=VALUE, the value a number, a list of numbers as in [1,2,3], or a word."""
-    name, equals, text = option.partition("=")
-    if not equals or not name:
-        raise ConfigError(f"--option is NAME=VALUE, as in group_size=4, not {option!r}")
-    try:
-        return name, json.loads(text)
-    except ValueError:
-        return name, text
+    return find_schedule(schedule, ranks, microbatches, virtual_stages, named_values(options))
 
 
 def _budget(limit: int | None, saved: str, waiting: str, freed_at: str) -> Budget:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.cli.given import find_schedule, named_values, need_counts
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.table import Table
 
     from penstock.schedule.placement import Placement
@@ -57,11 +60,15 @@ _CAUSES = {
 )
 @click.option(
     "--memory-limit",
-    type=float,
+    type=int,
     metavar="N",
     help="Activations (a microbatch on a stage) that a rank may hold. A family that adapts keeps within it, any other "
     "is refused if it holds more.",
 )
+@click.option(
+    "--option", "-o", "options", multiple=True, metavar="NAME=VALUE",
+    help="A further parameter of the family, as in group_size=4; several times.",
+)  # fmt: skip
 @click.option("--compare", metavar="A,B,C", help="Schedules to put side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -71,7 +78,8 @@ def command(
     virtual_stages: int | None,
     costs: str,
     latency: str | None,
-    memory_limit: float | None,
+    memory_limit: int | None,
+    options: tuple[str, ...],
     compare: str | None,
     as_json: bool,
 ) -> None:
@@ -81,81 +89,85 @@ def command(
     list in order, every op as soon as what it needs is there. Two percentages of idle time are in use, and both are
     printed: that of the makespan, over all ranks, and that of the longest rank, which is the zero-bubble paper's.
     """
-    names = [*([schedule] if schedule else []), *((compare or "").replace(",", " ").split())]
+    others = [name.strip() for name in (compare or "").split(",") if name.strip()]
+    names = [*([schedule] if schedule else []), *others]
     if not names:
         raise click.UsageError("name a schedule, or several with --compare")
-    counts = (ranks, microbatches, virtual_stages)
-    runs = [_run(name, counts, costs, latency, memory_limit, alone=len(names) == 1) for name in names]
+    values = named_values(options)
+    if compare is not None:
+        _check_options(values, names)
+    runs = []
+    for name in names:
+        fitting = (virtual_stages, values) if compare is None else _fitting(name, virtual_stages, values)
+        found = _schedule(name, ranks, microbatches, *fitting, costs, latency, memory_limit)
+        runs.append(_run(found, costs, latency, memory_limit))
     if as_json:
-        found = [metrics.as_dict() for metrics, _ in runs]
-        click.echo(json.dumps(found[0] if compare is None else {"schedules": found}))
+        figures = [metrics.as_dict() for metrics, _ in runs]
+        click.echo(json.dumps(figures[0] if compare is None else {"schedules": figures}))
     elif compare is None:
         _show(*runs[0])
     else:
         _show_side_by_side([metrics for metrics, _ in runs])
 
 
-def _run(
-    name: str, counts: tuple[int | None, int | None, int | None], costs: str, latency: str | None,
-    memory_limit: float | None, *, alone: bool,
-) -> tuple[Metrics, Trace]:  # fmt: skip
-    from penstock.schedule.check import check
-    from penstock.simulate.engine import simulate
-    from penstock.simulate.metrics import measure
+def _check_options(values: Mapping[str, object], names: list[str]) -> None:
+    """Of several schedules at least one has to take each option."""
+    from penstock.errors import nearest
+    from penstock.schedule.families import FAMILIES
 
-    if name.lower().endswith(".csv"):
-        schedule = _from_file(name, counts)
-    else:
-        schedule = _from_family(name, counts, costs, latency, memory_limit, alone=alone)
-    program = check(schedule).program
-    priced = _priced(costs, latency, schedule.placement)
-    trace = simulate(program, priced)
-    metrics = measure(schedule, priced, trace)
-    most = int(metrics.peak_activations.max())
-    if memory_limit is not None and most > memory_limit:
-        rank = int(metrics.peak_activations.argmax())
-        raise ConfigError(
-            f"{schedule.name} holds {most} activations on rank {rank}, more than the limit of {memory_limit:g}; give it "
-            f"at least {most}, or use zb-auto, which keeps within what it is given"
-        )
-    return metrics, trace
+    known = sorted({option for name in names if name in FAMILIES for option in FAMILIES[name].options})
+    for option in values:
+        if option not in known:
+            taken = f"they take {', '.join(known)}" if known else "they take none"
+            raise ConfigError(
+                f"none of these schedules has an option {option!r}{nearest(option, known)}; {taken}"
+            )
 
 
-def _from_file(path: str, counts: tuple[int | None, int | None, int | None]) -> Schedule:
-    from penstock.schedule.text import read_csv
+def _fitting(
+    name: str, virtual_stages: int | None, values: Mapping[str, object]
+) -> tuple[int | None, dict[str, object]]:
+    """What of the virtual stages and options one schedule of several takes."""
+    from penstock.schedule.families import FAMILIES
 
-    schedule = read_csv(path)
-    own = (schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks)
-    for what, given, found in zip(("ranks", "microbatches", "virtual stages"), counts, own, strict=True):
-        if given not in (None, found):
-            raise ConfigError(f"{path} is a schedule of {found} {what}, not {given}; leave the option out")
-    return schedule
+    family = FAMILIES.get(name)
+    if family is None:
+        return None, {}
+    taken = {option: value for option, value in values.items() if option in family.options}
+    return virtual_stages if family.chooses_virtual_stages else None, taken
 
 
-def _from_family(
-    name: str, counts: tuple[int | None, int | None, int | None], costs: str, latency: str | None,
-    memory_limit: float | None, *, alone: bool,
+def _schedule(
+    name: str, ranks: int | None, microbatches: int | None, virtual_stages: int | None,
+    values: Mapping[str, object], costs: str, latency: str | None, memory_limit: int | None,
 ) -> Schedule:  # fmt: skip
-    from penstock.schedule.families import FAMILIES, build_schedule
+    """The schedule; a family that adapts to costs, latency and memory is given those of the simulation."""
+    from penstock.schedule.families import FAMILIES
     from penstock.schedule.ops import Kind
     from penstock.schedule.placement import Placement
 
-    ranks, microbatches, virtual_stages = counts
-    if ranks is None or microbatches is None:
-        missing = "--ranks" if ranks is None else "--microbatches"
-        raise ConfigError(f"{name} is a family, and {missing} is missing")
-    family = FAMILIES.get(name)
-    options: dict[str, object] = {}
-    if family is not None:
-        if not (alone or family.chooses_virtual_stages):
-            virtual_stages = None
-        if "costs" in family.options:
-            priced = _priced(costs, latency, Placement.loop(ranks))
-            options["costs"] = tuple(priced.seconds[:, kind].tolist() for kind in (Kind.F, Kind.I, Kind.W))
-            options["latency"] = float(priced.communication.transfer(ranks).max(initial=0))
-        if "memory_limit" in family.options and memory_limit is not None:
-            options["memory_limit"] = memory_limit
-    return build_schedule(name, ranks, microbatches, virtual_stages, **options)
+    known: dict[str, object] = {}
+    if name in FAMILIES and "costs" in FAMILIES[name].options:
+        placement = Placement.loop(need_counts(name, ranks, microbatches)[0])
+        priced = _priced(costs, latency, placement)
+        known["costs"] = tuple(priced.seconds[:, kind].tolist() for kind in (Kind.F, Kind.I, Kind.W))
+        known["latency"] = float(priced.communication.transfer(placement.stages).max(initial=0))
+        known |= {} if memory_limit is None else {"memory_limit": memory_limit}
+    return find_schedule(name, ranks, microbatches, virtual_stages, known | dict(values))
+
+
+def _run(
+    schedule: Schedule, costs: str, latency: str | None, memory_limit: int | None
+) -> tuple[Metrics, Trace]:
+    from penstock.schedule.check import check
+    from penstock.schedule.memory import Budget
+    from penstock.simulate.engine import simulate
+    from penstock.simulate.metrics import measure
+
+    program = check(schedule, budget=None if memory_limit is None else Budget(memory_limit)).program
+    priced = _priced(costs, latency, schedule.placement)
+    trace = simulate(program, priced)
+    return measure(schedule, priced, trace), trace
 
 
 def _priced(costs: str, latency: str | None, placement: Placement) -> Costs:

@@ -73,8 +73,11 @@ def busy(trace: Trace) -> Times:
 
 
 def bubble_fraction(trace: Trace) -> float:
-    """The idle share of ranks × makespan, between 0 and 1; 0 for a trace without events."""
-    whole = float(makespan(trace)) * trace.ranks
+    """The idle share of ranks × makespan, between 0 and 1; 0 for a trace without events.
+
+    Ranks without any event are not counted: a process that saw only its own ranks says how idle these were.
+    """
+    whole = float(makespan(trace)) * len(_occupied(trace))
     return 1.0 - float(busy(trace).sum()) / whole if whole > 0 else 0.0
 
 
