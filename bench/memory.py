@@ -1,0 +1,185 @@
+"""Peak bytes of activations a rank holds: measured, beside what the schedule alone predicts.
+
+Measured is the truth of the allocator: a dispatch mode sees every tensor that the rank's ops make and when its memory goes;
+between ops, what is alive and no parameter gradient is activations. Predicted is `penstock.schedule.memory` from the
+bytes one microbatch keeps alive on each stage (what I leaves behind for W is less than what F saved), measured the same
+way with nothing else around. Four ranks in threads.
+
+    python -m bench.memory [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench.compare import emit, machine
+from penstock.runtime.executor import Executor
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.memory import peak
+from penstock.stage.stage import Stage
+from penstock.stage.values import Parcel
+from penstock.train.config import ModelConfig
+from penstock.train.models.llama import layers
+from penstock.train.models.subject import next_token_loss
+
+RANKS, SEQUENCE, ROWS = 4, 64, 2
+NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "v-min")
+CONFIG = ModelConfig(vocabulary=256, width=64, layers=16, heads=4, kv_heads=4, hidden=256)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of memory made within the mode and not yet given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in before and key not in self._storages:
+                    self.bytes += storage.nbytes()
+                    size = storage.nbytes()
+                    self._storages[key] = weakref.ref(storage, lambda _, k=key, n=size: self._gone(k, n))
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self.bytes -= size
+        self._storages.pop(key, None)
+
+
+def microbatches(count: int) -> tuple[Tensor, Tensor]:
+    """Random tokens for a step."""
+    tokens = torch.randint(0, 256, (count * ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def pipeline(name: str, count: int) -> Pipeline:
+    """Four ranks of the built-in model."""
+    virtual = 2 if FAMILIES[name].chooses_virtual_stages and name != "zb-h1" else 1
+    return Pipeline(
+        layers(CONFIG),
+        next_token_loss,
+        microbatches=count,
+        schedule=name,
+        ranks=RANKS,
+        virtual_stages=virtual,
+    )
+
+
+def measured(name: str, count: int) -> list[int]:
+    """Peak bytes a rank, between the ops of a step; the gradients exist before it, so none is made in it."""
+    with pipeline(name, count) as pipe:
+        pipe.step(*microbatches(count))
+        executors: list[Executor] = pipe._executors[True]
+        peaks = [0] * RANKS
+        for executor in executors:
+            instrument(executor, peaks)
+        pipe.step(*microbatches(count))
+    return peaks
+
+
+def instrument(executor: Executor, peaks: list[int]) -> None:
+    """Run every op of a rank within `Live`, and note the most that is alive between ops."""
+    live = Live()
+
+    def wrap(op: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            with live:
+                op()
+            peaks[executor.rank] = max(peaks[executor.rank], live.bytes)
+
+        return run
+
+    executor._ops = [wrap(op) for op in executor._ops]
+
+
+def one_microbatch(stage: Stage, x: Parcel, target: Tensor | None, split: bool) -> tuple[Parcel, int, int]:
+    """Output, bytes alive after the forward (the output left out), and bytes alive after I."""
+    live = Live()
+    with live:
+        if target is None:
+            out = stage.forward(0, x, split)
+            grads: Parcel | None = Parcel(tuple(torch.ones_like(leaf) for leaf in out.leaves))
+        else:
+            stage.forward_with_loss(0, x, target, False, split)
+            out, grads = Parcel((None,)), None
+        ends = sum(
+            leaf.nbytes for p in (out, grads) if p is not None for leaf in p.leaves if leaf is not None
+        )
+        saved = live.bytes - ends
+        waiting = 0
+        if split:
+            stage.backward_input(0, grads)
+            waiting = live.bytes - ends
+            stage.backward_weight(0)
+        else:
+            stage.backward(0, grads)
+    return out, saved, waiting
+
+
+def predicted(name: str, count: int) -> list[int]:
+    """Peak bytes a rank by the schedule."""
+    schedule = build_schedule(name, RANKS, count)
+    split = bool((schedule.kind == 2).any())
+    saved, waiting = [], []
+    with pipeline(name, count) as pipe:
+        pipe.step(*microbatches(count))  # so that gradients exist and nothing is measured for the first time
+        x, y = microbatches(1)
+        parcel = Parcel((x,))
+        for s in range(schedule.stages):
+            last = s == schedule.stages - 1
+            stage = pipe.stages[s]
+            out, after_forward, after_input = one_microbatch(stage, parcel, y if last else None, split)
+            saved.append(
+                after_forward + (0 if last else out.leaves[0].nbytes)
+            )  # its output is the next one's input
+            waiting.append(after_input)
+            if not last:
+                parcel = Parcel((out.leaves[0].detach(),), None, (True,))
+    return peak(schedule, saved, waiting, freed_at="B").tolist()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(RANKS)
+    rows, lines = (
+        [],
+        [f"{'schedule':18}{'m':>4}  {'measured / predicted, by rank':40}{'largest peak MB':>16}"],
+    )
+    for name in NAMES:
+        for count in (2 * RANKS, 4 * RANKS):
+            ours, expected = measured(name, count), predicted(name, count)
+            ratios = [a / b for a, b in zip(ours, expected, strict=True)]
+            rows.append({"schedule": name, "microbatches": count, "measured": ours, "predicted": expected})
+            shown = " ".join(f"{r:.3f}" for r in ratios)
+            lines.append(f"{name:18}{count:4}  {shown:40}{max(ours) / 2**20:16.1f}")
+    worst = max(abs(a / b - 1) for r in rows for a, b in zip(r["measured"], r["predicted"], strict=True))
+    lines.append(f"largest deviation {worst:.1%}; {machine()}")
+    total = [sum(sum(r[k]) for r in rows) for k in ("measured", "predicted")]
+    emit(
+        {"ours": total[0], "peer": total[1], "ratio": total[0] / total[1], "rows": rows}, lines, options.json
+    )
+
+
+if __name__ == "__main__":
+    main()
