@@ -70,7 +70,7 @@ class Pipeline:
         virtual_stages: stages a rank, for the families that let one choose; families that always have two (V, waves)
             have two.
         split: which layers make up which stage; see `penstock.stage.split.split_layers`.
-        device: where the stages live; by default where the parameters are (in processes with CUDA, the local GPU).
+        device: where the stages, and each batch, are moved; by default everything stays where it is.
         timeout: the longest any wait between ranks may last, in seconds.
 
     Raises:
@@ -112,14 +112,14 @@ class Pipeline:
         self.rank = world.rank if world is not None and self.in_processes else 0
         self._local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
         local = sorted({s for r in self._local_ranks for s in self.schedule.placement.stages_of[r]})
-        place = torch.device(device) if device is not None else None
+        self.device = torch.device(device) if device is not None else None
         last = self.schedule.stages - 1
         holders = self.schedule.placement.holders
 
         def stage(s: int, module: StageModule) -> Stage:
             return Stage(s, module, loss_fn if s == last else None, microbatches)
 
-        self.stages = {s: stage(s, StageModule(runs[s], place)) for s in local}
+        self.stages = {s: stage(s, StageModule(runs[s], self.device)) for s in local}
         # In threads a stage's further copies share the first one's memory; in processes each has its own.
         self._copies = {
             (rank, s): stage(s, alias(self.stages[s].module))
@@ -353,11 +353,11 @@ class Pipeline:
         if self.holds_first:
             if x is None:
                 raise BatchError("the rank of the first stage needs the input x")
-            inputs = slices(x, m, "the input x")
+            inputs = slices(x, m, "the input x", self.device)
         if self.holds_last:
             if y is None and trains:
                 raise BatchError("the rank of the last stage needs the target y")
-            targets = slices(y, m, "the target y") if y is not None else []
+            targets = slices(y, m, "the target y", self.device) if y is not None else []
         return inputs, targets
 
     def _result(self, works: list[Work]) -> StepResult:

@@ -106,8 +106,14 @@ def load_structure(text: str) -> Any:
     return _pytree.treespec_loads(text)
 
 
-def slices(value: object, microbatches: int, what: str) -> list[object]:
+def slices(value: object, microbatches: int, what: str, device: torch.device | None = None) -> list[object]:
     """Cut a batch along dimension 0 into equal microbatches: every tensor in it; other leaves go to all.
+
+    Args:
+        value: a tensor, or tensors in tuples, lists and dicts.
+        microbatches: how many.
+        what: the value is, for the error.
+        device: where the tensors are to be; None leaves them.
 
     Raises:
         BatchError: no tensor, or a batch size that `microbatches` does not divide.
