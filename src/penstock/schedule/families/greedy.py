@@ -55,6 +55,31 @@ class Problem:
         """The most microbatches a rank can have in flight."""
         return int(min(self.limit + _ROUNDING, self.microbatches))
 
+    @property
+    def head(self) -> Floats:
+        """When the first activation can reach each rank."""
+        return np.concatenate([[0.0], np.cumsum(self.forward + self.latency)[:-1]])
+
+    @property
+    def round_trip(self) -> Floats:
+        """Seconds from when a microbatch's forward starts on a rank to when its gradient can be back there."""
+        down = np.cumsum((self.forward + self.latency)[::-1])[::-1] - self.latency
+        up = np.cumsum((self.input_gradient + self.latency)[::-1])[::-1]
+        down[:-1] += up[1:]
+        return down
+
+    @property
+    def least(self) -> Score:
+        """What no order goes below.
+
+        Until its first gradient is back a rank has forwards to run only, as many as it may hold; and after the
+        last gradient leaves a rank, those before it and the first rank's weight half are still to come.
+        """
+        m, f, b, w = self.microbatches, self.forward, self.input_gradient, self.weight_gradient
+        span = m * (f + b + w) + np.maximum(0.0, self.round_trip - self.most_ahead * f)
+        chain = m * (f + b) + np.concatenate([[0.0], np.cumsum(b + self.latency)[:-1]]) + w[0]
+        return float(span.max()), float((self.head + np.maximum(span, chain)).max())
+
     def fits(self, lists: Lists) -> bool:
         """Whether no rank ever holds more than the limit."""
         change = np.array([1.0, self.kept - 1.0, -self.kept])
@@ -158,8 +183,8 @@ def _construct(
             awaited = min(gradient, forward)
             if gradient <= now:
                 chosen = 1
-            elif forward <= now and gradient - now >= patience[r] * f[r] and (room or pending):
-                chosen = 0
+            elif forward <= now and patience[r] < never and (room or pending):
+                chosen = 0 if gradient - now >= patience[r] * f[r] else -1
         else:
             awaited = forward if patience[r] == never else min(gradient, forward)
             if forward <= now and (room or pending):

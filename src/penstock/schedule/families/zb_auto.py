@@ -8,7 +8,7 @@ result is never worse than they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, TypeGuard
@@ -26,14 +26,14 @@ from penstock.schedule.schedule import Schedule, plain_columns
 Objective = Literal["longest", "makespan"]
 Cost = float | Sequence[float]
 
-EFFORT = 6_000_000
-"""Ops that all constructions together may time; half as many for the improvement."""
+EFFORT = 3_000_000
+"""Ops that all constructions together may time, and as many for the improvement."""
 
 _SLACKS = (0.0, 0.999, 0.5, 0.75, 0.25)
 _STYLES = ((math.inf, False), (0.0, False), (0.0, True), (0.5, False), (1.0, False), (0.5, True), (1.0, True))
 _SAME = 1e-9
 """Times that differ by less, relatively, differ by rounding."""
-_STARTS = 3
+_STARTS = 2
 _MOVES_AN_OP = 200
 
 
@@ -104,16 +104,27 @@ def zb_auto(
     return Schedule.from_columns("zb-auto", Placement.loop(p), m, columns, options)
 
 
+Rank = tuple[bool, float, float]
+"""How good a score is, the least being the best: over the bound or not, what is minimised, the other."""
+
+
 @dataclass(frozen=True)
 class _Target:
-    """What to minimise, and what the other measure may not exceed."""
+    """What to minimise, what the other measure may not exceed, and what no order goes below."""
 
     first: int
     bound: float
+    least: Score
 
-    def __call__(self, value: Score) -> tuple[bool, float, float]:
+    def __call__(self, value: Score) -> Rank:
         other = value[1 - self.first]
         return other > self.bound, value[self.first], other
+
+    def reached(self, rank: Rank) -> bool:
+        """Whether nothing is better."""
+        return rank[1] <= self.least[self.first] * (1 + _SAME) and rank[2] <= self.least[1 - self.first] * (
+            1 + _SAME
+        )
 
 
 def _best_lists(problem: Problem, objective: Objective) -> npt.NDArray[np.int8]:
@@ -121,12 +132,15 @@ def _best_lists(problem: Problem, objective: Objective) -> npt.NDArray[np.int8]:
     first = 0 if objective == "longest" else 1
     fixed = [(score(problem, lists), lists) for lists in _handcrafted(problem)]
     bound = min(((s[first], s[1 - first]) for s, _ in fixed), default=(0.0, math.inf))[1] * (1 + _SAME)
-    target = _Target(first, bound)
-    tried = _search(problem, target)
-    lists = construct(problem, tried)[1]
-    _, lists = min([*fixed, (score(problem, lists), lists)], key=lambda known: target(known[0]))
+    target = _Target(first, bound, problem.least)
+    tried = construct(problem, _search(problem, target))[1]
+    rank, _, lists = min(
+        (target(found), n, lists) for n, (found, lists) in enumerate([*fixed, (score(problem, tried), tried)])
+    )
+    if target.reached(rank):
+        return lists
     ops = lists.size
-    return improve(problem, lists, first, bound, min(_MOVES_AN_OP * ops, EFFORT // 2 // ops))
+    return improve(problem, lists, first, bound, min(_MOVES_AN_OP * ops, EFFORT // ops))
 
 
 def _handcrafted(problem: Problem) -> Iterator[npt.NDArray[np.int8]]:
@@ -139,11 +153,11 @@ def _handcrafted(problem: Problem) -> Iterator[npt.NDArray[np.int8]]:
             yield lists
 
 
-def _search(problem: Problem, target: Callable[[Score], tuple[bool, float, float]]) -> Policy:
+def _search(problem: Problem, target: _Target) -> Policy:
     """The best policy: a grid of those equal on all ranks, then changes of one rank of the best of them."""
     p, m = problem.ranks, problem.microbatches
     left = max(60, EFFORT // (3 * p * m))
-    found: list[tuple[tuple[bool, float, float], int, Policy]] = []
+    found: list[tuple[Rank, int, Policy]] = []
     for n, ((patience, backward_first), slack, ahead) in enumerate(
         product(_STYLES, _SLACKS, _warm_ups(problem))
     ):
@@ -151,22 +165,25 @@ def _search(problem: Problem, target: Callable[[Score], tuple[bool, float, float
             break
         policy = Policy(ahead, np.full(p, slack), np.full(p, patience), np.full(p, backward_first))
         found.append((target(construct(problem, policy)[0]), n, policy))
+        if target.reached(found[-1][0]):
+            return policy
     left -= len(found)
     found.sort(key=lambda entry: entry[:2])
-    best = found[0][0], found[0][2]
-    for value, _, policy in found[:_STARTS]:
+    best, _, best_policy = found[0]
+    for rank, _, policy in found[:_STARTS]:
         better = True
-        while better and left > 0:
+        while better and left > 0 and not target.reached(rank):
             better = False
             for changed in _neighbours(problem, policy):
                 left -= 1
-                changed_value = target(construct(problem, changed)[0])
-                if changed_value < value:
-                    value, policy, better = changed_value, changed, True
+                changed_rank = target(construct(problem, changed)[0])
+                if changed_rank < rank:
+                    rank, policy, better = changed_rank, changed, True
                 if left <= 0:
                     break
-        best = min(best, (value, policy), key=lambda known: known[0])
-    return best[1]
+        if rank < best:
+            best, best_policy = rank, policy
+    return best_policy
 
 
 def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
@@ -194,12 +211,8 @@ def _warm_ups(problem: Problem) -> list[npt.NDArray[np.int64]]:
     p, f = problem.ranks, problem.forward
     depth = np.arange(p - 1, -1, -1)
     ways = []
-    # When a rank's first forward starts and when its first gradient is there.
-    start = np.concatenate([[0.0], np.cumsum(f + problem.latency)[:-1]])
-    back = np.cumsum((problem.input_gradient + problem.latency)[::-1])[::-1]
-    there = f.sum() + (p - 1) * problem.latency + np.append(back[1:], 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        fitting = np.where(f > 0, (there - start) / f, problem.most_ahead)
+        fitting = np.where(f > 0, problem.round_trip / f, problem.most_ahead)
     for round_up in (0.999, 0.5, 0.0):
         ways.append(fitting + round_up)
     for more in (1, 2, 3):

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli import main
+from penstock.cli.schedule import command
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.text import read_csv, write_csv
+
+
+def run(*words: object) -> Result:
+    result = CliRunner().invoke(command, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> str:
+    """What the command says when it refuses; it must be one line and exit code 2."""
+    monkeypatch.setattr("sys.argv", ["penstock", "schedule", *map(str, words)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("penstock: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def test_the_list_has_source_needs_bubble_and_peak_of_every_family():
+    lines = run("list", "-p", 4, "-m", 8).output.splitlines()
+    at = lines.index("zb-h1             Zero Bubble, 2401.10241; any counts; split backward")
+    assert lines[at + 1] == "  bubble  3                       (p-1)(F+B-W), m ≥ p, W ≤ F"
+    assert lines[at + 2] == "  peak    4                       min(p, m)"
+    assert [
+        line.split()[0] for line in lines if line and not line.startswith((" ", "4 ranks", "Peak"))
+    ] == list(FAMILIES)
+
+
+def test_the_list_for_a_program_has_formulas_and_what_was_measured():
+    found = json.loads(run("list", "-p", 4, "-m", 8, "-v", 4, "--json").output)
+    assert (found["ranks"], found["microbatches"]) == (4, 8)
+    rows = {row["name"]: row for row in found["families"]}
+    assert list(rows) == list(FAMILIES)
+    assert rows["interleaved-1f1b"]["virtual_stages"] == 4
+    assert rows["interleaved-1f1b"]["bubble"] == {"formula": "(p-1)(F+B+W)/v, m ≥ p", "value": 2.25}
+    assert rows["interleaved-1f1b"]["options"] == ["group_size"]
+    assert rows["1f1b"]["peak"] == {"formula": "min(p-r, m)", "value": [4, 3, 2, 1]}
+    assert rows["v-min"]["bubble"]["value"] == 5.5
+    assert rows["dualpipe"]["in_order"] is False
+    assert all(row["refused"] is None for row in rows.values())
+
+
+def test_the_list_says_which_counts_a_family_refuses():
+    rows = {
+        row["name"]: row
+        for row in json.loads(run("list", "-p", 3, "-m", 2, "-v", 3, "--json").output)["families"]
+    }
+    refusing = {name: row["refused"] for name, row in rows.items() if row["refused"]}
+    assert list(refusing) == ["dualpipe", "chimera", "hanayo"]
+    assert "even number of ranks, not 3" in refusing["dualpipe"]
+    assert "even number of ranks, not 3" in run("list", "-p", 3, "-m", 2).output
+
+
+def test_show_prints_the_ops_of_every_rank():
+    assert run("show", "1f1b", "-p", 2, "-m", 3).output == (
+        "1f1b: 2 ranks, 2 stages, 3 microbatches\n\n"
+        "rank 0  0F0 0F1 0B0 0F2 0B1 0B2\n"
+        "rank 1  1F0 1B0 1F1 1B1 1F2 1B2\n"
+    )
+
+
+def test_show_program_prints_what_every_rank_carries_out():
+    lines = run("show", "chimera", "-p", 2, "-m", 2, "--program").output.splitlines()
+    assert lines[:4] == [
+        "rank 0",
+        "  post #0 for 1F1 from rank 1",
+        "  post #1 for 0B0 from rank 1",
+        "  run 0F0",
+    ]
+    assert sum("reduce stage" in line for line in lines) == 4
+
+
+def test_options_of_a_family_are_passed_on():
+    shown = run("show", "interleaved-1f1b", "-p", 2, "-m", 5, "-v", 2, "-o", "group_size=3").output
+    schedule = build_schedule("interleaved-1f1b", 2, 5, 2, group_size=3)
+    assert shown.splitlines()[2:] == [f"rank {r}  {schedule.text(r)}" for r in range(2)]
+    found = run("show", "zb-auto", "-p", 2, "-m", 2, "-o", "costs=[1,2,1]", "-o", "objective=makespan").output
+    wanted = build_schedule("zb-auto", 2, 2, costs=(1, 2, 1), objective="makespan")
+    assert found.splitlines()[2:] == [f"rank {r}  {wanted.text(r)}" for r in range(2)]
+
+
+def test_check_says_what_was_proved():
+    assert run("check", "zb-h1", "-p", 2, "-m", 4).output == (
+        "zb-h1: 2 ranks, 2 stages, 4 microbatches: valid\n"
+        "24 ops, each once and after what it needs; the longest chain of waits has 13\n"
+        "8 messages between ranks; no deadlock, with at most 2 receives posted ahead on an edge\n"
+        "peak chunks a rank: 2 2\n"
+    )
+    found = json.loads(run("check", "dualpipe", "-p", 4, "-m", 8, "--json").output)
+    assert found["valid"] is True
+    assert found["peak"] == [5, 5, 5, 5]
+    assert found["reduced_over"] == {"0": [0, 3], "1": [1, 2], "2": [2, 1], "3": [3, 0]}
+    assert (
+        "every copied stage is reduced once on each of its ranks"
+        in run("check", "dualpipe", "-p", 2, "-m", 4).output
+    )
+
+
+def test_check_counts_bytes_if_given_them():
+    words = ("check", "zb-h2", "-p", 2, "-m", 6, "--saved", "100,200", "--waiting", 30, "--freed-at", "B")
+    assert json.loads(run(*words, "--json").output)["peak"] == [300, 260]
+    assert "peak bytes a rank: 300 260" in run(*words, "--memory-limit", 300).output
+
+
+def test_check_refuses_what_exceeds_the_memory(capsys, monkeypatch):
+    said = refused(capsys, monkeypatch, "check", "zb-v", "-p", 4, "-m", 12, "--memory-limit", 7)
+    assert "rank 0 holds 8 after 7F0, op 8 of its list, and may hold 7" in said
+    said = refused(capsys, monkeypatch, "check", "zb-v", "-p", 4, "-m", 12, "--memory-limit", 1)
+    assert "no order can meet the limit: one microbatch alone takes 2 on rank 0, so 2 is the least" in said
+
+
+def test_check_of_a_bad_file_is_an_answer_a_program_can_read(tmp_path: Path):
+    (tmp_path / "bad.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    result = run("check", tmp_path / "bad.csv", "--json")
+    assert result.exit_code == 2
+    answer = json.loads(result.output)
+    assert answer["valid"] is False
+    assert "rank 0 stands at 0B0, which needs 1B0 of rank 1" in answer["error"]
+
+
+def test_csv_is_written_and_read_back(tmp_path: Path):
+    path = tmp_path / "hanayo.csv"
+    assert run("csv", "hanayo", "-p", 2, "-m", 2).output == (
+        "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n"
+    )
+    assert run("csv", "hanayo", "-p", 2, "-m", 2, "--out", path).output.endswith(f"written to {path}\n")
+    assert read_csv(path) == build_schedule("hanayo", 2, 2)
+    assert "valid" in run("check", path, "-p", 2, "-m", 2, "-v", 2).output
+    assert run("csv", path).output == path.read_text()
+
+
+def test_draw_draws_in_the_terminal_and_into_a_file(tmp_path: Path):
+    drawn = run("draw", "1f1b", "-p", 2, "-m", 2).output
+    assert "rank 0 F0" in drawn
+    assert "B backward" in drawn
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "dualpipe.svg"
+    assert run("draw", "dualpipe", "-p", 2, "-m", 4, "--out", picture).exit_code == 0
+    assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("show", "1f1n", "-p", 2, "-m", 2), "no schedule family '1f1n' (did you mean '1f1b'"),
+        (("show", "1f1b", "-p", 2), "1f1b is a family, and --microbatches is missing"),
+        (("draw", "1f1b", "-m", 2), "1f1b is a family, and --ranks is missing"),
+        (("csv", "dualpipe", "-p", 3, "-m", 2), "dualpipe needs an even number of ranks, not 3"),
+        (("show", "gpipe", "-p", 2, "-m", 2, "-v", 2), "gpipe has one stage a rank, not 2"),
+        (
+            ("show", "gpipe", "-p", 2, "-m", 2, "-o", "speed"),
+            "--option is NAME=VALUE, as in group_size=4, not 'speed'",
+        ),
+        (("show", "gpipe", "-p", 2, "-m", 2, "-o", "speed=1"), "gpipe has no option 'speed'; it takes none"),
+        (
+            ("check", "gpipe", "-p", 2, "-m", 2, "--saved", "1,x"),
+            "--saved is a number of bytes, or one a stage",
+        ),
+        (("check", "gpipe", "-p", 2, "-m", 2, "--saved", "1,2,3"), "saved has shape (3,)"),
+        (("check", "none.csv"), "cannot read the schedule none.csv"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, says, capsys, monkeypatch):
+    assert says in refused(capsys, monkeypatch, *words)
+
+
+def test_a_file_says_its_own_counts(tmp_path: Path, capsys, monkeypatch):
+    path = tmp_path / "s.csv"
+    write_csv(build_schedule("zb-v", 2, 3), path)
+    assert run("show", path, "-p", 2, "-m", 3, "-v", 2).exit_code == 0
+    said = refused(capsys, monkeypatch, "show", path, "-m", 4)
+    assert "is a schedule of 3 microbatches, not 4; leave the option out" in said
+    assert "takes no --option" in refused(capsys, monkeypatch, "show", path, "-o", "a=1")
+
+
+def test_an_op_we_do_not_know_is_said_with_line_and_column(tmp_path: Path, capsys, monkeypatch):
+    path = tmp_path / "s.csv"
+    path.write_text("0F0,0B0\n1F0,1RESHARD,1B0\n")
+    said = refused(capsys, monkeypatch, "check", path)
+    assert "s.csv: line 2, column 2: '1RESHARD' is not an op" in said
+
+
+@pytest.mark.parametrize("words", [(), ("list",), ("show",), ("check",), ("draw",), ("csv",)])
+def test_every_help_has_an_example(words: tuple[str, ...]):
+    result = run(*words, "--help")
+    assert result.exit_code == 0
+    assert "Example:  penstock schedule" in result.output

@@ -1,0 +1,117 @@
+"""The formulas of the catalogue against times worked out op by op."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.families.closed_forms import Setting
+from penstock.schedule.families.controllable import half_limit, third_limit
+from penstock.schedule.memory import peak
+from tests.schedule.cases import allows
+from tests.schedule.oracle import timed
+
+COSTS = ((1, 1, 1), (3, 3, 2), (3, 4, 2), (2, 1, 1), (1, 1, 2))
+GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 6, 8, 12, 13)]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "zb-auto"])
+def test_bubble_and_peak_are_as_the_formulas_say(name: str):
+    family = FAMILIES[name]
+    bubbles = peaks = 0
+    for v in (1, 2, 3, 4) if family.chooses_virtual_stages else (family.virtual_stages,):
+        for p, m in GRID:
+            if not allows(family, p, v):
+                continue
+            schedule = family.build(p, m, v)
+            held = peak(schedule)
+            for r in range(p):
+                formula = family.peak.value(Setting(p, m, v), r)
+                assert formula in (None, held[r]), (p, m, v, r)
+                peaks += formula is not None
+            for costs in COSTS:
+                formula = family.bubble.value(Setting(p, m, v, *map(Fraction, costs)))
+                if formula is not None:
+                    # A chunk takes 1/v of a rank's time.
+                    assert timed(schedule, *costs)[2] / v == formula, (p, m, v, costs)
+                    bubbles += 1
+    assert bubbles > 10
+    assert peaks > 10 or name == "v-min"
+
+
+@pytest.mark.parametrize(("p", "half", "third"), [
+    (2, (4, 1), (4, 3)), (3, (4, 5), (4, 5)), (4, (6, 5), (4, 11)), (5, (6, 11), (6, 15)), (6, (8, 11), (6, 17)),
+    (7, (8, 17), (6, 23)), (8, (10, 17), (8, 27)), (9, (10, 23), (8, 29)), (12, (14, 29), (10, 41)),
+    (16, (18, 41), (12, 59)),
+])  # fmt: skip
+def test_v_half_and_v_min_have_the_published_peaks_and_bubbles(p: int, half: tuple, third: tuple):
+    for name, limit, wanted in (("v-half", half_limit, half), ("v-min", third_limit, third)):
+        schedule = build_schedule(name, p, 2 * p + 1)
+        assert (peak(schedule).max(), timed(schedule, 1, 1, 1)[2]) == wanted
+        assert limit(p) == wanted[0]
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
+def test_zero_bubble_schedules_do_not_idle_between_their_first_and_last_op(name: str):
+    v = FAMILIES[name].virtual_stages
+    for p in (1, 2, 4, 5):
+        for m in (2 * p - 1, 3 * p):
+            assert timed(build_schedule(name, p, m), 1, 1, 1)[1] == 3 * m * v
+
+
+def test_zb_h2_idles_by_what_b_exceeds_w_on_the_longest_rank():
+    for p, m in ((2, 6), (4, 9), (6, 14)):
+        for f, b, w in ((3, 3, 2), (4, 4, 3), (2, 2, 1)):
+            longest = timed(build_schedule("zb-h2", p, m), f, b, w)[1]
+            assert longest == m * (f + b + w) + (p - 1) * (f + b - 2 * w)
+
+
+@pytest.mark.parametrize(("d", "n", "slots"), [
+    (4, 4, 10), (4, 8, 18), (4, 16, 34), (6, 6, 16), (6, 12, 28), (8, 8, 22), (8, 16, 38),
+])  # fmt: skip
+def test_chimera_takes_two_slots_a_microbatch_and_d_minus_two(d: int, n: int, slots: int):
+    assert timed(build_schedule("chimera", d, n), 2, 1, 1)[0] == 2 * slots
+
+
+@pytest.mark.parametrize(
+    ("d", "n", "makespan"), [(4, 4, 16), (6, 6, 26), (8, 8, 36), (4, 8, 30), (6, 12, 48), (8, 16, 66)]
+)
+def test_chimera_with_backwards_of_two_forwards(d: int, n: int, makespan: int):
+    assert timed(build_schedule("chimera", d, n), 1, 1, 1)[0] == makespan
+
+
+@pytest.mark.parametrize(("p", "m", "makespan", "held"), [(8, 20, 66, 9)])
+def test_dualpipe_has_the_length_of_its_official_figure(p: int, m: int, makespan: int, held: int):
+    schedule = build_schedule("dualpipe", p, m)
+    assert timed(schedule, 1, 1, 1) == (makespan, makespan, 6)
+    assert peak(schedule).tolist() == [held] * p
+
+
+def test_dualpipe_v_of_four_ranks_and_ten_microbatches():
+    schedule = build_schedule("dualpipe-v", 4, 10)
+    assert timed(schedule, 1, 1, 1)[0] == 66
+    assert peak(schedule).tolist() == [9] * 4
+
+
+@pytest.mark.parametrize(("p", "waves", "rate"), [(4, 1, (1, 3)), (4, 2, (1, 5)), (8, 1, (7, 19))])
+def test_hanayo_reaches_the_optimum_that_was_proved_for_it(p: int, waves: int, rate: tuple[int, int]):
+    """A constraint solver proves 0.333, 0.200 and 0.368 of the makespan for m = p and backwards of two forwards."""
+    makespan, _, bubble = timed(build_schedule("hanayo", p, p, 2 * waves), 1, 1, 1)
+    assert bubble / makespan == Fraction(*rate)
+
+
+def test_latency_costs_1f1b_twice_a_microbatch_and_eager_1f1b_only_at_the_ends():
+    for p in (2, 3, 4, 6):
+        for m in (p, 2 * p, 3 * p):
+            f, w = 10, 10
+            for c in (1, 2):
+                plain = (m + p - 1) * 3 * f
+                assert timed(build_schedule("gpipe", p, m), f, f, w, c)[0] == plain + 2 * (p - 1) * c
+                assert timed(build_schedule("eager-1f1b", p, m), f, f, w, c)[0] == plain + 2 * (p - 1) * c
+                steady = Fraction(2 * m * (p - 1), p) + 2 * p - 4
+                assert timed(build_schedule("1f1b", p, m), f, f, w, c)[0] == plain + steady * c
+                for v in (2, 3):
+                    found = timed(build_schedule("interleaved-1f1b", p, m, v), f, f, w, c)[0]
+                    assert found == (m * v + p - 1) * 3 * f + 2 * (p * v - 1) * c

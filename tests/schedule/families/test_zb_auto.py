@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule.check import check
+from penstock.schedule.families import build_schedule
+from penstock.schedule.memory import peak
+from penstock.schedule.ops import Kind, Op
+from penstock.schedule.schedule import Schedule
+from tests.schedule.oracle import ends
+
+MIXES = (
+    (10, 10, 10, 0), (10, 10, 8, 1), (10, 12, 6, 2), (20, 20, 13, 3), (8, 14, 10, 2),
+    (10, 20, 10, 0), (20, 10, 10, 1), (10, 10, 20, 0), (12, 12, 4, 5), (7, 13, 11, 1),
+)  # fmt: skip
+Costs = tuple[object, object, object]
+
+
+def timed(schedule: Schedule, costs: Costs, latency: float) -> tuple[float, float]:
+    """(longest, makespan), each stage with its own costs."""
+    f, b, w = ([cost] * schedule.ranks if isinstance(cost, int | float) else cost for cost in costs)
+    clock = [0.0] * schedule.ranks
+    begun: list[float | None] = [None] * schedule.ranks
+    done: dict[tuple[str, int, int], float] = {}
+    todo = [list(schedule.ops(rank)) for rank in range(schedule.ranks)]
+    while any(todo):
+        for r, ops in enumerate(todo):
+            while ops:
+                op = ops[0]
+                needed = []
+                if op.kind == Kind.F and r > 0:
+                    needed = [("F", r - 1, latency)]
+                elif op.kind == Kind.I:
+                    needed = [("I", r + 1, latency)] if r + 1 < schedule.ranks else [("F", r, 0.0)]
+                if any((kind, s, op.microbatch) not in done for kind, s, _ in needed):
+                    break
+                start = max([clock[r]] + [done[kind, s, op.microbatch] + wait for kind, s, wait in needed])
+                begun[r] = start if begun[r] is None else begun[r]
+                clock[r] = start + {Kind.F: f, Kind.I: b, Kind.W: w}[op.kind][r]
+                done[op.kind.name, r, op.microbatch] = clock[r]
+                ops.pop(0)
+    return max(c - b for c, b in zip(clock, begun, strict=True)), max(clock)
+
+
+def most_held(schedule: Schedule, kept: float) -> float:
+    most = 0.0
+    for rank in range(schedule.ranks):
+        holds = 0.0
+        for op in schedule.ops(rank):
+            holds += {Kind.F: 1.0, Kind.I: kept - 1.0, Kind.W: -kept}[op.kind]
+            most = max(most, holds)
+    return most
+
+
+# Table 9 and table 5 of 2401.10241: p, m, (F, B, W), latency, rates of ZB-1p and ZB-2p.
+PUBLISHED = (
+    (8, 24, (29.718, 29.444, 19.927), 0.527, 0.1323, 0.0029),
+    (8, 32, (29.802, 29.428, 19.530), 0.577, 0.1045, 0.0022),
+    (8, 64, (29.935, 29.621, 19.388), 0.535, 0.0554, 0.0010),
+    (32, 96, (10.419, 10.207, 7.715), 0.408, 0.1421, 0.0038),
+)
+# What stays from B to W of an activation with 32 heads of 128 and 1024 tokens: M_W = 32h of M_B = 34h + 5as.
+KEPT = 32 * 4096 / (34 * 4096 + 5 * 32 * 1024)
+
+
+@pytest.mark.parametrize(("p", "m", "costs", "latency", "one", "two"), PUBLISHED)
+def test_the_papers_rates_at_both_limits_or_better(
+    p: int, m: int, costs: Costs, latency: float, one: float, two: float
+):
+    for limit, rate in ((p, one), (2 * p, two)):
+        schedule = build_schedule(
+            "zb-auto", p, m, costs=costs, latency=latency, memory_limit=limit, kept=KEPT
+        )
+        assert most_held(schedule, KEPT) <= limit + 1e-9
+        longest, makespan = timed(schedule, costs, latency)
+        assert round((longest - m * sum(costs)) / longest, 4) <= rate
+        if limit == 2 * p:
+            # No schedule with a stage a rank is shorter: the last rank waits for its first forward.
+            assert makespan == pytest.approx((p - 1) * (costs[0] + latency) + m * sum(costs))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_never_worse_than_the_handcrafted_schedules_in_their_memory(mix: tuple[int, int, int, int]):
+    *costs, latency = mix
+    for p, m in ((1, 4), (2, 5), (3, 2), (5, 12), (16, 6)):
+        for handcrafted, limit in (("zb-h1", p), ("zb-h2", 2 * p - 1)):
+            theirs = timed(build_schedule(handcrafted, p, m), costs, latency)
+            schedule = build_schedule(
+                "zb-auto", p, m, costs=tuple(costs), latency=latency, memory_limit=limit
+            )
+            check(schedule)
+            assert peak(schedule).max() <= limit
+            ours = timed(schedule, costs, latency)
+            assert ours[0] <= theirs[0] * (1 + 1e-9), (p, m, handcrafted)
+            assert ours[1] <= theirs[1] * (1 + 1e-9), (p, m, handcrafted)
+
+
+def lists_of(m: int, limit: int) -> list[str]:
+    """Every order of m forwards, input halves and weight halves of one stage that holds at most `limit`."""
+    found = [""]
+    for _ in range(3 * m):
+        found = [
+            order + kind
+            for order in found
+            for kind in "FIW"
+            if order.count(kind) < m
+            and (kind != "I" or order.count("I") < order.count("F"))
+            and (kind != "W" or order.count("W") < order.count("I"))
+            and (kind != "F" or order.count("F") - order.count("W") < limit)
+        ]
+    return found
+
+
+def best(p: int, m: int, limit: int, mix: tuple[int, int, int, int]) -> tuple[float, float]:
+    """The least (longest, makespan) of all orders, found one by one."""
+    f, b, w, latency = mix
+    cost = {"F": f, "I": b, "W": w}
+    least = [math.inf, math.inf]
+    for orders in product(lists_of(m, limit), repeat=p):
+        clock, begun, at = [0] * p, [0] * p, [0] * p
+        done: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
+        moved = True
+        while moved:
+            moved = False
+            for r in range(p):
+                while at[r] < 3 * m:
+                    kind = orders[r][at[r]]
+                    n, start = len(done[r][kind]), clock[r]
+                    giver = (r - 1, "F") if kind == "F" else (r + 1, "I")
+                    if kind != "W" and 0 <= giver[0] < p:
+                        given = done[giver[0]][giver[1]]
+                        if len(given) <= n:
+                            break
+                        start = max(start, given[n] + latency)
+                    begun[r] = start if at[r] == 0 else begun[r]
+                    clock[r] = start + cost[kind]
+                    done[r][kind].append(clock[r])
+                    at[r] += 1
+                    moved = True
+        if min(at) == 3 * m:
+            least[0] = min(least[0], max(c - s for c, s in zip(clock, begun, strict=True)))
+            least[1] = min(least[1], max(clock))
+    return least[0], least[1]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_optimum_is_reached_where_every_order_can_be_tried(mix: tuple[int, int, int, int]):
+    *costs, latency = mix
+    for limit in (1, 2, 3):
+        longest, makespan = best(2, 3, limit, mix)
+        for objective, place, least in (("longest", 0, longest), ("makespan", 1, makespan)):
+            schedule = build_schedule(
+                "zb-auto", 2, 3, costs=tuple(costs), latency=latency, memory_limit=limit, objective=objective
+            )
+            assert timed(schedule, costs, latency)[place] == least, (limit, objective)
+
+
+def test_more_memory_never_makes_it_longer():
+    costs = (10, 12, 6)
+    found = []
+    for limit in range(1, 10):
+        schedule = build_schedule("zb-auto", 4, 8, costs=costs, latency=1, memory_limit=limit)
+        assert peak(schedule).max() <= limit
+        found.append(timed(schedule, costs, 1)[0])
+    assert found == sorted(found, reverse=True)
+
+
+def test_stages_may_cost_differently():
+    costs = ([7, 15, 9, 6], [9, 12, 10, 8], [12, 8, 7, 8])
+    schedule = build_schedule("zb-auto", 4, 8, costs=costs, memory_limit=4, objective="makespan")
+    check(schedule)
+    # The slowest stage works all the time but for what comes before it and after.
+    assert timed(schedule, costs, 0)[1] <= 1.05 * (7 + 8 * (15 + 12 + 8) + 9)
+    assert schedule.options["costs"] == ((7.0, 15.0, 9.0, 6.0), (9.0, 12.0, 10.0, 8.0), (12.0, 8.0, 7.0, 8.0))
+
+
+def test_the_same_call_gives_the_same_schedule():
+    one, two = (build_schedule("zb-auto", 5, 9, costs=(1.1, 1.7, 0.9), latency=0.3) for _ in range(2))
+    assert one == two
+    assert one.options["memory_limit"] == 10.0
+
+
+def test_ops_that_cost_nothing_are_scheduled_too():
+    for costs in ((0, 1, 1), (1, 0, 0), (0, 0, 0)):
+        check(build_schedule("zb-auto", 3, 4, costs=costs))
+
+
+def test_one_activation_is_enough_to_run_one_microbatch_after_the_other():
+    schedule = build_schedule("zb-auto", 3, 2, memory_limit=1)
+    assert list(schedule.ops(2)) == [Op(2, kind, j) for j in range(2) for kind in (Kind.F, Kind.I, Kind.W)]
+    assert ends(schedule, {"F": 1, "I": 1, "W": 1})[0][-1][2] == 14
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"memory_limit": 0.5}, "no order can meet a memory limit of 0.5 activations; .* 1 is the least"),
+        ({"memory_limit": math.nan}, "no order can meet a memory limit of nan"),
+        ({"memory_limit": "2p"}, "no order can meet a memory limit of '2p'"),
+        ({"costs": (1, -1, 1)}, "the cost of I on stage 0 must be a number of seconds of at least 0, not -1"),
+        ({"costs": (1, math.nan, 1)}, "the cost of I on stage 0 must be"),
+        ({"costs": (1, 1, [1, 1, math.inf])}, "the cost of W on stage 2 must be"),
+        ({"costs": (1, [1, 2], 1)}, "2 costs of I do not cover 3 stages; give one or 3"),
+        ({"costs": (1, 1)}, "costs are three, of F, I and W, not"),
+        ({"costs": 3}, "costs are three, of F, I and W, not 3"),
+        ({"latency": -1}, "latency must be a number of seconds of at least 0, not -1"),
+        ({"kept": 1.5}, "kept is the part of an activation that stays until W, 0 to 1, not 1.5"),
+        ({"objective": "speed"}, "the objective is longest or makespan, not 'speed'"),
+    ],
+)
+def test_costs_and_limits_that_make_no_sense_are_refused(options: dict[str, object], says: str):
+    with pytest.raises(ScheduleError, match=says):
+        build_schedule("zb-auto", 3, 4, **options)
