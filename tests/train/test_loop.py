@@ -77,7 +77,9 @@ def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
 
 def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), train={"eval_every": 2, "log_every": 2})
+    torch.set_num_threads(3)
     outcome = train(config, quietly)
+    assert torch.get_num_threads() == 3
     folder = tmp_path / "runs" / "tiny"
     assert sorted(path.name for path in folder.iterdir()) == [
         "config.toml",

@@ -96,7 +96,7 @@ class OptimConfig:
         clip: the global gradient norm is cut to this; 0 never cuts.
     """
 
-    lr: float = _key(6e-3, POSITIVE)
+    lr: float = _key(4e-3, POSITIVE)
     final_lr: float = _key(0.05, SHARE)
     warmup: float = _key(0.05, SHARE)
     weight_decay: float = _key(0.1, NOT_NEGATIVE)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -84,8 +85,13 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
     encode(config.sample.prompt or "", config.model.vocabulary)
     device = _device(config)
     text = open_text(config)
-    _share_cores(config, in_processes=world is not None)
-    with build_pipeline(config, device) as pipe:
+    with (
+        _cores(config, in_processes=world is not None) as threads,
+        build_pipeline(config, device) as pipe,
+    ):
+        # Clipping and the optimizer are many small operations: on a busy machine threads that have to meet after each
+        # one wait for one another longer than they compute.
+        torch.set_num_threads(threads)
         fleet = Fleet(pipe.ranks, pipe.rank) if pipe.in_processes else Fleet(1, 0)
         path = Path(fleet.decide(lambda: str(run_folder.create(path, config))))
         with (
@@ -276,12 +282,23 @@ def _opening(config: Config, path: Path, text: Text) -> str:
     )
 
 
-def _share_cores(config: Config, *, in_processes: bool) -> None:
-    """Set the CPU threads of this process; the pipeline's own threads divide them among themselves."""
+@contextlib.contextmanager
+def _cores(config: Config, *, in_processes: bool) -> Iterator[int]:
+    """Set the CPU threads of this process until the run ends; gives how many a rank has.
+
+    The pipeline's own threads divide what is set when they start.
+    """
     pp, each = config.parallel.pp or 1, config.runtime.threads
+    before = torch.get_num_threads()
     if in_processes:
         beside = int(os.environ.get("LOCAL_WORLD_SIZE", pp))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(each or max(1, cores // beside))
-    elif each:
+        each = each or max(1, cores // beside)
+        torch.set_num_threads(each)
+    else:
+        each = each or max(1, before // pp)
         torch.set_num_threads(each * pp)
+    try:
+        yield each
+    finally:
+        torch.set_num_threads(before)
