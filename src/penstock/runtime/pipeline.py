@@ -170,9 +170,7 @@ class Pipeline:
         Args:
             x, y, outputs: as for `step`; without `y` there is no loss.
         """
-        modes = [
-            (module, module.training) for stage in self.stages.values() for module in stage.module.modules()
-        ]
+        modes = [(module, module.training) for part in self._modules() for module in part.modules()]
         for module, _ in modes:
             module.training = False
         try:
@@ -232,13 +230,17 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the stages' training mode, as ``nn.Module.train`` does."""
-        for stage in self.stages.values():
-            stage.module.train(mode)
+        for module in self._modules():
+            module.train(mode)
         return self
 
     def eval(self) -> Pipeline:
         """Set evaluation mode, as ``nn.Module.eval`` does."""
         return self.train(False)
+
+    def _modules(self) -> list[StageModule]:
+        """Every stage's module that runs in this process, copies included."""
+        return [stage.module for stage in (*self.stages.values(), *self._copies.values())]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,6 @@ class Stage:
         self._waiting: dict[int, Queue] = {}
         self._shared: set[int] = set()
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
-        self._splits: bool | None = None
         self.held_bytes = 0
         self._saved_bytes: dict[bool, int] = {}
         self._waiting_bytes: int | None = None
@@ -163,7 +163,7 @@ class Stage:
             return result if target is _NO_TARGET else (result, self.loss(result, target))
 
         split = queue is not None
-        if split in self._saved_bytes or not self.splits:
+        if split in self._saved_bytes or self.compiled is not None:
             found = call()
         else:
             footprint = Footprint(self.module)
@@ -176,19 +176,21 @@ class Stage:
         self.held_bytes += self._saved_bytes.get(split, 0)
         return found
 
-    @property
+    @cached_property
+    def compiled(self) -> str | None:
+        """The name of a module that ``torch.compile`` made; None if there is none."""
+        return next((name for name, m in self.module.named_modules() if hasattr(m, "_orig_mod")), None)
+
+    @cached_property
     def splits(self) -> bool:
         """Whether the stage's backward can be split; says so once where it cannot."""
-        if self._splits is None:
-            compiled = [name for name, m in self.module.named_modules() if hasattr(m, "_orig_mod")]
-            self._splits = not compiled
-            if compiled:
-                warnings.warn(
-                    f"stage {self.index} holds compiled modules ({compiled[0]}), into which the split of the "
-                    "backward cannot look: its I does the full backward and its W nothing",
-                    stacklevel=2,
-                )
-        return self._splits
+        if self.compiled is not None:
+            warnings.warn(
+                f"stage {self.index} holds compiled modules ({self.compiled}), into which the split of the "
+                "backward cannot look: its I does the full backward and its W nothing",
+                stacklevel=2,
+            )
+        return self.compiled is None
 
     def evaluate(self, microbatch: int, inputs: Parcel) -> Parcel:
         """Run the layers on a microbatch and keep nothing; to be called without gradients enabled."""

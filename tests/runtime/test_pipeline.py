@@ -1,0 +1,223 @@
+"""The contract of the user's object."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import BatchError, ConfigError
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.families import build_schedule
+from penstock.schedule.text import write_csv
+from penstock.trace.events import Activity
+from tests.runtime import plain
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_step_returns_losses_outputs_and_input_gradients_by_microbatch():
+    net, other = plain.model(4), plain.model(4)
+    x, y = plain.batch(0, 8)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=2) as pipe:
+        result = pipe.step(x, y, outputs=True, input_grads=True)
+        bare = pipe.step(x, y)
+    losses, grads = plain.step(other, nn.functional.mse_loss, x, y, 4)
+    assert torch.equal(result.losses, losses)
+    assert torch.equal(result.loss, losses.mean())
+    for output, part in zip(result.outputs, x.chunk(4), strict=True):
+        assert torch.equal(output, other(part))
+        assert not output.requires_grad
+    for ours, theirs in zip(result.input_grads, grads, strict=True):
+        assert torch.equal(ours, theirs)
+    assert bare.outputs is None
+    assert bare.input_grads is None
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zb-v", "chimera"])
+def test_evaluation_runs_forward_only_in_eval_mode_and_puts_modes_back(family):
+    net = plain.model(4)
+    net[1].append(nn.Dropout(0.5))
+    net[2].eval()
+    x, y = plain.batch(0, 8)
+    modes = [m.training for m in net.modules()]
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=2, schedule=family) as pipe:
+        result = pipe.evaluate(x, y, outputs=True)
+        pipe.step(x, y)
+        again = pipe.evaluate(x, y)
+        nothing = pipe.evaluate(x)
+        assert [m.training for m in net.modules()] == modes
+        net.eval()
+        with torch.no_grad():
+            expected = torch.stack(
+                [nn.functional.mse_loss(net(a), b) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+            )
+        assert torch.equal(result.losses, expected)
+        assert torch.equal(again.losses, expected)
+        assert nothing.loss is None
+        assert torch.equal(torch.cat(result.outputs), torch.cat([net(a) for a in x.chunk(4)]).detach())
+
+
+def test_one_rank_hands_over_locally_and_needs_no_threads_or_channels():
+    net, other = plain.model(4), plain.model(4)
+    x, y = plain.batch(0, 8)
+    with Pipeline(
+        net, nn.functional.mse_loss, microbatches=4, ranks=1, schedule="interleaved-1f1b", virtual_stages=4
+    ) as pipe:
+        assert pipe._crew is None
+        losses = pipe.step(x, y).losses
+        assert pipe._executors[True][0].channel is None
+    assert torch.equal(losses, plain.step(other, nn.functional.mse_loss, x, y, 4)[0])
+
+
+def test_a_schedule_may_be_an_object_or_a_file(tmp_path):
+    schedule = build_schedule("zb-h1", 2, 4)
+    write_csv(schedule, tmp_path / "mine.csv")
+    x, y = plain.batch(0, 8)
+    found = []
+    for given in (schedule, str(tmp_path / "mine.csv"), tmp_path / "mine.csv"):
+        with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, schedule=given) as pipe:
+            assert pipe.ranks == 2
+            found.append(pipe.step(x, y).losses)
+    assert all(torch.equal(found[0], other) for other in found)
+    with pytest.raises(ConfigError, match="is for 2 ranks, but there are 3"):
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=3, schedule=schedule)
+    with pytest.raises(ConfigError, match="has 4 microbatches, but microbatches=5"):
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=5, schedule=schedule)
+
+
+def test_gradients_accumulate_over_steps_and_nothing_else_touches_them():
+    net, other = plain.model(2), plain.model(2)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        for n in range(3):
+            pipe.step(*plain.batch(n, 4))
+            plain.step(other, nn.functional.mse_loss, *plain.batch(n, 4), 2)
+            pipe.evaluate(*plain.batch(n, 4))
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_train_and_eval_reach_every_stage():
+    net = plain.model(4)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        assert pipe.eval() is pipe
+        assert not any(m.training for layer in net for m in layer.modules())
+        pipe.train()
+        assert all(m.training for layer in net for m in layer.modules())
+
+
+def test_the_trace_has_every_op_in_order_with_bytes_that_return_to_zero():
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, schedule="zb-h1") as pipe:
+        assert pipe.trace() is None
+        pipe.step(*plain.batch(0, 8))
+        trace = pipe.trace()
+    assert len(trace) == len(build_schedule("zb-h1", 2, 4))
+    assert trace.info["source"] == "measured"
+    assert (trace.end >= trace.start).all()
+    for rank in range(2):
+        own = trace.rank == rank
+        assert (trace.start[own][1:] >= trace.end[own][:-1]).all()
+        assert trace.held[own][-1] == 0
+        assert trace.held[own].max() > 0
+    assert set(trace.kind) == {Activity.F, Activity.I, Activity.W}
+
+
+def test_autocast_of_the_caller_holds_in_the_ranks():
+    net, other = plain.model(4), plain.model(4)
+    x, y = plain.batch(0, 8)
+    with (
+        Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=2) as pipe,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        losses = pipe.step(x, y).losses
+        expected, _ = plain.step(other, nn.functional.mse_loss, x, y, 4)
+    assert torch.equal(losses, expected)
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_compiled_stage_trains_without_a_warning_under_a_schedule_that_does_not_split():
+    net = nn.Sequential(torch.compile(nn.Linear(12, 12), backend="eager"), nn.Linear(12, 12))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=UserWarning, message="stage")
+        with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+            pipe.step(*plain.batch(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("x", "y"), [(None, torch.ones(4, 12)), (torch.ones(4, 12), None), (torch.tensor(1.0), None)]
+)
+def test_a_missing_or_shapeless_batch_is_refused(x, y):
+    with (
+        Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, ranks=2) as pipe,
+        pytest.raises(BatchError, match="needs"),
+    ):
+        pipe.step(x, y)
+
+
+def test_nested_inputs_and_outputs_travel_between_stages():
+    class Split(nn.Module):
+        def forward(self, batch):
+            return {"a": batch[0] * 2, "b": (batch[1], 3)}
+
+    class Join(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, value):
+            return self.inner(value["a"]) + value["b"][0] * value["b"][1]
+
+    torch.manual_seed(0)
+    join = Join()
+    a, b, y = torch.randn(4, 4), torch.arange(16.0).view(4, 4), torch.randn(4, 4)
+    with Pipeline([Split(), join], nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        result = pipe.step((a, b), y, input_grads=True)
+    assert [len(grads) for grads in result.input_grads] == [2, 2]
+    expected = nn.functional.mse_loss(join.inner(a[:2] * 2) + b[:2] * 3, y[:2])
+    assert torch.equal(result.losses[0], expected)
+
+
+def test_a_frozen_stage_passes_no_gradient_and_trains_nothing():
+    net, other = plain.model(4), plain.model(4)
+    for model in (net, other):
+        for p in model[:2].parameters():
+            p.requires_grad_(False)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=4, schedule="zb-h1") as pipe:
+        x, y = plain.batch(0, 4)
+        losses = pipe.step(x, y).losses
+    assert torch.equal(losses, plain.step(other, nn.functional.mse_loss, x, y, 2)[0])
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert (ours.grad is None) == (not ours.requires_grad)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+def test_torchrun_gives_the_same_lines_one_process_a_rank():
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    code = ROOT / "tests" / "runtime" / "under_torchrun.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(code),
+    ]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 0, told.stderr
+    lines = sorted(line for line in told.stdout.splitlines() if line.startswith("rank"))
+    losses = plain.train(4, 4, steps=1)[0][0]
+    assert lines == [f"rank {r} of 2: {losses.mean().item()!r}" for r in range(2)]
+
+
+def test_the_public_name_is_the_class():
+    assert penstock.Pipeline is Pipeline
