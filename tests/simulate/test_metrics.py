@@ -57,3 +57,12 @@ def test_the_peak_is_in_chunks_though_the_trace_counts_bytes():
     trace = simulate(program, costs, held(program.schedule, 1000))
     assert trace.held.max() == 4000
     assert measure(program.schedule, costs, trace).peak_activations.tolist() == [4, 3, 2, 1]
+
+
+def test_rounding_puts_nothing_below_the_bound():
+    for family in ("gpipe", "1f1b"):
+        for m in range(4, 40):
+            program = built(family, 4, m)
+            costs = priced(program, 0.1, 0.2, 0.7)
+            found = measure(program.schedule, costs, simulate(program, costs))
+            assert 0 <= found.over_bound < 1e-12

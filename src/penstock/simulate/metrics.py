@@ -64,8 +64,8 @@ class Metrics:
 
     @property
     def over_bound(self) -> float:
-        """How much longer the makespan is than the lower bound, as a share of the bound."""
-        return _share(float(self.makespan - self.lower_bound), float(self.lower_bound))
+        """How much longer the makespan is than the lower bound, as a share of the bound; rounding is no time gained."""
+        return max(0.0, _share(float(self.makespan - self.lower_bound), float(self.lower_bound)))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as what JSON can hold."""
