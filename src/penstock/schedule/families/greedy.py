@@ -22,6 +22,9 @@ Lists = npt.NDArray[np.int8]
 Score = tuple[float, float]
 """The largest time from a rank's first op to its last, and the makespan, in seconds."""
 
+CONSTRUCTIONS = 1_000
+"""About how many constructions a search tries, which is what compiling them pays for."""
+
 _ROUNDING = 1e-9
 """Memory that is summed in parts of an activation may miss a whole number by this much."""
 
@@ -108,7 +111,7 @@ def construct(problem: Problem, policy: Policy) -> tuple[Score, Lists]:
     """Let every rank decide by the policy, in the order of time; infinite if the ranks wait for each other."""
     p, m = problem.ranks, problem.microbatches
     lists = np.zeros((p, 3 * m), np.int8)
-    kernel = choose(_construct, 100 * lists.size)
+    kernel = choose(_construct, CONSTRUCTIONS * lists.size)
     score = kernel(
         p, m, problem.forward, problem.input_gradient, problem.weight_gradient, problem.latency,
         problem.limit + _ROUNDING, problem.kept, policy.ahead, policy.slack, policy.patience,

@@ -26,14 +26,14 @@ from penstock.schedule.schedule import Schedule, plain_columns
 Objective = Literal["longest", "makespan"]
 Cost = float | Sequence[float]
 
-EFFORT = 3_000_000
-"""Ops that all constructions together may time, and as many for the improvement."""
+EFFORT = 6_000_000
+"""Ops that all constructions together may time; half as many for the improvement."""
 
 _SLACKS = (0.0, 0.999, 0.5, 0.75, 0.25)
 _STYLES = ((math.inf, False), (0.0, False), (0.0, True), (0.5, False), (1.0, False), (0.5, True), (1.0, True))
 _SAME = 1e-9
 """Times that differ by less, relatively, differ by rounding."""
-_STARTS = 2
+_STARTS = 3
 _MOVES_AN_OP = 200
 
 
@@ -140,7 +140,7 @@ def _best_lists(problem: Problem, objective: Objective) -> npt.NDArray[np.int8]:
     if target.reached(rank):
         return lists
     ops = lists.size
-    return improve(problem, lists, first, bound, min(_MOVES_AN_OP * ops, EFFORT // ops))
+    return improve(problem, lists, first, bound, min(_MOVES_AN_OP * ops, EFFORT // 2 // ops))
 
 
 def _handcrafted(problem: Problem) -> Iterator[npt.NDArray[np.int8]]:
