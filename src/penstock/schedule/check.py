@@ -131,20 +131,21 @@ def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
 
 def _pairs(schedule: Schedule, forward_only: bool) -> Iterator[str]:
     """Pairs that are not a forward and then a backward on the same rank."""
-    rank = rank_column(schedule)
-    for row in np.flatnonzero(schedule.paired):
-        follows = row + 1 < len(schedule) and rank[row + 1] == rank[row]
-        if not follows:
-            yield f"{schedule.op(row)} is marked as a pair, but no op follows it on its rank"
-        elif (
-            schedule.kind[row] != Kind.F
-            or schedule.kind[row + 1] not in (Kind.B, Kind.I)
-            or schedule.paired[row + 1]
-        ):
-            yield (
-                f"{schedule.op(row)} and {schedule.op(row + 1)} are marked as a pair; a pair is a "
-                "forward and then a backward"
-            )
+    last = np.zeros(len(schedule), np.bool_)
+    last[schedule.offsets[1:][np.diff(schedule.offsets) > 0] - 1] = True
+    first = np.flatnonzero(schedule.paired & ~last)
+    fits = (
+        (schedule.kind[first] == Kind.F)
+        & ((schedule.kind[first + 1] == Kind.B) | (schedule.kind[first + 1] == Kind.I))
+        & ~schedule.paired[first + 1]
+    )
+    for row in np.flatnonzero(schedule.paired & last):
+        yield f"{schedule.op(row)} is marked as a pair, but no op follows it on its rank"
+    for row in first[~fits]:
+        yield (
+            f"{schedule.op(row)} and {schedule.op(row + 1)} are marked as a pair; a pair is a forward and then a "
+            "backward"
+        )
 
 
 def _order(schedule: Schedule, forward_only: bool) -> Iterator[str]:

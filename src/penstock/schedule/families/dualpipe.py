@@ -99,10 +99,10 @@ def _eight_phases(near: int, depth: int, count: int) -> list[Phase]:
         (steady, [*_F0_B1, *_F1_B0]),
         (inner, [_B[1], *_F1_B0]),
     ]
-    split = (near + 1) // 2
-    for turn in range(near + 1):
-        later = turn > split
-        one = _I[1] if later or (turn == split and near % 2) else _B[1]
-        zero = _I[0] if later or turn == split else _B[0]
-        phases.append((1, [one, zero]))
+    full = (near + 1) // 2
+    phases += [
+        (full, [_B[1], _B[0]]),
+        (1, [_I[1] if near % 2 else _B[1], _I[0]]),
+        (near - full, [_I[1], _I[0]]),
+    ]
     return [*phases, (inner, [_W, _I[0]]), (near + 1, [_W])]
