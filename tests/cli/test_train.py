@@ -46,7 +46,7 @@ def test_json_is_one_object_on_stdout(tmp_path: Path, monkeypatch: pytest.Monkey
     outcome = json.loads(result.stdout)
     assert outcome["folder"] == "runs/first"
     assert outcome["held_out_bits"] > 0
-    assert "on 1 rank," in result.stderr
+    assert "on 1 rank (cpu)," in result.stderr
 
 
 def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

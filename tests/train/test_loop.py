@@ -151,7 +151,7 @@ def test_an_existing_run_folder_is_refused_before_anything_is_written(tmp_path: 
         ({"schedule": {"name": "2f2b"}}, ConfigError, "no schedule family '2f2b'"),
         ({"runtime": {"device": "toaster"}}, ConfigError, "runtime.device 'toaster' is none of cpu, cuda"),
         ({"runtime": {"device": "meta"}}, ConfigError, "runtime.device 'meta' is none of cpu, cuda"),
-        ({"runtime": {"device": "cuda:99"}}, ConfigError, "runtime.device is cuda:99, but this machine has"),
+        ({"runtime": {"device": "cuda:99"}}, ConfigError, "runtime.device is cuda:99, but PyTorch finds"),
     ],
 )
 def test_bad_input_leaves_nothing_behind(tmp_path: Path, sections, error: type[Exception], said: str):
@@ -159,6 +159,16 @@ def test_bad_input_leaves_nothing_behind(tmp_path: Path, sections, error: type[E
     with pytest.raises(error, match=said):
         train(config, quietly)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_training_on_a_gpu_is_close_to_the_unsplit_loop(tmp_path: Path):
+    config = tiny(tmp_path, text_folder(tmp_path), runtime={"device": "cuda"})
+    train(config, quietly)
+    losses, _, _, _ = unsplit(config)
+    seen = [line["loss"] for line in lines(tmp_path / "runs" / "tiny", "train")]
+    assert seen == pytest.approx(losses, rel=1e-4)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -180,7 +180,8 @@ class RuntimeConfig:
     """``[runtime]``: the machine.
 
     Attributes:
-        device: ``cpu``, ``cuda``, ``cuda:1``; empty lets the pipeline choose.
+        device: ``cpu``, ``cuda``, ``cuda:1``; empty is the CPU, but under torchrun a GPU a process where there are
+            enough.
         threads: CPU threads a rank computes with; 0 shares the machine's cores among its ranks.
         timeout: seconds any wait between ranks may last.
     """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.world import current_world
 from penstock.trace.bubbles import busy
@@ -23,6 +21,7 @@ from penstock.train.config import BYTES, Config, resolve
 from penstock.train.corpus import Corpus, open_corpora
 from penstock.train.data import check_tokens, held_out_positions, train_batch, windows
 from penstock.train.fleet import Fleet
+from penstock.train.machine import choose_device, sharing_cores
 from penstock.train.models.llama import layers, next_token_loss
 from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
 from penstock.train.progress import Reporter
@@ -83,10 +82,11 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
     config = resolve(config, world.size if world else None)
     path = run_folder.choose(config.train)
     encode(config.sample.prompt or "", config.model.vocabulary)
-    device = _device(config)
+    in_processes = world is not None
+    device = choose_device(config.runtime.device, in_processes=in_processes)
     text = open_text(config)
     with (
-        _cores(config, in_processes=world is not None) as threads,
+        sharing_cores(config.parallel.pp or 1, config.runtime.threads, in_processes=in_processes) as threads,
         build_pipeline(config, device) as pipe,
     ):
         # Clipping and the optimizer are many small operations: on a busy machine threads that have to meet after each
@@ -99,7 +99,7 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
             Metrics(path if fleet.leads else None) as metrics,
         ):
             if fleet.leads:
-                reporter.say(_opening(config, path, text))
+                reporter.say(_opening(config, path, device, text))
             result = _steps(config, text, pipe, fleet, reporter, metrics)
             weights.save_part(path, pipe.state_dict(), fleet.rank, fleet.size)
             fleet.gather_point()
@@ -152,8 +152,8 @@ def bigram_of(text: Text, config: Config) -> float | None:
     return bigram_bits(bigram_counts(text.training, BYTES), x, y)
 
 
-def build_pipeline(config: Config, device: torch.device | None = None) -> Pipeline:
-    """The pipeline of a resolved config; where no device is given it chooses its own."""
+def build_pipeline(config: Config, device: torch.device) -> Pipeline:
+    """The pipeline of a resolved config."""
     assert config.parallel.virtual_stages is not None, "resolved"
     return Pipeline(
         layers(config.model, config.train.seed),
@@ -180,7 +180,6 @@ def _steps(
 ) -> _Result:
     train, optim = config.train, config.optim
     optimizer = build_optimizer(pipe.named_parameters(), optim)
-    device = next(pipe.parameters()).device
     tokens = train.batch * config.data.sequence
     began = perf_counter()
     stepping = since_log = 0.0
@@ -192,7 +191,7 @@ def _steps(
         set_learning_rate(optimizer, rate)
         x, y = batch_of(text, config, step)
         before = perf_counter()
-        result = pipe.step(x.to(device), y.to(device))
+        result = pipe.step(x, y)
         in_pipe = perf_counter() - before
         loss = _finite(result.loss, step)
         norm = pipe.clip_grad_norm_(optim.clip or math.inf)
@@ -217,15 +216,15 @@ def _steps(
             )
             since_log = 0.0
         if done % train.eval_every == 0 or done == train.steps:
-            bits = held_out_bits(pipe, text, device)
+            bits = held_out_bits(pipe, text)
             reporter.say(f"step {done}: {bits:.3f} bits/{unit(config)} on held-out text")
             metrics.write("held_out", step=done, held_out_bits=bits, seconds=perf_counter() - began)
     return _Result(loss, bits, perf_counter() - began, tokens * train.steps / stepping)
 
 
-def held_out_bits(pipe: Pipeline, text: Text, device: torch.device) -> float:
+def held_out_bits(pipe: Pipeline, text: Text) -> float:
     """The model's mean bits a token on the held-out samples."""
-    losses = [pipe.evaluate(x.to(device), y.to(device)).loss for x, y in text.held_out]
+    losses = [pipe.evaluate(x, y).loss for x, y in text.held_out]
     return sum(float(loss) for loss in losses if loss is not None) / len(losses) / math.log(2)
 
 
@@ -258,47 +257,10 @@ def _finite(loss: Tensor | None, step: int) -> float:
     return value
 
 
-def _device(config: Config) -> torch.device | None:
-    name = config.runtime.device
-    if not name:
-        return None
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"runtime.device {name!r} is none of cpu, cuda, cuda:0, cuda:1 ...")
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(f"runtime.device is {name}, but this machine has {count} CUDA devices for PyTorch")
-    return device
-
-
-def _opening(config: Config, path: Path, text: Text) -> str:
+def _opening(config: Config, path: Path, device: torch.device, text: Text) -> str:
     pp = config.parallel.pp
     return (
-        f"run {path}: {config.schedule.name} on {pp} rank{'s' if pp != 1 else ''}, "
+        f"run {path}: {config.schedule.name} on {pp} rank{'s' if pp != 1 else ''} ({device.type}), "
         f"{config.schedule.microbatches} microbatches; {len(text.training.documents)} training files with "
         f"{len(text.training):,} {unit(config)}s"
     )
-
-
-@contextlib.contextmanager
-def _cores(config: Config, *, in_processes: bool) -> Iterator[int]:
-    """Set the CPU threads of this process until the run ends; gives how many a rank has.
-
-    The pipeline's own threads divide what is set when they start.
-    """
-    pp, each = config.parallel.pp or 1, config.runtime.threads
-    before = torch.get_num_threads()
-    if in_processes:
-        beside = int(os.environ.get("LOCAL_WORLD_SIZE", pp))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        each = each or max(1, cores // beside)
-        torch.set_num_threads(each)
-    else:
-        each = each or max(1, before // pp)
-        torch.set_num_threads(each * pp)
-    try:
-        yield each
-    finally:
-        torch.set_num_threads(before)
