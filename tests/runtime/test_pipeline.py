@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -217,6 +218,39 @@ def test_torchrun_gives_the_same_lines_one_process_a_rank():
     lines = sorted(line for line in told.stdout.splitlines() if line.startswith("rank"))
     losses = plain.train(4, 4, steps=1)[0][0]
     assert lines == [f"rank {r} of 2: {losses.mean().item()!r}" for r in range(2)]
+
+
+def test_one_process_started_by_a_launcher_still_runs_ranks_as_threads(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2) as pipe:
+        assert not pipe.in_processes
+        pipe.step(*plain.batch(0, 8))
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError, match="are not a rank below a number of processes"):
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda"])
+def test_a_device_that_is_not_there_is_refused(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match="no device" if device == "gpu" else "sees no GPU"):
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, device=device)
+
+
+def test_two_hundred_steps_leave_as_many_tensors_as_twenty():
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, schedule="zb-v") as pipe:
+        for n in range(20):
+            pipe.step(*plain.batch(n, 8))
+        after_twenty = tensors()
+        for n in range(180):
+            pipe.step(*plain.batch(n, 8))
+        assert tensors() <= after_twenty
 
 
 def test_the_public_name_is_the_class():

@@ -46,6 +46,17 @@ class Mixed(nn.Module):
         return self.inner(x) @ self.inner.weight.t()
 
 
+class Turned(nn.Module):
+    """Gives a linear layer an input that is not contiguous, as attention with batch_first does."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 96, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
 class Conv1D(nn.Module):
     """GPT-2's layer: addmm with the weight stored as (in, out)."""
 
@@ -69,6 +80,8 @@ CASES = {
     "conv3d, padding by name": (nn.Sequential(nn.Conv3d(2, 3, 3, padding="same"), nn.Conv3d(3, 2, 2)), (2, 2, 4, 4, 4), 1),
     "conv1d in groups": (nn.Conv1d(4, 4, 3, groups=2), (2, 4, 9), 1),
     "attention": (nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True), (2, 6, 32), 2),
+    "not contiguous": (Turned(True), (5, 6, 32), 0),
+    "not contiguous, no bias": (Turned(False), (5, 6, 32), 0),
     "addmm": (Conv1D(), (2, 3, 8), 1),
     "mixed use": (Mixed(), (4, 16), 0),
 }  # fmt: skip

@@ -21,7 +21,13 @@ from penstock.runtime.copies import Copies, alias, equalise
 from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor, Work
 from penstock.runtime.recorder import measured_trace
-from penstock.runtime.setup import require_count, require_runnable, require_untied, resolve_schedule
+from penstock.runtime.setup import (
+    local_device,
+    require_count,
+    require_runnable,
+    require_untied,
+    resolve_schedule,
+)
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.world import World, current_world
@@ -70,7 +76,8 @@ class Pipeline:
         virtual_stages: stages a rank, for the families that let one choose; families that always have two (V, waves)
             have two.
         split: which layers make up which stage; see `penstock.stage.split.split_layers`.
-        device: where the stages, and each batch, are moved; by default everything stays where it is.
+        device: where the stages, and each batch, are moved; by default everything stays where it is. In processes
+            "cuda" is the GPU of LOCAL_RANK, and messages go through NCCL.
         timeout: the longest any wait between ranks may last, in seconds.
 
     Raises:
@@ -108,11 +115,11 @@ class Pipeline:
         self._evaluate_program: Program | None = None
         self.layers = as_layers(model)
         runs = split_layers(self.layers, self.schedule.stages, split)
-        self.in_processes = world is not None and self.ranks > 1
+        self.in_processes = world is not None and world.size > 1
         self.rank = world.rank if world is not None and self.in_processes else 0
         self._local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
         local = sorted({s for r in self._local_ranks for s in self.schedule.placement.stages_of[r]})
-        self.device = torch.device(device) if device is not None else None
+        self.device = local_device(device, self.in_processes)
         last = self.schedule.stages - 1
         holders = self.schedule.placement.holders
 
@@ -132,7 +139,8 @@ class Pipeline:
         self._crew: Crew | None = None
         if self.in_processes:
             assert world is not None
-            self._world = world.connect(self._train_program, self.timeout)
+            on_cpu = self.device is None or self.device.type == "cpu"
+            self._world = world.connect(self._train_program, self.timeout, None if on_cpu else self.device)
             assert self._world.channel is not None
             equalise(self.stages, self.schedule.placement, self.rank, self._world.channel)
         elif self.ranks > 1:

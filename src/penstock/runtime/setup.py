@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.world import World
@@ -52,6 +55,29 @@ def resolve_schedule(
         raise ConfigError(
             f"{found.ranks} pipeline ranks, but {world.size} processes were started; start one process a rank"
         )
+    return found
+
+
+def local_device(device: torch.device | str | None, in_processes: bool) -> torch.device | None:
+    """The device that is meant; in processes a GPU without a number is the one of LOCAL_RANK.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"{device!r} is no device: {str(error).splitlines()[0]}") from error
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device={device!r}, but torch sees no GPU here; leave device out to stay on the CPU"
+            )
+        if in_processes and str(found) == "cuda":  # without a number
+            found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(found)
     return found
 
 

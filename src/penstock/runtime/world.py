@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import ConfigError
+from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.schedule.program import Program
 
@@ -32,19 +33,28 @@ class World:
         self.channel: ProcessChannel | None = None
         self._messages: dist.ProcessGroup | None = None
         self._reductions: dist.ProcessGroup | None = None
+        self._lanes: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=60)
 
-    def connect(self, program: Program, timeout: float) -> World:
+    def connect(
+        self, program: Program, timeout: float, device: torch.device | None = None, backend: str = "nccl"
+    ) -> World:
         """Open the communicators (one for messages, one for reductions) and the Program's edges.
 
         Every rank calls it, with the same Program. Edges that only the end of a step needs (every rank to the one that
         collects the losses, and back) are opened, too.
+
+        Args:
+            program: whose edges they are.
+            timeout: the longest a wait may last, in seconds.
+            device: where the stages' values are, if not on the CPU; they get a communicator for each directed edge.
+            backend: of those communicators.
         """
         self._timeout = timedelta(seconds=timeout)
         if not dist.is_initialized():
             _stay_local()
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=self._timeout)
+            both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(both, timeout=self._timeout)
         ranks = list(range(self.size))
         self._messages = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
         self._reductions = dist.new_group(ranks, timeout=self._timeout)
@@ -59,12 +69,21 @@ class World:
         for key, slots, capacity in more:
             before = sizes.get(key, (0, 0))
             sizes[key] = (before[0] + slots, before[1] + capacity)
+        bulk = {}
+        if device is not None:
+            for pair in sorted(sizes):  # every rank makes all of them, in this order
+                lane = dist.new_group(list(pair), timeout=self._timeout, backend=backend)
+                if self.rank in pair:
+                    self._lanes.append(lane)
+                    peer = pair[0] if self.rank == pair[1] else pair[1]
+                    bulk[pair] = Bulk(lane, dist.get_group_rank(lane, peer), device)
         self.channel = ProcessChannel(
             self._messages,
             self.exchange,
             {s: size for (s, t), size in sizes.items() if t == self.rank},
             {t: size for (s, t), size in sizes.items() if s == self.rank},
             timeout,
+            bulk,
         )
         return self
 
@@ -93,7 +112,7 @@ class World:
                 dist.barrier(group=self._reductions)
         self.channel.close()
         self.channel = None
-        for group in (self._messages, self._reductions):
+        for group in (*self._lanes, self._messages, self._reductions):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 

@@ -196,7 +196,10 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _linear(mode: deferring, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y = x Wᵀ + b, any number of leading dimensions."""
-    if input.dim() < 2 or weight.dim() != 2 or not mode.takes(weight, bias):
+    # Whether matmul folds an input that is not contiguous into a matrix depends on whether the weight wants a gradient
+    # (should_fold in ATen's LinearAlgebra.cpp), and with it the last bits of the result.
+    folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
+    if not folds or weight.dim() != 2 or not mode.takes(weight, bias):
         return NotImplemented
     output = F.linear(input, weight.detach(), _bare(bias))
     return mode.watch(output, input, partial(_linear_weights, weight, bias))

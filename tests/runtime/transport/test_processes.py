@@ -19,17 +19,25 @@ from penstock.schedule.families import build_schedule
 from penstock.stage.values import Parcel, pack, unpack
 
 both_ways = pytest.mark.parametrize(
-    "shared",
-    [pytest.param(True, marks=pytest.mark.skipif(not supported(), reason="needs Linux on x86-64")), False],
-    ids=["shared memory", "process group"],
+    "way",
+    [
+        pytest.param(
+            "shared memory", marks=pytest.mark.skipif(not supported(), reason="needs Linux on x86-64")
+        ),
+        "process group",
+        "lanes",  # as for values on GPUs, but here the device is the CPU and the lanes' backend gloo
+    ],
 )
 
 
-def world(rank: int, shared: bool, timeout: float = 20.0) -> World:
-    os.environ[transport.SWITCH] = "1" if shared else "0"
-    joined = World(rank, 2).connect(check(build_schedule("1f1b", 2, 4)).program, timeout)
+def world(rank: int, way: str, timeout: float = 20.0) -> World:
+    os.environ[transport.SWITCH] = "1" if way == "shared memory" else "0"
+    device = torch.device("cpu") if way == "lanes" else None
+    program = check(build_schedule("1f1b", 2, 4)).program
+    joined = World(rank, 2).connect(program, timeout, device, "gloo")
     del os.environ[transport.SWITCH]
-    assert all(isinstance(edge, SharedIncoming) == shared for edge in joined.channel._in.values())
+    for edge in joined.channel._in.values():
+        assert isinstance(edge, SharedIncoming) == (way == "shared memory")
     return joined
 
 
@@ -74,8 +82,8 @@ def same(ours: object, theirs: object) -> bool:
     return ours == theirs
 
 
-def exchange(rank: int, shared: bool) -> int:
-    joined = world(rank, shared)
+def exchange(rank: int, way: str) -> int:
+    joined = world(rank, way)
     channel, good = joined.channel, 0
     kept = []
     for step, value in enumerate(values()):
@@ -98,12 +106,12 @@ def exchange(rank: int, shared: bool) -> int:
 
 
 @both_ways
-def test_every_value_arrives_as_it_was_sent(processes: LocalProcesses, shared):
-    assert processes.run(2, exchange, shared) == [len(values())] * 2
+def test_every_value_arrives_as_it_was_sent(processes: LocalProcesses, way):
+    assert processes.run(2, exchange, way) == [len(values())] * 2
 
 
-def failing(rank: int, shared: bool) -> list[str]:
-    joined = world(rank, shared)
+def failing(rank: int, way: str) -> list[str]:
+    joined = world(rank, way)
     channel, told = joined.channel, []
     big = torch.ones(300, 300)
     for step in range(3):
@@ -131,12 +139,12 @@ def failing(rank: int, shared: bool) -> list[str]:
 
 
 @both_ways
-def test_word_of_a_failure_arrives_and_what_it_left_behind_is_dropped(processes: LocalProcesses, shared):
-    assert processes.run(2, failing, shared)[1] == ["ok", "it failed", "ok"]
+def test_word_of_a_failure_arrives_and_what_it_left_behind_is_dropped(processes: LocalProcesses, way):
+    assert processes.run(2, failing, way)[1] == ["ok", "it failed", "ok"]
 
 
-def dying(rank: int, shared: bool) -> str:
-    joined = world(rank, shared)
+def dying(rank: int, way: str) -> str:
+    joined = world(rank, way)
     joined.channel.open(1)
     if rank == 1:
         os._exit(3)
@@ -145,14 +153,14 @@ def dying(rank: int, shared: bool) -> str:
 
 
 @both_ways
-def test_the_end_of_a_process_is_noticed_long_before_the_limit(shared):
+def test_the_end_of_a_process_is_noticed_long_before_the_limit(way):
     # The pool waits less long than the channel would.
     with LocalProcesses(2) as pool, pytest.raises(PenstockError, match="rank 1 ended without a word"):
-        pool.run(2, dying, shared, timeout=15)
+        pool.run(2, dying, way, timeout=15)
 
 
-def waiting(rank: int, shared: bool) -> str:
-    joined = world(rank, shared, timeout=0.5)
+def waiting(rank: int, way: str) -> str:
+    joined = world(rank, way, timeout=0.5)
     joined.channel.open(1)
     text = ""
     if rank == 0:
@@ -166,13 +174,13 @@ def waiting(rank: int, shared: bool) -> str:
 
 
 @both_ways
-def test_a_wait_ends_at_its_limit(processes: LocalProcesses, shared):
-    first, _ = processes.run(2, waiting, shared)
+def test_a_wait_ends_at_its_limit(processes: LocalProcesses, way):
+    first, _ = processes.run(2, waiting, way)
     assert "waited 0.5 s for rank 1" in first
 
 
-def too_long(rank: int, shared: bool) -> bool:
-    joined = world(rank, shared)
+def too_long(rank: int, way: str) -> bool:
+    joined = world(rank, way)
     joined.channel.open(1)
     refused = False
     if rank == 0:
@@ -185,8 +193,8 @@ def too_long(rank: int, shared: bool) -> bool:
 
 
 @both_ways
-def test_a_description_that_does_not_fit_is_refused(processes: LocalProcesses, shared):
-    assert processes.run(2, too_long, shared) == [True, False]
+def test_a_description_that_does_not_fit_is_refused(processes: LocalProcesses, way):
+    assert processes.run(2, too_long, way) == [True, False]
 
 
 def test_leaves_that_cannot_travel_are_refused_before_they_do():

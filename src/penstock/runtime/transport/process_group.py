@@ -7,13 +7,18 @@ A large value travels as a payload of its own, without being copied into the fra
 a receive posted ahead, both ends follow one rule: with message n the receiver posts a payload buffer as large as the
 largest payload among the messages up to n - slots. The sender fills it with the payload, or, if there is none or it is
 larger, with one byte; a larger one follows separately and is received when the frame has announced it.
+
+Values on a device travel through a communicator of their own, one a directed edge, so that neither the two directions
+nor two edges can wait for each other (NCCL runs what one communicator gets strictly in order). Their frames, which
+carry no payload then, go as always, and reach the receiver while the device still computes; so its receive is posted in
+time, and no rank waits for a device to learn a shape.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +27,7 @@ from torch import distributed as dist
 from penstock.errors import PeerError, TransportError, WaitTimeoutError
 from penstock.runtime.transport.base import Failure
 from penstock.runtime.transport.wire import (
+    DEVICE,
     FAILURE,
     FRAME_BYTES,
     HEADER_BYTES,
@@ -48,13 +54,33 @@ class _Frame:
         self.views = Views(self.bytes)
 
 
+class Bulk(NamedTuple):
+    """The communicator of one directed edge for values on a device.
+
+    Attributes:
+        group: of the two ranks.
+        peer: the other rank's number in it.
+        device: whose values it carries.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    device: torch.device
+
+
 class GroupOutgoing:
     """The sending end of an edge."""
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, slots: int, capacity: int, timeout: timedelta
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        slots: int,
+        capacity: int,
+        timeout: timedelta,
+        bulk: Bulk | None = None,
     ) -> None:
-        self.group, self.peer, self.timeout = group, peer, timeout
+        self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._free = [_Frame() for _ in range(capacity + 1)]
         self._pending: deque[tuple[list[dist.Work], _Frame, Any]] = deque()
         self._book = LayoutBook()
@@ -66,24 +92,20 @@ class GroupOutgoing:
         number, layout, news = self._book.enter(parcel)
         start = aligned(HEADER_BYTES + len(news))
         size = layout.payload_bytes
-        inline = start + size <= FRAME_BYTES
+        tensors = [leaf for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+        bulk = self.bulk
+        if bulk is not None and not any(t.device.type == bulk.device.type for t in tensors):
+            bulk = None
+        inline = bulk is None and start + size <= FRAME_BYTES
         if start > FRAME_BYTES:
             raise TransportError(
                 f"the description of a value for rank {self.peer} takes {len(news)} bytes; at most "
                 f"{FRAME_BYTES - HEADER_BYTES} fit: hand over fewer or shorter plain values"
             )
-        flags = (INLINE if inline else 0) | (LAYOUT if news else 0)
-        tensors = [leaf for leaf in parcel.leaves if isinstance(leaf, Tensor)]
-        outside: Tensor | None = None
-        if not inline:
-            outside = tensors[0].detach() if len(tensors) == 1 else torch.empty(size, dtype=torch.uint8)
-            if len(tensors) == 1:
-                outside = outside.contiguous()
-            else:
-                for view, tensor in zip(layout.views(outside), tensors, strict=True):
-                    view.copy_(tensor)
-        posted = self._advance(0 if inline else size)
-        if outside is not None and size > posted:
+        flags = (INLINE if inline else 0) | (LAYOUT if news else 0) | (DEVICE if bulk else 0)
+        outside = None if inline else _outside(tensors, layout, bulk.device if bulk else None)
+        posted = self._advance(0 if inline or bulk else size)
+        if outside is not None and bulk is None and size > posted:
             flags |= OVERSIZE
         frame = self._frame()
         Header(flags, step, tag, number, len(news), size).write(frame.memory)
@@ -94,11 +116,15 @@ class GroupOutgoing:
                 view.copy_(tensor)
         works = [self.group.send([frame.bytes[: start + size if inline else start]], self.peer, _FRAME)]
         if posted:
-            body = outside if outside is not None and not flags & OVERSIZE else self._filler
+            fits = outside is not None and not flags & (OVERSIZE | DEVICE)
+            body = outside if fits and outside is not None else self._filler
             works.append(self.group.send([body], self.peer, _PAYLOAD))
         if flags & OVERSIZE:
             assert outside is not None
             works.append(self.group.send([outside], self.peer, _EXTRA))
+        if bulk is not None and size:
+            assert outside is not None
+            works.append(bulk.group.send([outside], bulk.peer, _PAYLOAD))
         self._pending.append((works, frame, outside))
 
     def fail(self, failure: Failure) -> None:
@@ -139,8 +165,15 @@ class GroupOutgoing:
 class GroupIncoming:
     """The receiving end of an edge."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, slots: int, timeout: timedelta) -> None:
-        self.group, self.peer, self.timeout = group, peer, timeout
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        slots: int,
+        timeout: timedelta,
+        bulk: Bulk | None = None,
+    ) -> None:
+        self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._layouts: list[Layout] = []
         self._posted: deque[tuple[_Frame, dist.Work, Tensor | None, dist.Work | None]] = deque()
         self._largest = 0
@@ -178,6 +211,8 @@ class GroupIncoming:
         layout = self._layouts[header.layout]
         if header.flags & INLINE:
             tensors = [view.clone() for view in frame.views.of(aligned(end), layout)]
+        elif header.flags & DEVICE:
+            tensors = self._from_device(layout)
         else:
             self._largest = max(self._largest, header.payload_bytes)
             if header.flags & OVERSIZE:
@@ -192,6 +227,24 @@ class GroupIncoming:
             tensors = layout.views(body)
         self._post(frame)
         return header.step, header.tag, layout.join(tensors)
+
+    def _from_device(self, layout: Layout) -> list[Tensor]:
+        assert self.bulk is not None
+        body = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=self.bulk.device)
+        if layout.payload_bytes:
+            work = self.bulk.group.recv([body], self.bulk.peer, _PAYLOAD)
+            _wait(work, self.timeout, self.peer, "send a value on a device")
+        return layout.views(body)
+
+
+def _outside(tensors: list[Tensor], layout: Layout, device: torch.device | None) -> Tensor:
+    """A payload in one piece: the tensor itself if there is but one, or all in one buffer."""
+    if len(tensors) == 1:
+        return tensors[0].detach().contiguous()
+    joined = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=device)
+    for view, tensor in zip(layout.views(joined), tensors, strict=True):
+        view.copy_(tensor)
+    return joined
 
 
 def _wait(work: dist.Work, timeout: timedelta, peer: int, what: str) -> None:

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from penstock.errors import PeerError
 from penstock.runtime.transport.base import Failure
-from penstock.runtime.transport.process_group import GroupIncoming, GroupOutgoing
+from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
 from penstock.runtime.transport.shared_memory import Bell, Host, SharedIncoming, SharedOutgoing, supported
 from penstock.stage.values import Parcel
 
@@ -42,6 +42,8 @@ class ProcessChannel:
         exchange: gives every rank's value to every rank, by rank.
         incoming, outgoing: peer → (slots, capacity) of the edge from and to it.
         timeout: the longest a wait may last, in seconds.
+        bulk: (sender, receiver) → the communicator of that edge for values on a device; empty where stages are on
+            the CPU.
     """
 
     def __init__(
@@ -51,18 +53,22 @@ class ProcessChannel:
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
         timeout: float,
+        bulk: Mapping[tuple[int, int], Bulk] | None = None,
     ) -> None:
         limit = timedelta(seconds=timeout)
-        self._bell = Bell() if supported() and os.environ.get(SWITCH, "1") != "0" else None
+        shares = not bulk and supported() and os.environ.get(SWITCH, "1") != "0"
+        self._bell = Bell() if shares else None
+        rank = dist.get_rank(group)
+        lanes = bulk or {}
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
         self._share(exchange, incoming, outgoing, timeout)
         for peer, (slots, capacity) in sorted(outgoing.items()):
             if peer not in self._out:
-                self._out[peer] = GroupOutgoing(group, peer, slots, capacity, limit)
+                self._out[peer] = GroupOutgoing(group, peer, slots, capacity, limit, lanes.get((rank, peer)))
         for peer, (slots, _) in sorted(incoming.items()):
             if peer not in self._in:
-                self._in[peer] = GroupIncoming(group, peer, slots, limit)
+                self._in[peer] = GroupIncoming(group, peer, slots, limit, lanes.get((peer, rank)))
         self._step = 0
         self._aside: dict[int, Parcel] = {}
 

@@ -25,7 +25,7 @@ from penstock.stage.values import Parcel, dump_structure, load_structure
 
 FRAME_BYTES = 1 << 16
 HEADER_BYTES = 64
-INLINE, FAILURE, LAYOUT, OVERSIZE = 1, 2, 4, 8
+INLINE, FAILURE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
 MOST_LAYOUTS = 256
 
 _HEADER = struct.Struct("<4sIqqqqq")
@@ -102,7 +102,7 @@ class Layout:
             payload: uint8, at least `payload_bytes` long, starting at a multiple of 64.
         """
         return [
-            payload[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+            payload[at : at + size].view(dtype).view(shape) if size else payload.new_empty(shape, dtype=dtype)
             for at, size, dtype, shape in self.places
         ]
 
