@@ -1,7 +1,9 @@
 """The one executor: it runs any Program, one rank of it, over any transport.
 
 At the start the rank's instructions are compiled to a list of closures, one an op, each of which takes its input,
-computes, records when, hands over the result. A step is then a walk through that list.
+computes, records when, hands over the result. A step is then a walk through that list. Two kinds of instruction need no
+closure: POST is the transport's, which keeps as many receives posted as the edge has slots, across steps; and FREE is
+what a stage does of itself at the end of B or W.
 """
 
 from __future__ import annotations
@@ -140,20 +142,16 @@ class Executor:
         """The error to raise: it names rank, stage, microbatch and op, unless another rank has named its own."""
         if not isinstance(error, Exception) or isinstance(error, PeerError):
             return error
-        schedule = self.program.schedule
-        if at == len(self._ops):
-            return type(error)(f"{error} (rank {self.rank}, waiting for the others to end step {step})")
-        rows = self._op_rows[at]
-        first = schedule.op(rows[0])
-        ops = " and ".join(str(schedule.op(row)) for row in rows)
-        where = (
-            f"rank {self.rank}, stage {first.stage}, microbatch {first.microbatch}, op {ops} of step {step}"
-        )
+        where, given = f"rank {self.rank}, at the end of step {step}", ""
+        if at < len(self._ops):
+            schedule, rows = self.program.schedule, self._op_rows[at]
+            op = schedule.op(rows[0])
+            ops = " and ".join(str(schedule.op(row)) for row in rows)
+            where = f"rank {self.rank}, stage {op.stage}, microbatch {op.microbatch}, op {ops} of step {step}"
+            if op.kind == Kind.F and self._input_parcel is not None:
+                given = f" (the stage's input was {describe(self._input_parcel)})"
         if isinstance(error, TransportError):
             return type(error)(f"{error} (at {where})")
-        given = ""
-        if first.kind == Kind.F and self._input_parcel is not None:
-            given = f" (the stage's input was {describe(self._input_parcel)})"
         return StageError(f"{where}: {type(error).__name__}: {error}{given}")
 
     def _agree(self) -> None:

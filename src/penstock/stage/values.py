@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from penstock.errors import StageShapeError
+from penstock.errors import BatchError, StageShapeError
 
 PLAIN = (type(None), bool, int, float, str)
 """Leaves that travel besides tensors."""
@@ -118,8 +118,6 @@ def slices(value: object, microbatches: int, what: str, device: torch.device | N
     Raises:
         BatchError: no tensor, or a batch size that `microbatches` does not divide.
     """
-    from penstock.errors import BatchError
-
     leaves, structure = _pytree.tree_flatten(value)
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves if isinstance(leaf, Tensor)}
     if len(sizes) != 1 or None in sizes:
