@@ -149,6 +149,7 @@ class Pipeline:
         self._places: tuple[dict[str, int], int] | None = None
         self._step = 0
         self._closed = False
+        self._failed = False
         self._traced: list[Executor] | None = None
 
     def step(
@@ -288,7 +289,7 @@ class Pipeline:
         if self._crew is not None:
             self._crew.close()
         if self._world is not None:
-            self._world.disconnect()
+            self._world.disconnect(failed=self._failed)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -302,6 +303,7 @@ class Pipeline:
         if self._closed:
             raise PenstockError("this pipeline is closed; build a new one")
         self._step += 1
+        self._failed = True
         executors = self._ready(trains)
         try:
             inputs, targets = self._cut(trains, x, y)
@@ -324,6 +326,7 @@ class Pipeline:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
                 self._executors.clear()
             raise
+        self._failed = False
         self._traced = executors
         return self._result(works)
 
