@@ -1,5 +1,7 @@
 """What `test_pipeline` starts with torchrun: the lines of the README, no word of processes."""
 
+import os
+
 import torch
 from torch import nn
 
@@ -9,4 +11,5 @@ from tests.runtime import plain
 torch.set_num_threads(1)
 with penstock.Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4) as pipe:
     result = pipe.step(*plain.batch(0, 8))
-    print(f"rank {pipe.rank} of {pipe.ranks}: {result.loss.item()!r}", flush=True)
+    line = f"rank {pipe.rank} of {pipe.ranks}: {result.loss.item()!r}\n"
+    os.write(1, line.encode())  # one write, so that the processes' lines do not mix
