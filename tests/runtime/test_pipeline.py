@@ -9,6 +9,8 @@ import sys
 import warnings
 from pathlib import Path
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -255,3 +257,13 @@ def test_two_hundred_steps_leave_as_many_tensors_as_twenty():
 
 def test_the_public_name_is_the_class():
     assert penstock.Pipeline is Pipeline
+
+
+def test_a_job_runs_once_on_every_rank_of_the_process_and_its_error_comes_back():
+    with penstock.Pipeline(plain.model(4), nn.functional.mse_loss, ranks=2, microbatches=2) as pipe:
+        names = pipe.on_ranks(lambda rank: (rank, threading.current_thread().name))
+        assert names == [(0, "penstock-rank-0"), (1, "penstock-rank-1")]
+        updated = [name for rank in pipe.local_ranks for name, _ in pipe.rank_parameters(rank)]
+        assert updated == [name for name, _ in pipe.named_parameters()]
+        with pytest.raises(ZeroDivisionError):
+            pipe.on_ranks(lambda rank: 1 // (1 - rank))

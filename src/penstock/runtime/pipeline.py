@@ -6,11 +6,11 @@ This is the one place where the three foundations meet: `schedule` (order), `sta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from penstock.runtime import norms
 from penstock.runtime.copies import Copies, alias, equalise
 from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor, Work
+from penstock.runtime.holdings import Holdings
 from penstock.runtime.recorder import measured_trace
 from penstock.runtime.setup import (
     local_device,
@@ -39,6 +40,8 @@ from penstock.stage.split import Split, split_layers
 from penstock.stage.stage import LossFunction, Stage, StageModule
 from penstock.stage.values import slices
 from penstock.trace.events import Trace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,8 @@ class Pipeline:
         runs = split_layers(self.layers, self.schedule.stages, split)
         self.in_processes = world is not None and world.size > 1
         self.rank = world.rank if world is not None and self.in_processes else 0
-        self._local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
-        local = sorted({s for r in self._local_ranks for s in self.schedule.placement.stages_of[r]})
+        self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
+        local = sorted({s for r in self.local_ranks for s in self.schedule.placement.stages_of[r]})
         self.device = local_device(device, self.in_processes)
         last = self.schedule.stages - 1
         holders = self.schedule.placement.holders
@@ -135,6 +138,9 @@ class Pipeline:
         }
         self.holds_first, self.holds_last = 0 in self.stages, last in self.stages
         require_untied(self.stages)
+        self._holdings = Holdings(
+            self.layers, self.stages, self.schedule.placement, self.rank if self.in_processes else None
+        )
         self._world: World | None = None
         self._crew: Crew | None = None
         if self.in_processes:
@@ -190,20 +196,20 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, parameter), in model order; in processes this rank's own."""
-        for index in sorted(self.stages):
-            yield from self.stages[index].module.whole_model_parameters()
+        return self._holdings.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters this process holds: in threads all of the model's."""
         for _, parameter in self.named_parameters():
             yield parameter
 
+    def rank_parameters(self, rank: int) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) of those that one of the `local_ranks` updates: each of the model's on exactly one."""
+        return self._holdings.of_rank(rank)
+
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers by their names in the whole model; in processes this rank's own."""
-        state: dict[str, Any] = {}
-        for index in sorted(self.stages):
-            state.update(self.stages[index].module.whole_model_state())
-        return state
+        return self._holdings.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers by whole-model name; entries of stages held elsewhere are left alone.
@@ -212,30 +218,7 @@ class Pipeline:
             ConfigError: an entry of a stage held here is missing or has another shape, or no layer has the name. Nothing
                 is loaded then.
         """
-        own = self.state_dict()
-        prefixes = tuple(f"{layer.name}." for layer in self.layers)
-        problems = [f"{name} is missing" for name in own if name not in state]
-        problems += [
-            f"{name} has shape {tuple(state[name].shape)}, not {tuple(value.shape)}"
-            for name, value in own.items()
-            if name in state and isinstance(value, Tensor) and value.shape != state[name].shape
-        ]
-        here = tuple(f"{n}." for stage in self.stages.values() for n in stage.module.names)
-        problems += [
-            f"{name} is unknown"
-            for name in state
-            if name not in own and (name.startswith(here) or not name.startswith(prefixes))
-        ]
-        if problems:
-            raise ConfigError("the state does not fit the model: " + "; ".join(problems[:12]))
-        for stage in self.stages.values():
-            for name, layer in stage.module.named_layers():
-                part = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
-                wanted = layer.state_dict().keys()
-                layer.load_state_dict(
-                    {k: v for k, v in part.items() if k in wanted},
-                    assign=any(p.is_meta for p in layer.parameters()),
-                )
+        self._holdings.load_state_dict(state)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the stages' training mode, as ``nn.Module.train`` does."""
@@ -259,22 +242,32 @@ class Pipeline:
             ``torch.nn.utils.clip_grad_norm_`` gives for the unsplit model.
         """
         if self._places is None:
-            self._places = self._find_places()
+            self._places = self._holdings.places(self._world)
         places, count = self._places
-        holders = self.schedule.placement.holders
-        parameters = [
-            (places[name], p, not self.in_processes or holders[s][0] == self.rank)
-            for s in sorted(self.stages)
-            for name, p in self.stages[s].module.whole_model_parameters()
-        ]
+        parameters = [(places[name], p, counts) for name, p, counts in self._holdings.counted()]
         return norms.clip_(parameters, max_norm, count, self._world)
 
-    def _find_places(self) -> tuple[dict[str, int], int]:
-        """Every parameter's place in the whole model, and how many there are on all ranks."""
-        names = {s: [n for n, _ in stage.module.whole_model_parameters()] for s, stage in self.stages.items()}
-        everywhere = self._world.gather_dict(names) if self._world is not None else names
-        order = [name for s in sorted(everywhere) for name in everywhere[s]]
-        return {name: n for n, name in enumerate(order)}, len(order)
+    def on_ranks(self, job: Callable[[int], T]) -> list[T]:
+        """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
+
+        Returns:
+            What the calls returned, in the order of the ranks. What one of them raised is raised here.
+        """
+        self._require_open()
+        if self._crew is None:
+            return [job(rank) for rank in self.local_ranks]
+        found: dict[int, T] = {}
+        jobs = [lambda r=r: found.__setitem__(r, job(r)) for r in self.local_ranks]
+        self._crew.run(jobs, lambda: None)
+        return [found[rank] for rank in self.local_ranks]
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of a float64 tensor over the processes, which all call it; the tensor itself if there is one."""
+        if self._world is None:
+            return values
+        total = values.clone()
+        self._world.add_up(total)
+        return total
 
     def trace(self) -> Trace | None:
         """What the last step did and when: all ranks in threads, this rank's part in processes."""
@@ -299,9 +292,12 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    def _run(self, trains: bool, x: object, y: object, outputs: bool, input_grads: bool) -> StepResult:
+    def _require_open(self) -> None:
         if self._closed:
             raise PenstockError("this pipeline is closed; build a new one")
+
+    def _run(self, trains: bool, x: object, y: object, outputs: bool, input_grads: bool) -> StepResult:
+        self._require_open()
         self._step += 1
         self._failed = True
         executors = self._ready(trains)
@@ -347,7 +343,7 @@ class Pipeline:
                 channels = [None]
             self._executors[trains] = [
                 self._executor(program, rank, channel)
-                for rank, channel in zip(self._local_ranks, channels, strict=True)
+                for rank, channel in zip(self.local_ranks, channels, strict=True)
             ]
         return self._executors[trains]
 
