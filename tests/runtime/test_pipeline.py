@@ -6,10 +6,9 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
-
-import threading
 
 import pytest
 import torch
