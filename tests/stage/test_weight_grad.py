@@ -90,6 +90,8 @@ CASES = {
 def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcontext) -> int:
     """Run plainly and in halves; assert equality; returns how many uses the last microbatch deferred."""
     plain, shared, deferred = copy.deepcopy(net), set(), 0
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        other.grad_dtype = mine.grad_dtype  # deepcopy leaves it out
     for x in inputs:
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
         with context():
@@ -119,11 +121,46 @@ def test_halves_equal_the_whole(name: str):
 @pytest.mark.parametrize("name", ["linear and norm", "conv2d", "addmm"])
 def test_halves_equal_the_whole_under_autocast(name: str):
     net, shape, _ = CASES[name]
+    assert both(copy.deepcopy(net), [randn(*shape) for _ in range(3)], bfloat16_autocast) > 0
 
-    def context():
-        return torch.autocast("cpu", dtype=torch.bfloat16)
 
-    assert both(copy.deepcopy(net), [randn(*shape) for _ in range(3)], context) > 0
+def bfloat16_autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def test_halves_equal_the_whole_for_a_layer_used_three_times_under_autocast():
+    """Autocast casts a weight once, so its uses' gradients are added in bfloat16; so do we."""
+
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(self.inner(self.inner(x))))
+
+    assert both(Thrice(), [randn(4, 16) for _ in range(3)], bfloat16_autocast) == 4
+
+
+def kept_in_float32(net: nn.Module) -> nn.Module:
+    """Weights in bfloat16, gradients in float32."""
+    for parameter in net.bfloat16().parameters():
+        parameter.grad_dtype = torch.float32
+    return net
+
+
+@pytest.mark.parametrize("name", ["linear and norm", "conv2d", "addmm", "no bias, 4-d"])
+def test_halves_equal_the_whole_for_gradients_kept_in_another_dtype(name: str):
+    net, shape, deferred = CASES[name]
+    net = kept_in_float32(copy.deepcopy(net))
+    assert both(net, [randn(*shape).bfloat16() for _ in range(3)]) == deferred
+    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
+    assert any((p.grad.bfloat16().float() != p.grad).any() for p in net.parameters())
+
+
+def test_uses_of_a_tied_weight_are_added_in_the_dtype_its_gradient_is_kept_in():
+    net = kept_in_float32(Tied())
+    assert both(net, [torch.randint(0, 10, (4, 5), generator=FLOATS) for _ in range(3)]) == 4
 
 
 def test_halves_equal_the_whole_for_tied_weights_and_layers_used_twice():

@@ -14,7 +14,7 @@ hooks, once for each microbatch, after the last contribution.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Queue:
         Raises:
             PenstockError: an input was written to after its use, so its weight's gradient is lost.
         """
-        total: dict[int, tuple[Tensor, Tensor]] = {}
+        total = _Sums()
         with torch.no_grad():
             for weights, x, version, grad in self.pending:
                 if x._version != version:
@@ -70,16 +70,56 @@ class Queue:
                         "its use, so the weights' gradient cannot be computed; plain PyTorch refuses this, too"
                     )
                 for parameter, gradient in weights(x, grad):
-                    before = total.get(id(parameter))
-                    total[id(parameter)] = (parameter, gradient if before is None else before[1] + gradient)
-        self.clear()
-        key = tuple(total)
+                    total.add(parameter, gradient)
+            self.clear()
+            parameters, gradients = total.take()
+        key = tuple(map(id, parameters))
         if key:
             if key not in deliveries:
-                deliveries[key] = Delivery([parameter for parameter, _ in total.values()])
-            gradients = [gradient for _, gradient in total.values()]
-            total.clear()
+                deliveries[key] = Delivery(parameters)
             deliveries[key].hand_over(gradients)
+
+
+class _Sums:
+    """Every parameter's gradient, added up over its uses in the dtypes in which the autograd engine would.
+
+    Where a function ran in the weight's own dtype the engine casts each use's gradient to the parameter's
+    ``grad_dtype`` before it adds. Where autocast ran it in another, all uses share one cast weight: theirs are added in
+    that other dtype, and the sum is cast.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Tensor, dict[torch.dtype, Tensor]]] = {}
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add one use's gradient."""
+        sums = self._found.setdefault(id(parameter), (parameter, {}))[1]
+        used_in = gradient.dtype
+        if used_in == parameter.dtype:
+            gradient = _as_kept(gradient, parameter)
+        sums[used_in] = sums[used_in] + gradient if used_in in sums else gradient
+
+    def take(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters and their gradients; nothing is kept, so that ``.grad`` can take them without a copy."""
+        parameters = [parameter for parameter, _ in self._found.values()]
+        gradients = [
+            reduce(
+                torch.add,
+                [
+                    total if used_in == parameter.dtype else _as_kept(total.to(parameter.dtype), parameter)
+                    for used_in, total in sums.items()
+                ],
+            )
+            for parameter, sums in self._found.values()
+        ]
+        self._found.clear()
+        return parameters, gradients
+
+
+def _as_kept(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient in the dtype its parameter keeps it in; older PyTorch has no ``grad_dtype``, None allows any."""
+    wanted = getattr(parameter, "grad_dtype", None)
+    return gradient if wanted is None else gradient.to(wanted)
 
 
 class Delivery:
@@ -182,12 +222,10 @@ def _bare(tensor: Tensor | None) -> Any:
 def _pairs(
     weight: Tensor, bias: Tensor | None, weight_gradient: Tensor, bias_gradient: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """The gradients beside their parameters, in the parameters' dtype (autocast computes in another)."""
-    if weight_gradient.dtype != weight.dtype:
-        weight_gradient = weight_gradient.to(weight.dtype)
+    """The gradients beside their parameters, in the dtype they were computed in."""
     if bias is None or bias_gradient is None:
         return [(weight, weight_gradient)]
-    return [(weight, weight_gradient), (bias, bias_gradient.to(bias.dtype))]
+    return [(weight, weight_gradient), (bias, bias_gradient)]
 
 
 def _rows(tensor: Tensor) -> Tensor:
