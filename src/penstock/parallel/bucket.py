@@ -1,0 +1,153 @@
+"""One bucket: a flat buffer, the gradients that live in it, and its reduction while that is under way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.parallel.lane import Lane
+from penstock.parallel.layout import Plan
+from penstock.parallel.local import is_sharded, like, local, strides_of
+from penstock.parallel.reducer import Handle, Reducer, part_of
+
+
+class Entry:
+    """A parameter and its gradient's place.
+
+    Attributes:
+        name, parameter: which; the name is for messages.
+        index: its number among all parameters.
+        bucket: the number of its bucket.
+        view: the place in the bucket's buffer, of the shape this process holds.
+        gradient: what ``.grad`` is to be; shares `view`'s memory.
+        seen: gradients that came since the last reduction.
+        counted: those of them that count towards `expected`.
+        expected: how many make it complete in this step.
+        ready: it is complete in this step.
+    """
+
+    __slots__ = (
+        "bucket", "counted", "expected", "gradient", "index", "name", "parameter", "pointer", "ready", "seen", "view",
+    )  # fmt: skip
+
+    def __init__(self, name: str, parameter: Tensor, index: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.index = index
+        self.seen = self.counted = 0
+        self.expected = 1
+        self.ready = False
+        self.bucket = -1
+        self.view: Tensor
+        self.gradient: Tensor | None = None
+        self.pointer = 0
+
+    def __str__(self) -> str:
+        return f"parameter {self.name!r} (bucket {self.bucket})"
+
+    def place(self, bucket: int, flat: Tensor, start: int) -> None:
+        """Give the gradient a place in a bucket's buffer; a gradient that is in its old place moves there."""
+        part = local(self.parameter.detach())
+        strides = strides_of(part)
+        where = flat[start : start + part.numel()]
+        view = where.view(part.shape) if strides is None else where.as_strided(part.shape, strides)
+        moves = self.gradient is not None and self.parameter.grad is self.gradient
+        if moves:
+            view.copy_(self.view)
+        self.bucket, self.view, self.pointer = bucket, view, view.data_ptr()
+        self.gradient = like(view.detach(), self.parameter)
+        if moves:
+            self.parameter.grad = self.gradient
+
+    def settle(self) -> None:
+        """Have ``.grad`` be the place in the buffer; a gradient that autograd put elsewhere is copied there.
+
+        Raises:
+            PenstockError: there is no gradient, or a sparse one, or one of another dtype or shape.
+        """
+        grad, ours = self.parameter.grad, self.gradient
+        assert ours is not None
+        if grad is None:
+            raise PenstockError(f"{self} is ready, but it has no gradient")
+        if grad is ours and grad.dtype == self.view.dtype and local(grad).data_ptr() == self.pointer:
+            return
+        if (
+            grad.layout != torch.strided
+            or grad.dtype != self.view.dtype
+            or grad.shape != self.parameter.shape
+        ):
+            raise self._unlike(grad)
+        grad = grad.detach()
+        if is_sharded(grad):  # what is there in parts only is added up
+            grad = grad.redistribute(placements=self.parameter.placements)  # type: ignore[attr-defined]
+        if local(grad).shape != self.view.shape:
+            raise self._unlike(local(grad))
+        self.view.copy_(local(grad))
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Have ``.grad`` be the place in the buffer, with what is there."""
+        self.gradient = like(self.view.detach(), self.parameter)
+        self.parameter.grad = self.gradient
+
+    def _unlike(self, grad: Tensor) -> PenstockError:
+        return PenstockError(
+            f"{self} was laid out for a dense gradient of shape {tuple(self.view.shape)}, {self.view.dtype}; now it has one "
+            f"of shape {tuple(grad.shape)}, {grad.dtype}, {grad.layout}. Convert the model before its buckets are made"
+        )
+
+
+class Bucket:
+    """A buffer and its reduction.
+
+    Attributes:
+        plan: what it holds.
+        flat: 1-d, all its gradients.
+        pending: how many of them are not ready yet in this step.
+    """
+
+    def __init__(self, plan: Plan, lane: Lane, reduce_dtype: torch.dtype | None, sharded: bool) -> None:
+        self.plan = plan
+        self.flat = torch.zeros(plan.elements, dtype=plan.dtype, device=plan.device)
+        self.pending = len(plan.members)
+        self.streams: set[torch.cuda.Stream | None] = set()
+        self._lane = lane
+        self._wire: Tensor | None = None
+        self._reduce_dtype = reduce_dtype if reduce_dtype != plan.dtype else None
+        self._sharded = sharded
+        self._handle: Handle | None = None
+
+    def start(self, reducer: Reducer) -> None:
+        """Begin the reduction, after everything that the streams which filled it have been given."""
+        self.streams.add(self._lane.here())
+        self._lane.wait_for(self.streams)
+        self.streams.clear()
+        with self._lane.inside():
+            self._wire = self.flat if self._reduce_dtype is None else self.flat.to(self._reduce_dtype)
+            self._handle = reducer.scatter(self._wire) if self._sharded else reducer.start(self._wire)
+
+    def wait(self, reducer: Reducer, divisor: float) -> None:
+        """Until it is reduced; the sum, divided, is in `flat` (or in this replica's part of it)."""
+        if self._handle is None or self._wire is None:
+            return
+        with self._lane.inside():
+            handle, self._handle = self._handle, None
+            handle.wait()
+            wire, into = self._wire, self.flat
+            if self._sharded:
+                wire = part_of(wire, reducer.rank, reducer.size)
+                into = part_of(into, reducer.rank, reducer.size)
+            if divisor != 1:
+                wire.div_(divisor)
+            if self._reduce_dtype is not None:
+                into.copy_(wire)
+            self._wire = None
+        self._lane.join()
+
+    def drop(self) -> None:
+        """Forget a reduction that will not be waited for; what computes next on its device comes after it."""
+        self._handle = self._wire = None
+        self.streams.clear()
+        self.pending = len(self.plan.members)
+        self._lane.join()
