@@ -1,0 +1,241 @@
+"""Functions of torch that draw and take no generator, computed from the draws of a given one.
+
+Dropout in all its kinds, attention with dropout, recurrent layers with dropout between them, fractional pooling. On a
+CPU the formulas and the order of the draws are torch's own, so the results are the same bits as torch's with a default
+generator in the same state. On other devices the draws are not those of torch's fused kernels, though their
+distribution is. Attention with dropout holds the whole matrix of attention weights for the backward, as torch's own
+"math" path does: batch × heads × queries × keys elements, some times over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Source(Protocol):
+    """Where the draws come from."""
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator to draw from on a device."""
+
+
+Replacement = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called with the source (a `drawing`), the function it replaces, and that function's arguments."""
+
+
+class _Masked(torch.autograd.Function):
+    """x · mask · scale, which keeps the mask of one byte an element and nothing else for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        masked: Tensor = torch.ops.aten.native_dropout_backward(x, mask, scale)
+        return masked
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Masked.apply(grads[0], ctx.saved_tensors[0], ctx.scale), None, None  # type: ignore[no-untyped-call]
+
+
+def _dropped(source: Source, x: Tensor, p: float, inplace: bool = False) -> Tensor:
+    """Dropout in training with 0 < p < 1."""
+    if x.device.type == "cpu" or inplace:
+        noise = torch.empty_like(x).bernoulli_(1 - p, generator=source.generator(x.device)).div_(1 - p)
+        return x.mul_(noise) if inplace else x * noise
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=source.generator(x.device))
+    masked: Tensor = _Masked.apply(x, mask, 1 / (1 - p))  # type: ignore[no-untyped-call]
+    return masked
+
+
+def _draws_none(x: Tensor, p: float, train: bool) -> bool:
+    """Whether dropout needs no draw, or is to be refused by torch itself."""
+    return not train or not 0 < p < 1 or x.numel() == 0 or x.is_meta or x.is_nested
+
+
+def _f_dropout(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if _draws_none(input, p, training):
+            return func(input, p, training, inplace)
+        return _dropped(source, input, p, inplace)
+
+    return dropout(*args, **kwargs)
+
+
+def _dropout(alpha: bool = False, features: bool = False, inplace: bool = False) -> Replacement:
+    """torch.dropout and its variants: for self-normalising networks, of whole channels, and in place."""
+
+    def replaced(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+            if _draws_none(input, p, train):
+                result: Tensor = func(input, p, train)
+                return result
+            if not alpha and not features:
+                return _dropped(source, input, p, inplace)
+            noise = torch.empty_like(input)
+            if features:
+                noise = input.new_empty((*input.shape[:2], *(1 for _ in input.shape[2:])))
+            noise.bernoulli_(1 - p, generator=source.generator(input.device))
+            if not alpha:
+                noise.div_(1 - p)
+                return input.mul_(noise) if inplace else input * noise
+            a = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+            shift = (noise - 1).mul_(_ALPHA * a).add_(_ALPHA * a * p)
+            noise.mul_(a)
+            return (input.mul_(noise) if inplace else input * noise).add_(shift)
+
+        return dropout(*args, **kwargs)
+
+    return replaced
+
+
+_ALPHA = (
+    1.7580993408473766  # scale · alpha of SELU, in alpha dropout: Klambauer et al. 2017, arXiv 1706.02515
+)
+
+
+def _native_dropout(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dropout(input: Tensor, p: float, train: bool | None) -> Any:
+        if _draws_none(input, p, train is not False):
+            return func(input, p, train)
+        mask = torch.empty_like(input, dtype=torch.bool)
+        mask.bernoulli_(1 - p, generator=source.generator(input.device))
+        return input * mask * (1 / (1 - p)), mask
+
+    return dropout(*args, **kwargs)
+
+
+def _attention(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention with dropout on its weights; without, torch's own kernels."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        # With p = 1 torch draws nothing; both at once is an error, which torch words itself.
+        both = attn_mask is not None and is_causal
+        if not 0 < dropout_p < 1 or both or query.is_meta or query.is_nested:
+            return func(*args, **kwargs)
+        kind = query.device.type
+        if not torch.is_autocast_enabled(kind):
+            return _attend(source, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        # Autocast runs attention as one function: its inputs cast, nothing cast inside.
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return _attend(source, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    return attention(*args, **kwargs)
+
+
+def _attend(
+    source: Source,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """dropout(softmax(q kᵀ · scale + mask)) v, in float32 for half precision, as torch's "math" path does it.
+
+    Half the scale's power is taken on each side of q kᵀ, which keeps its entries small. Rows without any allowed key
+    give zeros.
+    """
+    dtype = query.dtype
+    keeps = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    if dtype in (torch.float16, torch.bfloat16) and not keeps:
+        query, key, value = query.float(), key.float(), value.float()
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    root = math.sqrt(abs(scale))
+    query = query * math.copysign(root, scale)
+    if is_causal:
+        attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = query.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    weights = query @ (key.transpose(-2, -1) * root)
+    if attn_mask is not None:
+        weights = weights + attn_mask
+    weights = torch._safe_softmax(
+        weights, -1
+    )  # public nowhere; a softmax that gives zeros for rows of -inf only
+    return (_dropped(source, weights, p) @ value).to(dtype)
+
+
+def _recurrent(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stacked recurrent layers with dropout between them, called one by one; as nn.RNN, nn.LSTM, nn.GRU call them."""
+    packed = isinstance(
+        args[3], list | tuple
+    )  # (data, batch sizes, states, weights, ...), else (input, states, ...)
+    head, (weights, biases, layers, p, train, both_ways, *batch_first) = (
+        args[: 2 + packed],
+        args[2 + packed :],
+    )
+    if not train or p == 0 or layers == 1:
+        return func(*args, **kwargs)
+    x, *sizes, states = head
+    first = any(batch_first)
+    x = x.transpose(0, 1) if first else x
+    directions, each = 1 + both_ways, len(weights) // layers
+    ends = []
+    for n in range(layers):
+        if n:
+            x = torch.zeros_like(x) if p == 1 else _dropped(source, x, p)
+        rows = slice(n * directions, (n + 1) * directions)
+        begin = states[rows] if isinstance(states, Tensor) else tuple(state[rows] for state in states)
+        own = weights[n * each : (n + 1) * each]
+        x, *end = func(x, *sizes, begin, own, biases, 1, 0.0, train, both_ways, *(False for _ in batch_first))
+        ends.append(end)
+    return (x.transpose(0, 1) if first else x, *(torch.cat(end) for end in zip(*ends, strict=True)))
+
+
+def _pool(dimensions: int) -> Replacement:
+    """Fractional max pooling, which can be given its random samples: one a dimension for each channel."""
+
+    def replaced(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > 5 or kwargs.get("_random_samples") is not None or args[0].is_meta:
+            return func(*args, **kwargs)
+        x: Tensor = args[0]
+        rows = 1 if x.dim() == dimensions + 1 else x.shape[0]
+        shape = (rows, x.shape[-dimensions - 1], dimensions)
+        samples = torch.rand(shape, dtype=x.dtype, device=x.device, generator=source.generator(x.device))
+        return func(*args, **{**kwargs, "_random_samples": samples})
+
+    return replaced
+
+
+COMPUTED: dict[Any, Replacement] = {
+    F.dropout: _f_dropout,
+    torch.dropout: _dropout(),
+    torch.dropout_: _dropout(inplace=True),
+    torch.feature_dropout: _dropout(features=True),
+    torch.feature_dropout_: _dropout(features=True, inplace=True),
+    torch.alpha_dropout: _dropout(alpha=True),
+    torch.alpha_dropout_: _dropout(alpha=True, inplace=True),
+    torch.feature_alpha_dropout: _dropout(alpha=True, features=True),
+    torch.feature_alpha_dropout_: _dropout(alpha=True, features=True, inplace=True),
+    torch.native_dropout: _native_dropout,
+    F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+    **dict.fromkeys((F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices), _pool(2)),
+    **dict.fromkeys((F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices), _pool(3)),
+}
