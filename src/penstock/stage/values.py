@@ -132,7 +132,7 @@ def slices(value: object, microbatches: int, what: str, device: torch.device | N
             f"use a multiple of {microbatches}" + (f", or one of {fits[:12]} microbatches" if fits else "")
         )
     parts = [
-        torch.split(leaf.detach(), size // microbatches)
+        torch.split(leaf.detach() if device is None else leaf.detach().to(device), size // microbatches)
         if isinstance(leaf, Tensor)
         else (leaf,) * microbatches
         for leaf in leaves
