@@ -7,8 +7,8 @@ within the layer, whatever the split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -27,11 +27,14 @@ class Layer:
         build: makes the module; called once, and only in a process that holds the layer.
         role: blocks are what an even split counts; an embedding rides along with the first block and a head
             with the last.
+        tied: parameters that are one with another layer's: own name within the layer → the other's whole-model name.
+            Its value is that one's; `build` makes both equal.
     """
 
     name: str
     build: Callable[[], nn.Module]
     role: Role = "block"
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def as_layers(model: object) -> list[Layer]:
