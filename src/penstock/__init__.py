@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from penstock.schedule.text import read_csv as read_csv
     from penstock.schedule.text import write_csv as write_csv
     from penstock.trace.events import Trace as Trace
+    from penstock.train.models.transformers.loss import causal_lm_loss as causal_lm_loss
+    from penstock.train.models.transformers.loss import valid_tokens as valid_tokens
+    from penstock.train.models.transformers.save import save_transformers as save_transformers
+    from penstock.train.models.transformers.split import from_transformers as from_transformers
 
 _HOME = {
     "Kind": "penstock.schedule.ops",
@@ -39,9 +43,13 @@ _HOME = {
     "StepResult": "penstock.runtime.pipeline",
     "Trace": "penstock.trace.events",
     "build_schedule": "penstock.schedule.families",
+    "causal_lm_loss": "penstock.train.models.transformers.loss",
     "check": "penstock.schedule.check",
+    "from_transformers": "penstock.train.models.transformers.split",
     "lower": "penstock.schedule.program",
     "read_csv": "penstock.schedule.text",
+    "save_transformers": "penstock.train.models.transformers.save",
+    "valid_tokens": "penstock.train.models.transformers.loss",
     "write_csv": "penstock.schedule.text",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from penstock.errors import DataError
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) -> Path:
@@ -39,8 +42,16 @@ def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) 
 
 
 def write_index(folder: Path, parts: int) -> None:
-    """Write the index of `parts` files, all of them complete; a single file needs none."""
+    """Write the index of `parts` files, all of them complete; a single file needs none.
+
+    Weights of an earlier save in the folder go: a reader takes a single file before it looks for an index.
+    """
+    for path in folder.glob("model*.safetensors"):
+        ours = path.name == WHOLE if parts == 1 else path.name.endswith(f"-of-{parts:05d}.safetensors")
+        if not ours and (path.name == WHOLE or _PART.fullmatch(path.name)):
+            path.unlink()
     if parts == 1:
+        (folder / INDEX).unlink(missing_ok=True)
         return
     places: dict[str, str] = {}
     sizes: dict[str, int] = {}

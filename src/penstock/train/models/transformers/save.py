@@ -1,0 +1,107 @@
+"""A pipeline's weights as a folder that ``AutoModelForCausalLM.from_pretrained`` and `from_transformers` read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.runtime.pipeline import Pipeline
+from penstock.train import weights
+from penstock.train.fleet import Fleet
+from penstock.train.models.transformers.checkpoint import CONFIG, read_json
+from penstock.train.models.transformers.families import FAMILIES, HEAD, require_library
+from penstock.train.models.transformers.split import local_folder
+
+CARRIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+"""What a folder's copy takes along beside config and weights."""
+
+
+def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: object) -> None:
+    """Write a pipeline's weights in Hugging Face's layout; in processes every rank calls it and writes its own part.
+
+    The folder gets ``config.json``, ``model.safetensors`` (from processes one file a rank and an index), and where
+    `like` has them the generation config and the tokenizer's files. Weights of an earlier save there are replaced.
+
+    Args:
+        pipe: made of what `from_transformers` gave.
+        folder: made if it is not there.
+        like: what `from_transformers` was given: the model, the config or the folder.
+
+    Raises:
+        ConfigError: `like` is none of these, or the folder cannot be made.
+    """
+    require_library()
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
+    config = _config(like)
+    state = _as_stored(pipe, config)
+    fleet = Fleet(pipe.ranks, pipe.rank) if pipe.in_processes else Fleet(1, 0)
+    weights.save_part(path, state, fleet.rank, fleet.size)
+    fleet.gather_point()
+    if fleet.leads:
+        weights.write_index(path, fleet.size)
+        _write_beside(path, config, state, like)
+    fleet.gather_point()
+
+
+def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The pipeline's state by the names in files, without those that are another parameter's second ones."""
+    second = {f"{layer.name}.{inner}" for layer in pipe.layers for inner in layer.tied}
+    head = FAMILIES[config["model_type"]].stored_head
+    return {
+        f"{head}.weight" if name == f"{HEAD}.weight" else name: value
+        for name, value in pipe.state_dict().items()
+        if name not in second
+    }
+
+
+def _write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor], like: object) -> None:
+    """Write what belongs to the weights: the config with their dtype, and the files that `like` has."""
+    dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), None)
+    config.pop("torch_dtype", None)
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+    generation = getattr(like, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    if isinstance(like, str | os.PathLike):
+        source = local_folder(like)
+        for name in CARRIED:
+            if (source / name).is_file() and source.resolve() != folder.resolve():
+                shutil.copyfile(source / name, folder / name)
+
+
+def _config(like: object) -> dict[str, Any]:
+    """The config as JSON holds it, with the class that reads it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+    if isinstance(like, str | os.PathLike):
+        return read_json(local_folder(like) / CONFIG)
+    config = like.config if isinstance(like, PreTrainedModel) else like
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(
+            f"like must be the model, the config or the folder that the layers came from, not {like!r}"
+        )
+    found: dict[str, Any] = config.to_diff_dict()
+    found["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    return found
