@@ -187,7 +187,8 @@ def test_operators_that_draw_from_the_default_generator_are_refused_by_name():
         lambda x: torch.ops.aten.native_dropout(x, 0.5, False)[0],
         lambda x: torch.ops.aten.dropout(x, 0.0, True),
         lambda x: torch.ops.aten.bernoulli_(x.clone(), 0.5, generator=torch.Generator().manual_seed(0)),
-        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+        lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3)[0, 0],
+        lambda x: nn.functional.rrelu(x),
         lambda x: x + torch.rand(3, device="meta").dim(),
     ],
 )  # fmt: skip

@@ -97,7 +97,8 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator of torch that may draw does so here, and from a default generator."""
     schema = func._schema
     name = schema.name.removeprefix("aten::")
-    given = {parameter.name: value for parameter, value in zip(schema.arguments, args, strict=False)} | kwargs
+    given = {p.name: p.default_value for p in schema.arguments}
+    given |= {p.name: value for p, value in zip(schema.arguments, args, strict=False)} | kwargs
     if name in _NEVER_DRAW or given.get("generator") is not None:
         return False
     if any(given.get(switch, True) in (False, 0) for switch in _SWITCHES):
