@@ -1,0 +1,123 @@
+"""Every rank has its place, and the groups are those of the places."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from penstock.errors import BatchError, ConfigError
+from penstock.parallel.mesh import AXES, MeshShape, make_mesh, replica_rows, require_fit
+from penstock.runtime.local import LocalProcesses
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart():
+    shape = MeshShape(pp=2, dp=2, tp=2)
+    assert [[shape.coordinate(r, axis) for axis in AXES] for r in range(8)] == [
+        [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1],
+    ]  # fmt: skip
+    assert shape.line(5, "tp") == [4, 5]
+    assert shape.line(5, "dp") == [5, 7]
+    assert shape.line(5, "pp") == [1, 5]
+    assert str(shape) == "pp 2 x dp 2 x tp 2"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(AXES)))
+def test_rank_and_coordinates_are_inverses_in_any_order(order):
+    shape = MeshShape(2, 3, 4, order)
+    for rank in range(24):
+        place = {axis: shape.coordinate(rank, axis) for axis in AXES}
+        assert shape.rank(**place) == rank
+        assert shape.line(rank, order[2]) == list(
+            range(rank - place[order[2]], rank - place[order[2]] + shape.size(order[2]))
+        )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"pp": 0}, "pp must be a positive number of ranks, not 0"),
+        ({"tp": True}, "tp must be"),
+        ({"dp": 1.5}, "dp must be"),
+        ({"order": ("pp", "dp")}, "once each"),
+        ({"order": ("pp", "dp", "cp")}, "once each"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(sizes, words):
+    with pytest.raises(ConfigError, match=words):
+        MeshShape(**sizes)
+
+
+def test_unknown_axes_ranks_and_places_are_refused():
+    shape = MeshShape(2, 1, 1)
+    with pytest.raises(ConfigError, match=r"no axis .ddp. .did you mean .dp."):
+        shape.size("ddp")
+    with pytest.raises(ConfigError, match="no rank 2"):
+        shape.coordinate(2, "pp")
+    with pytest.raises(ConfigError, match="pp = 2 is not in a mesh"):
+        shape.rank(pp=2)
+
+
+def test_a_mesh_that_does_not_multiply_says_what_would_fit():
+    with pytest.raises(
+        ConfigError, match=r"has 4 ranks, but there are 8 processes; start 4 processes, or take dp = 4"
+    ):
+        require_fit(MeshShape(pp=2, dp=2), 8)
+    with pytest.raises(ConfigError, match=r"there are 3 processes; start 4 processes$"):
+        require_fit(MeshShape(pp=2, dp=2), 3)
+
+
+def sums_over_axes(rank: int, order: tuple[str, ...]) -> list[tuple[int, float]]:
+    mesh = make_mesh(pp=2, tp=2, order=order)
+    found = []
+    for axis in AXES:
+        value = torch.tensor([float(10**rank)])
+        dist.all_reduce(value, group=mesh.group(axis))
+        assert mesh.axis(axis).size() == mesh.shape.size(axis)
+        assert mesh.device_mesh.get_local_rank(axis) == mesh.coordinate(axis)
+        found.append((mesh.coordinate(axis), value.item()))
+    return found
+
+
+@pytest.mark.parametrize("order", [AXES, ("tp", "dp", "pp")])
+def test_groups_hold_the_ranks_of_their_line(processes: LocalProcesses, order):
+    shape = MeshShape(2, 1, 2, order)
+    for rank, found in enumerate(processes.run(4, sums_over_axes, order)):
+        for axis, (coordinate, total) in zip(AXES, found, strict=True):
+            assert coordinate == shape.coordinate(rank, axis)
+            assert total == sum(10**r for r in shape.line(rank, axis))
+
+
+def too_few(rank: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_mesh(pp=3)
+    return str(caught.value)
+
+
+def test_every_process_is_told_that_the_mesh_does_not_fit(processes: LocalProcesses):
+    for said in processes.run(2, too_few):
+        assert "has 3 ranks, but there are 2 processes" in said
+
+
+def test_a_mesh_without_processes_is_refused():
+    with pytest.raises(ConfigError, match="torchrun"):
+        make_mesh(dp=1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 6])
+def test_the_replicas_rows_together_are_the_batch_in_order(replicas):
+    ids = list(range(100, 112))
+    parts = [ids[replica_rows(12, replicas, r)] for r in range(replicas)]
+    assert [n for part in parts for n in part] == ids
+    assert len({len(part) for part in parts}) == 1
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(BatchError, match="7 rows does not divide over dp = 2; take 6"):
+        replica_rows(7, 2, 0)
+    with pytest.raises(BatchError, match="1 rows does not divide over dp = 4; take 4"):
+        replica_rows(1, 4, 0)
+    with pytest.raises(ConfigError, match="no replica 2"):
+        replica_rows(8, 2, 2)
