@@ -12,11 +12,16 @@ Values on a device travel through a communicator of their own, one a directed ed
 nor two edges can wait for each other (NCCL runs what one communicator gets strictly in order). Their frames, which
 carry no payload then, go as always, and reach the receiver while the device still computes; so its receive is posted in
 time, and no rank waits for a device to learn a shape.
+
+On a GPU the host waits for no value at all: streams do. NCCL sends from a stream of its own once what was queued before
+is done, and receives likewise; a receive is therefore posted from a stream on which nothing else is queued, or it would
+begin only after all that the rank was told to compute before.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -67,6 +72,23 @@ class Bulk(NamedTuple):
     peer: int
     device: torch.device
 
+    def limit(self, timeout: timedelta) -> timedelta | None:
+        """How long the host waits for a value at the most; None on a GPU, where a stream waits in its place.
+
+        NCCL's ``wait`` stops the host only if it is given a limit, and asks once a millisecond then. Without one a
+        value that never comes is found by NCCL's watchdog, which has the same limit.
+        """
+        return None if self.device.type == "cuda" else timeout
+
+    def greet(self, sends: bool, timeout: timedelta) -> None:
+        """Send or receive one byte. NCCL connects two ranks in their first message, where each waits for the other.
+
+        Two ranks that both sent first, over two lanes, would wait for ever; so all greet in one order at the start.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        exchange = self.group.send if sends else self.group.recv
+        _wait(exchange([byte], self.peer, _PAYLOAD), timeout, self.peer, "connect")
+
 
 class GroupOutgoing:
     """The sending end of an edge."""
@@ -82,7 +104,7 @@ class GroupOutgoing:
     ) -> None:
         self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._free = [_Frame() for _ in range(capacity + 1)]
-        self._pending: deque[tuple[list[dist.Work], _Frame, Any]] = deque()
+        self._pending: deque[tuple[list[dist.Work], dist.Work | None, _Frame, Any]] = deque()
         self._book = LayoutBook()
         self._posted = deque([0] * slots)
         self._largest = 0
@@ -122,10 +144,11 @@ class GroupOutgoing:
         if flags & OVERSIZE:
             assert outside is not None
             works.append(self.group.send([outside], self.peer, _EXTRA))
+        on_device = None
         if bulk is not None and size:
             assert outside is not None
-            works.append(bulk.group.send([outside], bulk.peer, _PAYLOAD))
-        self._pending.append((works, frame, outside))
+            on_device = bulk.group.send([outside], bulk.peer, _PAYLOAD)
+        self._pending.append((works, on_device, frame, outside))
 
     def fail(self, failure: Failure) -> None:
         text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
@@ -136,14 +159,17 @@ class GroupOutgoing:
         works = [self.group.send([frame.bytes[: HEADER_BYTES + len(text)]], self.peer, _FRAME)]
         if posted:
             works.append(self.group.send([self._filler], self.peer, _PAYLOAD))
-        self._pending.append((works, frame, None))
+        self._pending.append((works, None, frame, None))
 
     def settle(self, most: int = 0) -> None:
         """Wait until at most `most` messages are under way, and let go of the rest."""
         while len(self._pending) > most:
-            works, frame, _ = self._pending.popleft()
+            works, on_device, frame, _ = self._pending.popleft()
             for work in works:
                 _wait(work, self.timeout, self.peer, "take what was sent")
+            if on_device is not None and self.bulk is not None:
+                # On a GPU the stream waits, on which the memory of what was sent may be used again from now on.
+                _wait(on_device, self.bulk.limit(self.timeout), self.peer, "take a value on a device")
             self._free.append(frame)
 
     def close(self) -> None:
@@ -174,6 +200,9 @@ class GroupIncoming:
         bulk: Bulk | None = None,
     ) -> None:
         self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
+        self._stream: Any = None
+        if bulk is not None and bulk.device.type == "cuda":
+            self._stream = torch.cuda.Stream(bulk.device)  # type: ignore[no-untyped-call]
         self._layouts: list[Layout] = []
         self._posted: deque[tuple[_Frame, dist.Work, Tensor | None, dist.Work | None]] = deque()
         self._largest = 0
@@ -229,11 +258,20 @@ class GroupIncoming:
         return header.step, header.tag, layout.join(tensors)
 
     def _from_device(self, layout: Layout) -> list[Tensor]:
-        assert self.bulk is not None
-        body = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=self.bulk.device)
-        if layout.payload_bytes:
-            work = self.bulk.group.recv([body], self.bulk.peer, _PAYLOAD)
-            _wait(work, self.timeout, self.peer, "send a value on a device")
+        bulk, aside = self.bulk, self._stream
+        assert bulk is not None
+        # Within this context `aside` is the current stream: the buffer is its memory, and it is what waits.
+        with torch.cuda.stream(aside) if aside is not None else nullcontext():
+            body = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=bulk.device)
+            if layout.payload_bytes:
+                work = bulk.group.recv([body], bulk.peer, _PAYLOAD)
+                _wait(work, bulk.limit(self.timeout), self.peer, "send a value on a device")
+        if aside is not None:
+            computing = torch.cuda.current_stream(bulk.device)
+            computing.wait_stream(aside)
+            body.record_stream(
+                computing
+            )  # freed, the buffer is not used again before that stream is done with it
         return layout.views(body)
 
 
@@ -247,12 +285,15 @@ def _outside(tensors: list[Tensor], layout: Layout, device: torch.device | None)
     return joined
 
 
-def _wait(work: dist.Work, timeout: timedelta, peer: int, what: str) -> None:
+def _wait(work: dist.Work, timeout: timedelta | None, peer: int, what: str) -> None:
     try:
-        work.wait(timeout)
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
     except RuntimeError as error:
         text = str(error)
-        if "imed out" in text:
+        if "imed out" in text and timeout is not None:
             raise WaitTimeoutError(
                 f"waited {timeout.total_seconds():g} s for rank {peer} to {what}"
             ) from error
