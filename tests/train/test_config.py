@@ -50,6 +50,8 @@ def vars_of(config: Config) -> dict[str, dict[str, object]]:
         ({"model": {"width": 12, "heads": 4}}, "of an even size"),
         ({"model": {"heads": 4, "kv_heads": 3}}, "must be a multiple of model.kv_heads 3"),
         ({"train": {"batch": 10}, "schedule": {"microbatches": 4}}, "10 does not divide into 4 equal"),
+        ({"model": {"path": "a", "config": "b"}}, "model.path and model.config are both given"),
+        ({"model": {"path": "a", "width": 64}}, "model.width is one of Penstock's own model"),
         ({"optim": {"warmup": 1.5}}, "optim.warmup must be from 0 to 1"),
     ],
 )

@@ -60,7 +60,8 @@ def test_files_that_are_no_config(tmp_path: Path):
 
 
 def test_what_is_dumped_reads_back_as_the_same_config(tmp_path: Path):
-    for config in (Config(), resolve(Config(), 4)):
+    theirs = [from_mapping({"model": {key: "some/where"}}) for key in ("path", "config")]
+    for config in (Config(), resolve(Config(), 4), *theirs):
         (tmp_path / "c.toml").write_text(dump(config), "utf-8")
         assert load(tmp_path / "c.toml") == config
 

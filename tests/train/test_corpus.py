@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,41 @@ def test_a_numpy_file_is_mapped_not_read(tmp_path: Path):
     assert (len(training), len(held_out)) == (900, 100)
     assert held_out.read(98, 2).tolist() == [998 * 50, 999 * 50]
     assert isinstance(corpus._mapped(path), np.memmap)
+
+
+class Letters:
+    """Every letter is a token, a as 10, b as 11 and so on."""
+
+    end: int | None = 99
+
+    def tokens_of(self, texts: Iterable[str]) -> list[np.ndarray]:
+        return [np.array([ord(c) - ord("a") + 10 for c in text], np.uint16) for text in texts]
+
+
+def test_text_goes_through_the_tokenizer_and_numbers_do_not(tmp_path: Path):
+    (tmp_path / "one.txt").write_text("abc")
+    (tmp_path / "two.txt").write_text("de")
+    np.save(tmp_path / "three.npy", np.array([7, 8, 9]))
+    config = DataConfig(path=str(tmp_path), held_out=0.01)
+    training, held_out = open_corpora(config, Letters())
+    found = [c.read(0, len(c)).tolist() for c in (training, held_out)]
+    assert sorted(found[0] + found[1]) == [7, 8, 9, 10, 11, 12, 13, 14, 99, 99]
+    assert [7, 8, 9] in (found[1], found[0][:3], found[0][-3:])
+
+
+def test_without_an_end_token_texts_follow_one_another_bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Letters, "end", None)
+    (tmp_path / "one.txt").write_text("abcdefghij")
+    training, held_out = open_corpora(DataConfig(path=str(tmp_path / "one.txt"), held_out=0.2), Letters())
+    assert training.read(0, len(training)).tolist() == list(range(10, 18))
+    assert held_out.read(0, len(held_out)).tolist() == [18, 19]
+
+
+def test_a_file_that_is_no_text_is_refused_by_the_tokenizer(tmp_path: Path):
+    (tmp_path / "one.txt").write_text("abc")
+    (tmp_path / "two.bin").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match=r"two.bin is no UTF-8 text \(invalid start byte at byte 2\)"):
+        open_corpora(DataConfig(path=str(tmp_path)), Letters())
 
 
 def test_a_pattern_chooses_files_at_any_depth_and_hidden_ones_are_passed_over(tmp_path: Path):

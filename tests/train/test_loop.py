@@ -12,10 +12,12 @@ from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.runtime.local import LocalProcesses
 from penstock.schedule.families import FAMILIES
 from penstock.stage.stage import StageModule
-from penstock.train import loop, weights
+from penstock.train import weights
 from penstock.train.config import Config
 from penstock.train.config_file import load
+from penstock.train.language import language_of
 from penstock.train.loop import batch_of, bigram_of, open_text, train
+from penstock.train.models import llama
 from penstock.train.models.llama import layers, next_token_loss
 from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
 from penstock.train.progress import Silent
@@ -33,7 +35,7 @@ def lines(folder: Path, kind: str) -> list[dict[str, float]]:
 
 def unsplit(config: Config) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
     """The same run in plain PyTorch: losses, gradient norms, last weights, held-out bits."""
-    text = open_text(config)
+    text = open_text(config, language_of(config))
     model = StageModule(layers(config.model, config.train.seed))
     named = list(model.whole_model_parameters())
     optimizer = build_optimizer(named, config.optim)
@@ -41,7 +43,7 @@ def unsplit(config: Config) -> tuple[list[float], list[float], dict[str, torch.T
     m = config.schedule.microbatches
     for step in range(config.train.steps):
         set_learning_rate(optimizer, learning_rate(step, config.train.steps, config.optim))
-        x, y = batch_of(text, config, step)
+        x, y = batch_of(text, config, language_of(config), step)
         parts = []
         for a, b in zip(x.chunk(m), y.chunk(m), strict=True):
             loss = next_token_loss(model(a), b)
@@ -97,9 +99,9 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     assert all(0 <= line["bubble"] < 1 and line["tokens_per_second"] > 0 for line in lines(folder, "train"))
     (final,) = lines(folder, "final")
     assert outcome is not None
-    assert final == {k: v for k, v in vars(outcome).items() if k not in ("folder", "steps", "sample")} | {
-        "step": 3
-    }
+    assert final == {
+        k: v for k, v in vars(outcome).items() if k not in ("folder", "steps", "unit", "sample")
+    } | {"step": 3}
     assert (folder / "sample.txt").read_text() == outcome.sample + "\n"
     assert outcome.sample.startswith("def ")
 
@@ -178,7 +180,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pyt
         calls.append(1)
         return next_token_loss(logits, target) * (math.nan if len(calls) > 4 else 1.0)
 
-    monkeypatch.setattr(loop, "next_token_loss", broken)
+    monkeypatch.setattr(llama, "next_token_loss", broken)
     with pytest.raises(PenstockError, match="the loss of step 1 is nan"):
         train(tiny(tmp_path, text_folder(tmp_path)), quietly)
     assert [line["step"] for line in lines(tmp_path / "runs" / "tiny", "train")] == [1]
@@ -187,7 +189,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pyt
 def test_held_out_samples_come_from_held_out_files_only(tmp_path: Path):
     data = text_folder(tmp_path)
     config = tiny(tmp_path, data)
-    text = open_text(config)
+    text = open_text(config, language_of(config))
     trained = {document.path for document in text.training.documents}
     kept = "\0".join(p.read_text() for p in sorted(data.iterdir()) if p not in trained) + "\0"
     assert len(trained) == 8
@@ -197,4 +199,4 @@ def test_held_out_samples_come_from_held_out_files_only(tmp_path: Path):
 
 def test_there_is_no_bigram_table_of_other_tokens_than_bytes(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), model={"vocabulary": 300}, sample={"prompt": "1"})
-    assert bigram_of(open_text(config), config) is None
+    assert bigram_of(open_text(config, language_of(config)), language_of(config)) is None

@@ -9,9 +9,11 @@ import torch
 from penstock.errors import ConfigError, DataError
 from penstock.stage.stage import StageModule
 from penstock.train import config_file
+from penstock.train.codec import Bytes
 from penstock.train.config import Config, ModelConfig, SampleConfig, from_mapping
+from penstock.train.language import language_of
 from penstock.train.models.llama import layers
-from penstock.train.sample import decode, encode, generate, sample_run, whole_model
+from penstock.train.sample import generate, sample_run, whole_model
 from penstock.train.weights import save_part
 
 MODEL = {"width": 8, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 8}
@@ -79,21 +81,6 @@ def test_generating_leaves_the_number_of_threads_as_it_was():
     assert torch.get_num_threads() == 2
 
 
-def test_prompts_are_bytes_or_numbers():
-    assert encode("dé", 256) == [100, 195, 169]
-    assert encode("", 256) == encode("", 1000) == [0]
-    assert encode("12 999", 1000) == [12, 999]
-    for wrong in ("12 1000", "-1", "def"):
-        with pytest.raises(ConfigError, match="must be token numbers from 0 to 999"):
-            encode(wrong, 1000)
-
-
-def test_bytes_that_are_no_text_are_shown_as_such():
-    assert decode([100, 195, 169, 255], 256) == "dé\ufffd"
-    assert decode([0, 65], 256) == "A"
-    assert decode([12, 999], 1000) == "12 999"
-
-
 def save_run(folder: Path) -> Config:
     config = from_mapping({"model": MODEL, "sample": {"prompt": "def ", "length": 12}})
     folder.mkdir()
@@ -114,7 +101,7 @@ def test_a_run_is_sampled_with_its_own_weights(tmp_path: Path):
         model, prompt, length=5, context=128, temperature=0, top_k=0, generator=torch.Generator(), end=0
     )
     wanted = SampleConfig(prompt="import ", length=5, temperature=0.0)
-    assert sample_run(tmp_path / "run", wanted) == decode(best, 256)
+    assert sample_run(tmp_path / "run", wanted) == Bytes().decode(best)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
@@ -128,7 +115,7 @@ def test_weights_of_another_model_are_all_listed():
     state["extra"] = state.pop("head.norm.weight")
     state["embedding.weight"] = torch.zeros(3, 8)
     with pytest.raises(DataError) as raised:
-        whole_model(config, state)
+        whole_model(language_of(config), state)
     assert str(raised.value) == (
         "the weights do not fit the model: head.norm.weight is missing; extra is unknown; "
         "embedding.weight has shape (3, 8), not (256, 8)"

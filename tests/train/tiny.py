@@ -39,6 +39,8 @@ def tiny(root: Path, text: Path, **sections: dict[str, object]) -> Config:
         },
         "sample": {"length": 8},
     }
+    if "path" in sections.get("model", {}) or "config" in sections.get("model", {}):
+        tables["model"] = {}  # a Hugging Face model brings its own sizes
     for name, table in sections.items():
         tables.setdefault(name, {}).update(table)
     return from_mapping(tables)

@@ -27,8 +27,8 @@ def command(
 ) -> None:
     """Generate text with the weights of a run, after a PROMPT.
 
-    RUN is a folder that penstock train has left; PROMPT is text, or token numbers where the model's vocabulary is
-    not bytes.
+    RUN is a folder that penstock train has left; PROMPT is text, or token numbers where the model has neither bytes nor
+    a tokenizer.
     """
     from dataclasses import replace
 

@@ -29,11 +29,12 @@ def command(words: tuple[str, ...], overrides: tuple[str, ...], ranks: int | Non
     """Train a model through a pipeline.
 
     Without a config a small model learns the text of Python's own standard library on two ranks, in a few minutes.
+    model.path=FOLDER trains a Hugging Face model from its local folder instead, model.config=FILE one from nothing.
     The ranks are threads of one process; under torchrun every process is a rank. The run's folder keeps the config
     with every default filled in, metrics.jsonl, the weights as safetensors and a sample of generated text.
     """
     from penstock.train.config_file import load
-    from penstock.train.loop import train, unit
+    from penstock.train.loop import train
     from penstock.train.progress import reporter
 
     files = [word for word in words if "=" not in word]
@@ -49,10 +50,9 @@ def command(words: tuple[str, ...], overrides: tuple[str, ...], ranks: int | Non
     if as_json:
         click.echo(json.dumps(asdict(outcome)))
         return
-    each = unit(config)
     bigram = "" if outcome.bigram_bits is None else f"; a bigram table: {outcome.bigram_bits:.3f}"
     click.echo(
-        f"\nheld-out bits/{each}: {outcome.held_out_bits:.3f}{bigram}\n"
+        f"\nheld-out bits/{outcome.unit}: {outcome.held_out_bits:.3f}{bigram}\n"
         f"{outcome.steps} steps in {outcome.seconds:.0f} s, {outcome.tokens_per_second:,.0f} tokens/s\n"
         f"kept in {outcome.folder}\n\n{outcome.sample}"
     )

@@ -14,9 +14,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, nearest
 from penstock.schedule.families import FAMILIES
-
-BYTES = 256
-"""The vocabulary of a model whose tokens are bytes."""
+from penstock.train.codec import BYTES
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,12 @@ def _key(default: object, allowed: Allowed | None = None) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``[model]``: the Llama-style decoder of `penstock.train.models.llama`.
+    """``[model]``: the Llama-style decoder of `penstock.train.models.llama`; or a Hugging Face model by `path` or `config`.
 
     Attributes:
+        path: a local folder with a Hugging Face causal model, whose weights are trained on; the other keys are then the
+            folder's. A ``tokenizer.json`` in it reads the text.
+        config: a Hugging Face ``config.json``, whose model starts from weights drawn by ``train.seed``; likewise.
         vocabulary: number of tokens; 256 for bytes.
         width: size of the residual stream.
         layers: number of blocks.
@@ -55,6 +56,8 @@ class ModelConfig:
         norm_epsilon: added to the mean square in RMSNorm.
     """
 
+    path: str = _key("")
+    config: str = _key("")
     vocabulary: int = _key(BYTES, COUNT)
     width: int = _key(128, COUNT)
     layers: int = _key(6, COUNT)
@@ -163,7 +166,7 @@ class SampleConfig:
 
     Attributes:
         prompt: what the text starts with; token numbers where the vocabulary is not the 256 bytes. Where it is not
-            set: ``def ``, or 0.
+            set: ``def ``, or 0; nothing for a Hugging Face model.
         length: tokens to generate.
         temperature: 0 always takes the likeliest token.
         top_k: draws only among this many likeliest tokens; 0 draws among all.
@@ -222,6 +225,7 @@ def from_mapping(tables: dict[str, Any]) -> Config:
         if not isinstance(table, dict):
             raise ConfigError(f"{name} is a section with keys of its own, not {table!r}")
         sections[name] = _section(name, kinds[name], table)
+    _check_model(tables.get("model", {}))
     config = Config(**sections)
     _check_together(config)
     return config
@@ -259,6 +263,19 @@ def _value(name: str, part: dataclasses.Field[Any], value: Any) -> Any:
 
 def _is_plain(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _check_model(given: dict[str, Any]) -> None:
+    """Refuse sizes beside a Hugging Face model, which brings its own."""
+    sources = [key for key in ("path", "config") if given.get(key)]
+    if not sources:
+        return
+    if len(sources) > 1:
+        raise ConfigError("model.path and model.config are both given; a model comes from one of them")
+    if others := sorted(set(given) - {"path", "config"}):
+        raise ConfigError(
+            f"model.{others[0]} is one of Penstock's own model; the sizes of a Hugging Face model are in its config.json"
+        )
 
 
 def _check_together(config: Config) -> None:
@@ -299,5 +316,7 @@ def resolve(config: Config, processes: int | None) -> Config:
         v = family.virtual_stages if family else 1
     sample = config.sample
     if sample.prompt is None:
-        sample = dataclasses.replace(sample, prompt="def " if config.model.vocabulary == BYTES else "0")
+        theirs = config.model.path or config.model.config
+        usual = "" if theirs else "def " if config.model.vocabulary == BYTES else "0"
+        sample = dataclasses.replace(sample, prompt=usual)
     return dataclasses.replace(config, parallel=ParallelConfig(pp, v), sample=sample)

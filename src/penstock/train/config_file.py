@@ -63,7 +63,11 @@ def dump(config: Config) -> str:
     lines = []
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")
-        for key, value in dataclasses.asdict(getattr(config, section.name)).items():
+        values = dataclasses.asdict(getattr(config, section.name))
+        if section.name == "model":
+            # A Hugging Face model has its sizes from elsewhere.
+            values = {k: v for k in ("path", "config") if (v := values.pop(k))} or values
+        for key, value in values.items():
             if value is not None:
                 lines.append(f"{key} = {_toml(value)}")
         lines.append("")

@@ -1,6 +1,7 @@
 """Files as one long sequence of tokens, read where they lie: nothing is copied, only what is asked for is mapped.
 
-A text file's tokens are its bytes and a 0 that marks its end; a ``.npy`` file's are its integers.
+A text file's tokens are its bytes and a 0 that marks its end; a ``.npy`` file's are its integers. Where there is a
+tokenizer, text goes through it once at the start, and its tokens are held in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import fnmatch
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,13 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import DataError
+from penstock.train.codec import END, Words
 from penstock.train.config import DataConfig
 
 Tokens = npt.NDArray[np.int64]
+TokensOf = Callable[[Path], npt.NDArray[np.generic]]
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _OPEN_FILES = 256
 _CHUNK = 1 << 20
+_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Document:
     Attributes:
         path: of the file.
         start, stop: the file's tokens start..stop-1, without the end mark.
-        end_mark: 1 where a 0 follows the last token, else 0.
+        end_mark: 1 where the end token follows the last one, else 0.
     """
 
     path: Path
@@ -49,13 +53,21 @@ class Document:
 class Corpus:
     """Documents one after the other, addressed by the position of a token.
 
+    Args:
+        tokens_of: from a file to its tokens, one dimension of integers; by default where they lie.
+        end: the end token.
+
     Attributes:
         documents: in order.
         offsets: int64, shape (documents + 1,); where each starts.
     """
 
-    def __init__(self, documents: Sequence[Document]) -> None:
+    def __init__(
+        self, documents: Sequence[Document], tokens_of: TokensOf | None = None, end: int = END
+    ) -> None:
         self.documents = tuple(documents)
+        self._tokens_of = tokens_of or _mapped
+        self._end = end
         self.offsets = np.zeros(len(self.documents) + 1, np.int64)
         np.cumsum([len(document) for document in self.documents], out=self.offsets[1:])
 
@@ -68,17 +80,17 @@ class Corpus:
         Raises:
             DataError: a file can no longer be read, or is shorter than when the run began.
         """
-        out = np.zeros(length, np.int64)
+        out = np.full(length, self._end, np.int64)
         at, filled = int(np.searchsorted(self.offsets, start, side="right")) - 1, 0
         while filled < length:
             document = self.documents[at]
             skip = start + filled - int(self.offsets[at])
             take = min(len(document) - skip, length - filled)
-            # A zero left as it is where the end mark falls into the part taken.
+            # The end token left as it is where the end mark falls into the part taken.
             stored = min(take, document.stop - document.start - skip)
             if stored > 0:
                 first = document.start + skip
-                part = _mapped(document.path)[first : first + stored]
+                part = self._tokens_of(document.path)[first : first + stored]
                 if len(part) != stored:
                     raise DataError(f"{document.path} became shorter while it was being read")
                 out[filled : filled + stored] = part
@@ -92,11 +104,15 @@ class Corpus:
             yield self.read(start, min(_CHUNK, len(self) - start))
 
 
-def open_corpora(config: DataConfig) -> tuple[Corpus, Corpus]:
+def open_corpora(config: DataConfig, words: Words | None = None) -> tuple[Corpus, Corpus]:
     """Find the files and divide them into what is trained on and what is held out.
 
     Of several files those with the smallest hash of their name (within the folder) are held out, so the division
     depends on nothing else; of a single file, its end is.
+
+    Args:
+        config: where the files are.
+        words: what text goes through; without it a text's tokens are its bytes.
 
     Returns:
         (training, held out).
@@ -110,26 +126,34 @@ def open_corpora(config: DataConfig) -> tuple[Corpus, Corpus]:
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in _files_below(root, "*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts)]
-    documents = [document for path in paths if len(document := _whole(path)) > document.end_mark]
+    tokens_of, end = (_mapped, END) if words is None else (_tokenised(paths, words), words.end)
+    # Opened anew, for a mapping that is kept may be of an earlier run.
+    found = [_whole(path, (_map if words is None else tokens_of)(path), end) for path in paths]
+    documents = [document for document in found if len(document) > document.end_mark]
     if not documents:
         raise DataError(f"every file in {root} is empty; data.path must name text or .npy token files")
+
+    def corpus(chosen: Iterable[Document]) -> Corpus:
+        return Corpus(list(chosen), tokens_of, END if end is None else end)
+
     if len(documents) == 1:
-        return _divide_one(documents[0], config.held_out)
+        training, held_out = _divide_one(documents[0], config.held_out)
+        return corpus([training]), corpus([held_out])
     count = min(max(1, round(config.held_out * len(documents))), len(documents) - 1)
     by_hash = sorted(documents, key=lambda document: _name_hash(document.path.relative_to(root)))
-    held_out = {document.path for document in by_hash[:count]}
+    apart = {document.path for document in by_hash[:count]}
     return (
-        Corpus([document for document in documents if document.path not in held_out]),
-        Corpus([document for document in documents if document.path in held_out]),
+        corpus(document for document in documents if document.path not in apart),
+        corpus(document for document in documents if document.path in apart),
     )
 
 
-def _divide_one(document: Document, share: float) -> tuple[Corpus, Corpus]:
+def _divide_one(document: Document, share: float) -> tuple[Document, Document]:
     size = document.stop - document.start
     cut = document.start + size - max(1, round(share * size))
     return (
-        Corpus([Document(document.path, document.start, cut, 0)]),
-        Corpus([Document(document.path, cut, document.stop, document.end_mark)]),
+        Document(document.path, document.start, cut, 0),
+        Document(document.path, cut, document.stop, document.end_mark),
     )
 
 
@@ -156,10 +180,31 @@ def _refuse(error: OSError) -> None:
     raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
 
 
-def _whole(path: Path) -> Document:
-    """All of a file, which is opened once to know that it can be."""
-    size = len(_map(path))
-    return Document(path, 0, size, 0 if path.suffix == ".npy" else 1)
+def _whole(path: Path, tokens: npt.NDArray[np.generic], end: int | None) -> Document:
+    """All of a file."""
+    return Document(path, 0, len(tokens), 0 if path.suffix == ".npy" or end is None else 1)
+
+
+def _tokenised(paths: Sequence[Path], words: Words) -> TokensOf:
+    """The tokens of all files: those of text in memory, the others where they lie."""
+    found: dict[Path, npt.NDArray[np.generic]] = {}
+    texts = [path for path in paths if path.suffix != ".npy"]
+    for start in range(0, len(texts), _TOGETHER):
+        some = texts[start : start + _TOGETHER]
+        found.update(zip(some, words.tokens_of(map(_text, some)), strict=True))
+    return lambda path: found[path] if path in found else _mapped(path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}), which the tokenizer reads; data.pattern "
+            "chooses files"
+        ) from error
 
 
 def _map(path: Path) -> npt.NDArray[np.generic]:

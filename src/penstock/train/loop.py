@@ -17,16 +17,18 @@ from penstock.runtime.world import current_world
 from penstock.trace.bubbles import busy
 from penstock.train import run_folder, weights
 from penstock.train.bigram import bigram_bits, bigram_counts
-from penstock.train.config import BYTES, Config, resolve
+from penstock.train.codec import BYTES, Bytes
+from penstock.train.config import Config, resolve
 from penstock.train.corpus import Corpus, open_corpora
 from penstock.train.data import check_tokens, held_out_positions, train_batch, windows
 from penstock.train.fleet import Fleet
+from penstock.train.language import Language, language_of, require_readable, words
 from penstock.train.machine import choose_device, sharing_cores
-from penstock.train.models.llama import layers, next_token_loss
+from penstock.train.models.transformers.save import save_transformers
 from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
 from penstock.train.progress import Reporter
 from penstock.train.run_folder import Metrics
-from penstock.train.sample import encode, sample_run
+from penstock.train.sample import sample_run
 
 MakeReporter = Callable[[int, bool], Reporter]
 
@@ -43,6 +45,7 @@ class Outcome:
         bigram_bits: a bigram table's on the same samples; None where tokens are not bytes.
         seconds: of the steps and evaluations, without what comes before and after.
         tokens_per_second: trained tokens over the time of the steps alone.
+        unit: what a token is called: ``byte`` or ``token``.
         sample: the generated text, with its prompt.
     """
 
@@ -53,6 +56,7 @@ class Outcome:
     bigram_bits: float | None
     seconds: float
     tokens_per_second: float
+    unit: str
     sample: str
 
 
@@ -81,13 +85,14 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
     world = current_world()
     config = resolve(config, world.size if world else None)
     path = run_folder.choose(config.train)
-    encode(config.sample.prompt or "", config.model.vocabulary)
+    language = language_of(config)
+    language.codec.encode(config.sample.prompt or "")
     in_processes = world is not None
     device = choose_device(config.runtime.device, in_processes=in_processes)
-    text = open_text(config)
+    text = open_text(config, language)
     with (
         sharing_cores(config.parallel.pp or 1, config.runtime.threads, in_processes=in_processes) as threads,
-        build_pipeline(config, device) as pipe,
+        build_pipeline(config, language, device) as pipe,
     ):
         # Clipping and the optimizer are many small operations: on a busy machine threads that have to meet after each
         # one wait for one another longer than they compute.
@@ -99,65 +104,87 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
             Metrics(path if fleet.leads else None) as metrics,
         ):
             if fleet.leads:
-                reporter.say(_opening(config, path, device, text))
-            result = _steps(config, text, pipe, fleet, reporter, metrics)
-            weights.save_part(path, pipe.state_dict(), fleet.rank, fleet.size)
-            fleet.gather_point()
+                reporter.say(_opening(config, language, path, device, text))
+            result = _steps(config, language, text, pipe, fleet, reporter, metrics)
+            _save(language, pipe, path, fleet)
             pipe.close()
             if not fleet.leads:
                 return None
-            weights.write_index(path, fleet.size)
-            bigram = bigram_of(text, config)
+            bigram = bigram_of(text, language)
             metrics.write("final", step=config.train.steps, bigram_bits=bigram, **vars(result))
             sample = sample_run(path)
             (path / "sample.txt").write_text(sample + "\n", "utf-8")
-            return Outcome(str(path), config.train.steps, bigram_bits=bigram, sample=sample, **vars(result))
+            return Outcome(
+                str(path),
+                config.train.steps,
+                bigram_bits=bigram,
+                unit=language.codec.unit,
+                sample=sample,
+                **vars(result),
+            )
 
 
-def open_text(config: Config) -> Text:
+def _save(language: Language, pipe: Pipeline, path: Path, fleet: Fleet) -> None:
+    """Keep the weights in the run's folder; every process calls it, and each writes its own."""
+    if language.source is not None:
+        save_transformers(pipe, path, language.source)
+        return
+    weights.save_part(path, pipe.state_dict(), fleet.rank, fleet.size)
+    fleet.gather_point()
+    if fleet.leads:
+        weights.write_index(path, fleet.size)
+
+
+def open_text(config: Config, language: Language) -> Text:
     """Find the data and read what every evaluation reads.
 
     Raises:
         DataError: it cannot be read, is too short, or has tokens outside the vocabulary.
     """
     data, size = config.data, config.train.batch
-    training, held_out = open_corpora(data)
+    training, held_out = open_corpora(data, words(language))
+    require_readable(language, [d.path for d in (*training.documents, *held_out.documents)])
     check_tokens(training, "training", data.sequence)
     check_tokens(held_out, "held-out", data.sequence)
     places = held_out_positions(len(held_out), config.train.eval_batches * size, data.sequence)
-    x, y = windows(held_out, places, data.sequence, config.model.vocabulary)
+    x, y = windows(held_out, places, data.sequence, language.vocabulary)
+    if language.target_is_input:
+        y = x
     text = Text(training, tuple(zip(torch.split(x, size), torch.split(y, size), strict=True)))
-    batch_of(text, config, 0)
+    batch_of(text, config, language, 0)
     return text
 
 
-def batch_of(text: Text, config: Config, step: int) -> tuple[Tensor, Tensor]:
+def batch_of(text: Text, config: Config, language: Language, step: int) -> tuple[Tensor, Tensor]:
     """The training batch of a step, x and y of shape (batch, sequence)."""
-    return train_batch(
+    x, y = train_batch(
         text.training,
         seed=config.train.seed,
         step=step,
         batch=config.train.batch,
         sequence=config.data.sequence,
-        vocabulary=config.model.vocabulary,
+        vocabulary=language.vocabulary,
     )
+    return x, x if language.target_is_input else y
 
 
-def bigram_of(text: Text, config: Config) -> float | None:
+def bigram_of(text: Text, language: Language) -> float | None:
     """Bits a byte of a bigram table of the training files on the held-out samples; None for other tokens."""
-    if config.model.vocabulary != BYTES:
+    if not isinstance(language.codec, Bytes):
         return None
     x = torch.cat([x for x, _ in text.held_out]).numpy()
     y = torch.cat([y for _, y in text.held_out]).numpy()
+    if language.target_is_input:
+        x, y = x[:, :-1], x[:, 1:]
     return bigram_bits(bigram_counts(text.training, BYTES), x, y)
 
 
-def build_pipeline(config: Config, device: torch.device) -> Pipeline:
+def build_pipeline(config: Config, language: Language, device: torch.device) -> Pipeline:
     """The pipeline of a resolved config."""
     assert config.parallel.virtual_stages is not None, "resolved"
     return Pipeline(
-        layers(config.model, config.train.seed),
-        next_token_loss,
+        language.layers,
+        language.loss_fn,
         microbatches=config.schedule.microbatches,
         schedule=config.schedule.name,
         ranks=config.parallel.pp,
@@ -176,7 +203,13 @@ class _Result:
 
 
 def _steps(
-    config: Config, text: Text, pipe: Pipeline, fleet: Fleet, reporter: Reporter, metrics: Metrics
+    config: Config,
+    language: Language,
+    text: Text,
+    pipe: Pipeline,
+    fleet: Fleet,
+    reporter: Reporter,
+    metrics: Metrics,
 ) -> _Result:
     train, optim = config.train, config.optim
     optimizer = build_optimizer(pipe.named_parameters(), optim)
@@ -189,7 +222,7 @@ def _steps(
         started = perf_counter()
         rate = learning_rate(step, train.steps, optim)
         set_learning_rate(optimizer, rate)
-        x, y = batch_of(text, config, step)
+        x, y = batch_of(text, config, language, step)
         before = perf_counter()
         result = pipe.step(x, y)
         in_pipe = perf_counter() - before
@@ -217,7 +250,7 @@ def _steps(
             since_log = 0.0
         if done % train.eval_every == 0 or done == train.steps:
             bits = held_out_bits(pipe, text)
-            reporter.say(f"step {done}: {bits:.3f} bits/{unit(config)} on held-out text")
+            reporter.say(f"step {done}: {bits:.3f} bits/{language.codec.unit} on held-out text")
             metrics.write("held_out", step=done, held_out_bits=bits, seconds=perf_counter() - began)
     return _Result(loss, bits, perf_counter() - began, tokens * train.steps / stepping)
 
@@ -241,11 +274,6 @@ def measured_bubble(pipe: Pipeline, fleet: Fleet, seconds: float) -> float:
     return max(0.0, 1.0 - fleet.total(float(busy(trace).sum()) / (pipe.ranks * seconds)))
 
 
-def unit(config: Config) -> str:
-    """What a token is called where a person reads it."""
-    return "byte" if config.model.vocabulary == BYTES else "token"
-
-
 def _finite(loss: Tensor | None, step: int) -> float:
     assert loss is not None, "a training step has a loss"
     value = float(loss)
@@ -257,10 +285,10 @@ def _finite(loss: Tensor | None, step: int) -> float:
     return value
 
 
-def _opening(config: Config, path: Path, device: torch.device, text: Text) -> str:
+def _opening(config: Config, language: Language, path: Path, device: torch.device, text: Text) -> str:
     pp = config.parallel.pp
     return (
         f"run {path}: {config.schedule.name} on {pp} rank{'s' if pp != 1 else ''} ({device.type}), "
         f"{config.schedule.microbatches} microbatches; {len(text.training.documents)} training files with "
-        f"{len(text.training):,} {unit(config)}s"
+        f"{len(text.training):,} {language.codec.unit}s"
     )

@@ -11,8 +11,11 @@ from penstock.train.config import OptimConfig
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: to matrices, and neither to vectors (norms, biases) nor to embeddings."""
-    return parameter.ndim >= 2 and "embedding" not in name
+    """Whether weight decay applies: to matrices, and neither to vectors (norms, biases) nor to embeddings.
+
+    Embeddings are told by the names they have in Penstock's own model and in those of Hugging Face.
+    """
+    return parameter.ndim >= 2 and not any(word in name for word in ("embed", "wte", "wpe"))
 
 
 def build_optimizer(

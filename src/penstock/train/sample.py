@@ -12,11 +12,9 @@ from torch import Tensor
 from penstock.errors import ConfigError, DataError
 from penstock.stage.stage import StageModule
 from penstock.train import config_file, weights
-from penstock.train.config import BYTES, Config, SampleConfig
+from penstock.train.config import Config, SampleConfig
+from penstock.train.language import Language, language_of
 from penstock.train.models.initial import generator_for
-from penstock.train.models.llama import layers
-
-END = 0
 
 
 def sample_run(folder: Path, wanted: SampleConfig | None = None, seed: int | None = None) -> str:
@@ -35,9 +33,11 @@ def sample_run(folder: Path, wanted: SampleConfig | None = None, seed: int | Non
         DataError: weights that cannot be read or do not fit the run's model.
     """
     config = read_config(folder)
-    model = whole_model(config, weights.load(folder))
+    language = language_of(config, folder)
+    # Layers from a folder have their weights already.
+    model = whole_model(language, None if language.source else weights.load(folder))
     wanted = wanted or config.sample
-    prompt = encode(wanted.prompt or "", config.model.vocabulary)
+    prompt = language.codec.encode(wanted.prompt or "")
     tokens = generate(
         model,
         prompt,
@@ -46,9 +46,9 @@ def sample_run(folder: Path, wanted: SampleConfig | None = None, seed: int | Non
         temperature=wanted.temperature,
         top_k=wanted.top_k,
         generator=generator_for(config.train.seed if seed is None else seed, "sample"),
-        end=END if config.model.vocabulary == BYTES else None,
+        end=language.codec.end,
     )
-    return decode(tokens, config.model.vocabulary)
+    return language.codec.decode(tokens)
 
 
 def read_config(folder: Path) -> Config:
@@ -58,13 +58,15 @@ def read_config(folder: Path) -> Config:
     return config_file.load(folder / "config.toml")
 
 
-def whole_model(config: Config, state: dict[str, Tensor]) -> StageModule:
-    """The unsplit model with these weights, in evaluation mode.
+def whole_model(language: Language, state: dict[str, Tensor] | None) -> StageModule:
+    """The unsplit model in evaluation mode, with these weights if there are any.
 
     Raises:
         DataError: weights missing, unknown or of another shape; all are listed.
     """
-    model = StageModule(layers(config.model, config.train.seed))
+    model = StageModule(language.layers)
+    if state is None:
+        return model.eval()
     own = dict(model.whole_model_parameters())
     problems = [f"{name} is missing" for name in own if name not in state]
     problems += [f"{name} is unknown" for name in state if name not in own]
@@ -132,30 +134,3 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
     best, tokens = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
     chosen = torch.multinomial(torch.softmax(best / temperature, 0), 1, generator=generator)
     return int(tokens[chosen])
-
-
-def encode(prompt: str, vocabulary: int) -> list[int]:
-    """A prompt as tokens: its bytes, or the numbers it lists. An empty one is the start of a file, a 0.
-
-    Raises:
-        ConfigError: with a vocabulary other than bytes, something that is no list of tokens.
-    """
-    if vocabulary == BYTES:
-        return list(prompt.encode()) or [END]
-    try:
-        tokens = [int(word) for word in prompt.split()] or [END]
-    except ValueError:
-        tokens = [-1]
-    if not all(0 <= token < vocabulary for token in tokens):
-        raise ConfigError(
-            f"the prompt {prompt!r} must be token numbers from 0 to {vocabulary - 1}, separated by blanks: "
-            f"the model's vocabulary is not the {BYTES} bytes"
-        )
-    return tokens
-
-
-def decode(tokens: Sequence[int], vocabulary: int) -> str:
-    """Tokens as text; as numbers where the vocabulary is not bytes."""
-    if vocabulary != BYTES:
-        return " ".join(map(str, tokens))
-    return bytes(tokens).decode("utf-8", "replace").lstrip("\0")

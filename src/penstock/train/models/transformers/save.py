@@ -41,7 +41,7 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
     Args:
         pipe: made of what `from_transformers` gave.
         folder: made if it is not there.
-        like: what `from_transformers` was given: the model, the config or the folder.
+        like: what `from_transformers` was given: the model, the config, the folder or the file.
 
     Raises:
         ConfigError: `like` is none of these, or the folder cannot be made.
@@ -85,7 +85,7 @@ def _write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor]
     if generation is not None:
         generation.save_pretrained(folder)
     if isinstance(like, str | os.PathLike):
-        source = local_folder(like)
+        source = _config_file(like).parent
         for name in CARRIED:
             if (source / name).is_file() and source.resolve() != folder.resolve():
                 shutil.copyfile(source / name, folder / name)
@@ -96,7 +96,7 @@ def _config(like: object) -> dict[str, Any]:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
     if isinstance(like, str | os.PathLike):
-        return read_json(local_folder(like) / CONFIG)
+        return read_json(_config_file(like))
     config = like.config if isinstance(like, PreTrainedModel) else like
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
@@ -105,3 +105,8 @@ def _config(like: object) -> dict[str, Any]:
     found: dict[str, Any] = config.to_diff_dict()
     found["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     return found
+
+
+def _config_file(like: str | os.PathLike[str]) -> Path:
+    path = Path(like).expanduser()
+    return path if path.is_file() else local_folder(like) / CONFIG

@@ -41,8 +41,8 @@ def from_transformers(model: object, *, seed: int = 0) -> list[Layer]:
         model: one of
 
             - a model, as ``AutoModelForCausalLM`` gives it: its own modules and parameters are used;
-            - a config: every process builds only its own layers, with weights by the library's own rules, drawn from
-              `seed` and the names of the modules alone;
+            - a config, or the path of a ``config.json``: every process builds only its own layers, with weights by the
+              library's own rules, drawn from `seed` and the names of the modules alone;
             - a local folder with ``config.json`` and safetensors files, one or several with an index: every process
               reads only the tensors of its own layers. Nothing is ever downloaded.
         seed: of the initial weights where the model is a config.
@@ -61,7 +61,10 @@ def from_transformers(model: object, *, seed: int = 0) -> list[Layer]:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     if isinstance(model, str | os.PathLike):
-        return _of_folder(local_folder(model))
+        path = Path(model).expanduser()
+        if not path.is_file():
+            return _of_folder(local_folder(model))
+        model = read_config(path)
     if isinstance(model, PreTrainedModel):
         return _of_model(model)
     if isinstance(model, PreTrainedConfig):

@@ -1,0 +1,36 @@
+"""Local folders as Hugging Face leaves them: a tiny model and the tokenizer of the tiny text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.train.models.transformers import tiny
+from tests.train.tiny import WORDS
+
+END, UNKNOWN = 0, 1
+
+
+def folder(root: Path, family: str, *, tied: bool, tokenizer: bool = True) -> Path:
+    """A model of 4 blocks, its tokens the words of `text_folder`."""
+    place = root / family
+    torch.manual_seed(5)
+    tiny.model(family, tied=tied, bos_token_id=END, eos_token_id=END, pad_token_id=None).save_pretrained(
+        place
+    )
+    if tokenizer:
+        vocabulary = {"<end>": END, "<unknown>": UNKNOWN, **{word: n + 2 for n, word in enumerate(WORDS)}}
+        words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.add_special_tokens(["<end>"])
+        words.save(str(place / "tokenizer.json"))
+    return place
+
+
+def lines(run: Path, kind: str) -> list[dict[str, float]]:
+    """The lines of a run's metrics of one kind."""
+    read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in read if line["kind"] == kind]

@@ -1,0 +1,106 @@
+"""``penstock train`` of a Hugging Face model against a plain loop with transformers, loss by loss."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.train import config_file
+from penstock.train.config import Config
+from penstock.train.language import language_of
+from penstock.train.loop import batch_of, open_text, train
+from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
+from penstock.train.progress import Silent
+from tests.train import hf
+from tests.train.tiny import WORDS, text_folder, tiny
+
+STEPS = 50
+MODELS = {"llama": False}
+"""Family, and whether embedding and head are one."""
+
+
+def config_of(root: Path, family: str, ranks: int) -> Config:
+    model = hf.folder(root, family, tied=MODELS[family])
+    return tiny(
+        root,
+        text_folder(root),
+        model={"path": str(model)},
+        parallel={"pp": ranks},
+        train={"steps": STEPS},
+        runtime={"threads": 1},
+    )
+
+
+def plain_losses(config: Config) -> list[float]:
+    """The same training as one would write it with transformers: whole batches, labels, the model's own loss."""
+    language = language_of(config)
+    text = open_text(config, language)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path).train()
+    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    losses = []
+    for step in range(STEPS):
+        set_learning_rate(optimizer, learning_rate(step, STEPS, config.optim))
+        tokens, _ = batch_of(text, config, language, step)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_curve(config: Config) -> None:
+    expected = plain_losses(config)
+    seen = [line["loss"] for line in hf.lines(Path(config.train.folder) / config.train.name, "train")]
+    assert len(seen) == STEPS
+    assert expected[-1] < 0.7 * expected[0]
+    assert max(abs(a - b) for a, b in zip(seen, expected, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", MODELS)
+def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, tmp_path: Path):
+    config = config_of(tmp_path, family, ranks)
+    outcome = train(config, lambda steps, leads: Silent())
+    assert_same_curve(config)
+    assert outcome is not None
+    run = Path(outcome.folder)
+    again = AutoModelForCausalLM.from_pretrained(run)
+    tokens, _ = batch_of(open_text(config, language_of(config)), config, language_of(config), 0)
+    assert again(tokens, labels=tokens).loss.item() < 0.7 * hf.lines(run, "train")[0]["loss"]
+    assert (run / "tokenizer.json").is_file()
+    assert set(outcome.sample.split()) <= set(WORDS) | {"<unknown>"}
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 2)])
+def test_processes_under_torchrun_give_the_curve_of_plain_transformers(
+    family: str, ranks: int, tmp_path: Path
+):
+    config = config_of(tmp_path, family, ranks)
+    (tmp_path / "run.toml").write_text(config_file.dump(config))
+    subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error::UserWarning",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "penstock",
+            "train",
+            str(tmp_path / "run.toml"),
+        ],
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert_same_curve(config)
