@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PeerError, WaitTimeoutError
+from penstock.runtime.streams import Streams
 
 Job = Callable[[], Any]
 
@@ -21,10 +22,12 @@ class Crew:
     Args:
         ranks: how many.
         timeout: once one rank has failed, how long the others have to stop, in seconds.
+        streams: on which the ranks compute; None on the CPU.
     """
 
-    def __init__(self, ranks: int, timeout: float) -> None:
+    def __init__(self, ranks: int, timeout: float, streams: Streams | None = None) -> None:
         self.timeout = timeout
+        self._streams = streams
         self._jobs: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(ranks)]
         self._done: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
         # Ranks compute side by side, so each gets its share of the cores; torch keeps this per thread.
@@ -47,6 +50,13 @@ class Crew:
             BaseException: what the rank that failed first raised (another rank's word of it comes second).
             WaitTimeoutError: a rank failed and another would not stop.
         """
+        if self._streams is None:
+            self._run(jobs, stop)
+            return
+        with self._streams.step():
+            self._run([self._streams.on_rank(rank, job) for rank, job in enumerate(jobs)], stop)
+
+    def _run(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
         for inbox, job in zip(self._jobs, _with_settings(jobs), strict=True):
             inbox.put(job)
         running = set(range(len(jobs)))

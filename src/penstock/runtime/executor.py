@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PeerError, StageError, TransportError
+from penstock.runtime.clocks import clock
 from penstock.runtime.copies import Copies
+from penstock.runtime.streams import device_of
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Action, Instruction, Program
@@ -76,8 +77,10 @@ class Executor:
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
-        self.start = [0.0] * count
-        self.end = [0.0] * count
+        self.device = device_of([stage.module for stage in stages.values()])
+        self.now = clock(self.device, 2 * count)
+        self.start: list[Any] = [0.0] * count
+        self.end: list[Any] = [0.0] * count
         self.held = [0] * count
         self.trains = bool((program.schedule.kind != Kind.F).any())
         self._work = Work()
@@ -93,7 +96,7 @@ class Executor:
 
         Args:
             step: its number, the same on every rank; a message of another step is never taken for one of this.
-            work: this rank's inputs; the results are filled in, with all losses on every rank.
+            work: this rank's inputs; the results are filled in, with all losses in every process.
 
         Raises:
             StageError: an op failed here; names rank, stage, op and microbatch, with the cause chained.
@@ -158,21 +161,25 @@ class Executor:
         """End the step on every rank or on none, and let every rank know every loss.
 
         Each rank reports to the collector, which holds the last stage, that its ops are done, with the losses it
-        saw; the collector answers with all of them. A rank that failed has sent its failure instead.
+        saw; the collector answers with all of them. A rank that failed has sent its failure instead. In threads no
+        loss travels: one process has them all, and to read them would be to wait for a GPU.
         """
         channel, losses = self.channel, self._work.losses
         if channel is None:
             return
         tag = len(self.program.rank)
+        told = {} if channel.one_process else losses
         others = [r for r in range(self.program.schedule.ranks) if r != self._collector]
         if self.rank != self._collector:
-            channel.send(self._collector, tag, _pack_losses(losses))
+            channel.send(self._collector, tag, _pack_losses(told))
             losses.update(_unpack_losses(channel.recv(self._collector, tag)))
             return
         for rank in others:
-            losses.update(_unpack_losses(channel.recv(rank, tag)))
+            told.update(_unpack_losses(channel.recv(rank, tag)))
+        answer = _pack_losses(told)
+        losses.update(_unpack_losses(answer))  # on the CPU, as every other rank has them
         for rank in others:
-            channel.send(rank, tag, _pack_losses(losses))
+            channel.send(rank, tag, answer)
 
     # Compilation: one closure an op, made of what precedes its RUN, the RUN, and what follows it.
 
@@ -292,7 +299,7 @@ class Executor:
     def _forward(
         self, microbatch: int, stage: Stage, slot: int, take: Take, give: Give | None
     ) -> Callable[[], None]:
-        start, end, held, now = self.start, self.end, self.held, perf_counter
+        start, end, held, now = self.start, self.end, self.held, self.now
         assert give is not None, "only the last stage hands nothing on"
         split = (stage.index, microbatch) in self._split
         run = partial(stage.forward, split=split) if self.trains else stage.evaluate
@@ -308,7 +315,7 @@ class Executor:
         return op
 
     def _last_forward(self, microbatch: int, stage: Stage, slot: int, take: Take) -> Callable[[], None]:
-        start, end, held, now = self.start, self.end, self.held, perf_counter
+        start, end, held, now = self.start, self.end, self.held, self.now
         split = (stage.index, microbatch) in self._split
         run: Callable[..., tuple[Tensor | None, object]] = stage.evaluate_with_loss
         if self.trains:
@@ -338,7 +345,7 @@ class Executor:
         take: Take | None,
         give: Give,
     ) -> Callable[[], None]:
-        start, end, held, now = self.start, self.end, self.held, perf_counter
+        start, end, held, now = self.start, self.end, self.held, self.now
 
         def op() -> None:
             grads = take() if take is not None else None
@@ -351,7 +358,7 @@ class Executor:
         return op
 
     def _weight(self, microbatch: int, stage: Stage, slot: int) -> Callable[[], None]:
-        start, end, held, now = self.start, self.end, self.held, perf_counter
+        start, end, held, now = self.start, self.end, self.held, self.now
 
         def op() -> None:
             start[slot] = now()

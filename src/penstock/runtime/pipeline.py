@@ -29,6 +29,7 @@ from penstock.runtime.setup import (
     require_untied,
     resolve_schedule,
 )
+from penstock.runtime.streams import Streams
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.world import World, current_world
@@ -143,6 +144,7 @@ class Pipeline:
         )
         self._world: World | None = None
         self._crew: Crew | None = None
+        self._streams: Streams | None = None
         if self.in_processes:
             assert world is not None
             on_cpu = self.device is None or self.device.type == "cpu"
@@ -150,7 +152,11 @@ class Pipeline:
             assert self._world.channel is not None
             equalise(self.stages, self.schedule.placement, self.rank, self._world.channel)
         elif self.ranks > 1:
-            self._crew = Crew(self.ranks, self.timeout)
+            of_rank = self.schedule.placement.stages_of
+            self._streams = Streams.of(
+                [[self.stages[s].module for s in of_rank[r]] for r in self.local_ranks]
+            )
+            self._crew = Crew(self.ranks, self.timeout, self._streams)
         self._executors: dict[bool, list[Executor]] = {}
         self._places: tuple[dict[str, int], int] | None = None
         self._step = 0
@@ -338,7 +344,7 @@ class Pipeline:
             if self._world is not None:
                 channels = [self._world.channel]
             elif self.ranks > 1:
-                channels = list(thread_channels(program, self.timeout))
+                channels = list(thread_channels(program, self.timeout, self._streams))
             else:
                 channels = [None]
             self._executors[trains] = [

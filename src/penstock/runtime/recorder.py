@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from penstock.runtime.clocks import Readings
 from penstock.runtime.executor import Executor
 from penstock.trace.events import Trace
 
 
 def measured_trace(executors: Sequence[Executor]) -> Trace:
-    """Join what the executors of one process recorded; their clocks are one clock.
+    """Join what the executors of one process recorded, on one clock. Waits for the GPUs on which they computed.
 
     Args:
         executors: of ranks that have run the same step.
@@ -25,8 +26,9 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
     rows = np.concatenate(
         [np.arange(schedule.rows(e.rank).start, schedule.rows(e.rank).stop) for e in executors]
     )
-    start = np.concatenate([np.array(e.start) for e in executors])
-    end = np.concatenate([np.array(e.end) for e in executors])
+    readings = Readings()
+    start = np.concatenate([readings.seconds(e.device, e.start) for e in executors])
+    end = np.concatenate([readings.seconds(e.device, e.end) for e in executors])
     held = np.concatenate([_held(e) for e in executors])
     origin = start.min()
     return Trace(

@@ -27,7 +27,13 @@ class Failure(NamedTuple):
 
 
 class Channel(Protocol):
-    """One rank's end."""
+    """One rank's end.
+
+    Attributes:
+        one_process: whether the ranks are threads of one process, so that what one has found the others have, too.
+    """
+
+    one_process: bool
 
     def open(self, step: int) -> None:
         """Begin a step; whatever a failed earlier step left behind is dropped."""

@@ -46,6 +46,8 @@ class ProcessChannel:
             the CPU.
     """
 
+    one_process = False
+
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -3,13 +3,18 @@
 A channel is two queues: one of messages, one of free places. A sender takes a place first, and waits if there is
 none; the receiver gives it back. There are as many places as the Program's edge has capacity, so a training step
 never waits for one and an evaluation cannot run ahead of its slowest rank.
+
+On GPUs it is the host's side that is bounded so. The taker's thread goes on as soon as the message is there; its stream
+waits for the value (see `streams`).
 """
 
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 
 from penstock.errors import PeerError, WaitTimeoutError
+from penstock.runtime.streams import Events, Streams
 from penstock.runtime.transport.base import Failure
 from penstock.schedule.program import Program
 from penstock.stage.values import Parcel
@@ -20,6 +25,8 @@ _Places = queue.SimpleQueue[Failure | None]
 
 class ThreadChannel:
     """One rank's end of the edges between the threads of one process."""
+
+    one_process = True
 
     def __init__(
         self, rank: int, timeout: float, edges: dict[tuple[int, int], tuple[_Messages, _Places]]
@@ -75,7 +82,38 @@ class ThreadChannel:
         return WaitTimeoutError(f"rank {self.rank} waited {self.timeout:g} s for {what}")
 
 
-def thread_channels(program: Program, timeout: float) -> list[ThreadChannel]:
+class StreamChannel(ThreadChannel):
+    """The same where ranks compute on CUDA streams of their own.
+
+    An event is recorded before its message is put, and the next time a step later, when its waits have been queued; so
+    the taker finds the event of its own message, and one event a message is enough for all steps.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        timeout: float,
+        edges: dict[tuple[int, int], tuple[_Messages, _Places]],
+        streams: Streams,
+        events: Events,
+    ) -> None:
+        super().__init__(rank, timeout, edges)
+        self._streams = streams
+        self._events = events
+
+    def send(self, peer: int, tag: int, parcel: Parcel) -> None:
+        self._streams.ready(self._events, self.rank, peer, tag, parcel)
+        super().send(peer, tag, parcel)
+
+    def recv(self, peer: int, tag: int) -> Parcel:
+        parcel = super().recv(peer, tag)
+        self._streams.arrive(self._events, peer, self.rank, tag, parcel)
+        return parcel
+
+
+def thread_channels(
+    program: Program, timeout: float, streams: Streams | None = None
+) -> Sequence[ThreadChannel]:
     """The connected ends of a Program's ranks.
 
     Every rank is connected with every other: besides the Program's edges there is a place for the step's result, and
@@ -84,6 +122,7 @@ def thread_channels(program: Program, timeout: float) -> list[ThreadChannel]:
     Args:
         program: whose edges they are.
         timeout: the longest a send or receive waits, in seconds.
+        streams: on which the ranks compute; None on the CPU.
     """
     ranks = range(program.schedule.ranks)
     edges: dict[tuple[int, int], tuple[_Messages, _Places]] = {}
@@ -96,4 +135,7 @@ def thread_channels(program: Program, timeout: float) -> list[ThreadChannel]:
                 for _ in range((edge.capacity if edge else 0) + both + 1):
                     places.put(None)
                 edges[source, target] = (queue.SimpleQueue(), places)
-    return [ThreadChannel(rank, timeout, edges) for rank in ranks]
+    if streams is None:
+        return [ThreadChannel(rank, timeout, edges) for rank in ranks]
+    events: Events = {}
+    return [StreamChannel(rank, timeout, edges, streams, events) for rank in ranks]
