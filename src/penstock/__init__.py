@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from penstock.errors import PenstockError as PenstockError
+    from penstock.runtime.grad_scaler import GradScaler as GradScaler
+    from penstock.runtime.optimizer import OptimizerStep as OptimizerStep
+    from penstock.runtime.optimizer import PipelineOptimizer as PipelineOptimizer
     from penstock.runtime.pipeline import Pipeline as Pipeline
     from penstock.runtime.pipeline import StepResult as StepResult
     from penstock.schedule.check import check as check
@@ -32,11 +35,14 @@ if TYPE_CHECKING:
     from penstock.train.models.transformers.split import from_transformers as from_transformers
 
 _HOME = {
+    "GradScaler": "penstock.runtime.grad_scaler",
     "Kind": "penstock.schedule.ops",
     "Op": "penstock.schedule.ops",
+    "OptimizerStep": "penstock.runtime.optimizer",
     "Pair": "penstock.schedule.ops",
     "PenstockError": "penstock.errors",
     "Pipeline": "penstock.runtime.pipeline",
+    "PipelineOptimizer": "penstock.runtime.optimizer",
     "Placement": "penstock.schedule.placement",
     "Program": "penstock.schedule.program",
     "Schedule": "penstock.schedule.schedule",

@@ -1,0 +1,157 @@
+"""The state of a PipelineOptimizer by the parameters' whole-model names, so that it fits any split."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.runtime.optimizer import PipelineOptimizer
+
+_KEYS = {
+    "optimizer": str,
+    "steps": int,
+    "skipped": int,
+    "groups": list,
+    "parameters": dict,
+    "state": dict,
+    "main_weights": dict,
+    "lr_scheduler": dict | None,
+    "scaler": dict | None,
+}
+
+
+def collect(optimizer: PipelineOptimizer) -> dict[str, Any]:
+    """What `PipelineOptimizer.state_dict` returns."""
+    first = next(iter(optimizer.optimizers.values()))
+    state: dict[str, Any] = {
+        "optimizer": type(first).__name__,
+        "steps": optimizer.steps,
+        "skipped": optimizer.skipped,
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in first.param_groups],
+        "parameters": {},
+        "state": {},
+        "main_weights": {},
+        "lr_scheduler": optimizer.schedulers[0].state_dict() if optimizer.schedulers else None,
+        "scaler": optimizer.scaler.state_dict() if optimizer.scaler is not None else None,
+    }
+    for rank, torch_optimizer in optimizer.optimizers.items():
+        for n, name, parameter in _named(optimizer, rank):
+            state["parameters"][name] = {"group": n, "shape": list(parameter.shape)}
+            if parameter in torch_optimizer.state:
+                state["state"][name] = torch_optimizer.state[parameter]
+        state["main_weights"].update(
+            {name: main.detach() for name, main in optimizer.main_weights[rank].by_name.items()}
+        )
+    return state
+
+
+def _named(optimizer: PipelineOptimizer, rank: int) -> Iterator[tuple[int, str, Tensor]]:
+    """(group, name, what the torch optimizer updates) of one rank."""
+    main = optimizer.main_weights[rank]
+    for n, part in enumerate(optimizer.parts(rank)):
+        for name, parameter in part:
+            yield n, name, main.of(name, parameter)
+
+
+def restore(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> None:
+    """Check everything, then load.
+
+    Raises:
+        ConfigError: with all problems; nothing is loaded then.
+    """
+    problems = [
+        f"{key!r} is {'missing' if key not in state else f'a {type(state[key]).__name__}'}"
+        for key, kind in _KEYS.items()
+        if key not in state or not isinstance(state[key], kind)
+    ]
+    problems = problems or _problems(optimizer, state)
+    if problems:
+        raise ConfigError("the state does not fit the optimizer: " + "; ".join(problems))
+    for rank, torch_optimizer in optimizer.optimizers.items():
+        _restore_rank(optimizer, rank, torch_optimizer, state)
+    for scheduler in optimizer.schedulers:
+        scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
+    if optimizer.scaler is not None:
+        optimizer.scaler.load_state_dict(state["scaler"])
+    optimizer.steps, optimizer.skipped = state["steps"], state["skipped"]
+
+
+def _problems(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> list[str]:
+    first = next(iter(optimizer.optimizers.values()))
+    own = type(first).__name__
+    problems = []
+    if state["optimizer"] != own:
+        problems.append(f"it is of {state['optimizer']}, not {own}")
+    if len(state["groups"]) != len(first.param_groups):
+        problems.append(f"it has {len(state['groups'])} groups, not {len(first.param_groups)}")
+    for key, here in (("lr_scheduler", bool(optimizer.schedulers)), ("scaler", optimizer.scaler is not None)):
+        if (state[key] is not None) != here:
+            problems.append(
+                f"it has {'no' if here else 'a'} {key}, and this optimizer has {'one' if here else 'none'}"
+            )
+    if state["scaler"] is not None and optimizer.scaler is not None:
+        problems += [f"scaler: {problem}" for problem in optimizer.scaler.problems(state["scaler"])]
+    return problems + _problems_by_name(optimizer, state)
+
+
+def _problems_by_name(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> list[str]:
+    saved, mains = state["parameters"], state["main_weights"]
+    problems, own = [], set()
+    for rank in optimizer.optimizers:
+        has_main = optimizer.main_weights[rank].by_name
+        for n, name, parameter in _named(optimizer, rank):
+            own.add(name)
+            if name not in saved:
+                problems.append(f"{name} is missing")
+                continue
+            group, shape = saved[name]["group"], tuple(saved[name]["shape"])
+            if shape != tuple(parameter.shape):
+                problems.append(f"{name} has shape {shape}, not {tuple(parameter.shape)}")
+            if group != n:
+                problems.append(f"{name} is in group {group}, not {n}")
+            if (name in mains) != (name in has_main):
+                saved_one = name in mains
+                problems.append(
+                    f"{name} has {'a' if saved_one else 'no'} main weight, and has {'none' if saved_one else 'one'} here"
+                )
+            elif name in mains and mains[name].shape != parameter.shape:
+                problems.append(f"the main weight of {name} has shape {tuple(mains[name].shape)}")
+    here = {name for stage in optimizer.pipe.stages.values() for name in stage.module.names}
+    layers = {layer.name for layer in optimizer.pipe.layers}
+
+    def elsewhere(name: str) -> bool:
+        prefixes = {name[:at] for at, letter in enumerate(name) if letter == "."}
+        return bool(prefixes & layers) and not prefixes & here
+
+    return problems + [f"{name} is unknown" for name in saved if name not in own and not elsewhere(name)]
+
+
+def _restore_rank(
+    optimizer: PipelineOptimizer, rank: int, own: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Hand a rank's part to its torch optimizer, which numbers parameters in the order of its groups."""
+    named = list(_named(optimizer, rank))
+    numbers: list[list[int]] = [[] for _ in own.param_groups]
+    for number, (n, _, _) in enumerate(named):
+        numbers[n].append(number)
+    part = {
+        number: state["state"][name] for number, (_, name, _) in enumerate(named) if name in state["state"]
+    }
+    groups = [{**group, "params": ids} for group, ids in zip(state["groups"], numbers, strict=True)]
+    own.load_state_dict({"state": copy.deepcopy(part), "param_groups": groups})
+    for number, entries in part.items():
+        loaded = own.state[named[number][2]]
+        for key, value in entries.items():
+            # torch casts to the parameter's dtype what some optimizers keep in fp32 beside a bf16 parameter.
+            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device, copy=True)
+    for _, name, _ in named:
+        if name in optimizer.main_weights[rank].by_name:
+            optimizer.main_weights[rank].load(name, state["main_weights"][name])
