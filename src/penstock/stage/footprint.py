@@ -20,7 +20,7 @@ class Footprint:
         """Count a tensor's storage, once."""
         key = _key(tensor)
         if key not in self._own:
-            self._seen[key] = tensor.untyped_storage().nbytes()
+            self._seen[key] = _storage(tensor).nbytes()
 
     @property
     def bytes(self) -> int:
@@ -45,4 +45,12 @@ class Footprint:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return _storage(tensor).data_ptr()
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    to_local = getattr(tensor, "to_local", None)  # of a tensor that is cut over ranks, what this one holds
+    if to_local is not None:
+        with torch.no_grad():
+            tensor = to_local()
+    return tensor.untyped_storage()
