@@ -13,6 +13,8 @@ from penstock.parallel.mesh import make_mesh, replica_rows
 from penstock.parallel.reducer import GroupReducer
 from penstock.parallel.tensor import plan_of, tensor_parallel
 from penstock.runtime.local import LocalProcesses
+from penstock.stage.stage import Stage, StageModule
+from penstock.stage.values import Parcel
 from penstock.train.config import ModelConfig
 from penstock.train.models.llama import layers, next_token_loss
 
@@ -175,6 +177,36 @@ def test_buckets_reduce_what_is_cut_and_replicas_stay_bit_identical(processes: L
         optimizer.step()
     for name, p in net.named_parameters():
         assert torch.allclose(results[0][1][name], p, rtol=0, atol=5e-3), name
+
+
+def stage_backward(rank: int, sequence: bool, split: bool):
+    module = StageModule(layers(CONFIG))
+    tensor_parallel(module.named_layers(), make_mesh(tp=2).axis("tp"), sequence=sequence)
+    stage = Stage(0, module, next_token_loss, microbatches=2)
+    x, y = tokens()
+    for m in range(2):
+        rows = slice(2 * m, 2 * m + 2)
+        stage.forward_with_loss(m, Parcel((x[rows],), None, (False,)), y[rows], False, split)
+    held = stage.held_bytes
+    for m in range(2):
+        stage.backward_input(m, None)
+    for m in range(2):
+        stage.backward_weight(m)
+    return held, {name: whole(p.grad).clone() for name, p in module.whole_model_parameters()}
+
+
+@pytest.mark.parametrize(("sequence", "split"), [(False, False), (False, True), (True, True)])
+def test_a_stage_whose_matrices_are_cut_can_split_its_backward(processes: LocalProcesses, sequence, split):
+    results = processes.run(2, stage_backward, sequence, split)
+    net = built_in()
+    x, y = tokens()
+    next_token_loss(net(x), y).backward()
+    expected = {
+        f"{name}.{inner}": p.grad for name, layer in named(net) for inner, p in layer.named_parameters()
+    }
+    for held, found in results:
+        assert_close(found, expected)
+        assert held > 0
 
 
 def refusals(rank: int) -> list[str]:
