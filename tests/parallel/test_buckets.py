@@ -13,6 +13,9 @@ from penstock.parallel.buckets import GradientBuckets
 from penstock.parallel.order import parameter_order
 from penstock.parallel.reducer import GroupReducer
 from penstock.runtime.local import LocalProcesses
+from penstock.stage.layers import Layer
+from penstock.stage.stage import Stage, StageModule
+from penstock.stage.values import Parcel
 from tests.parallel.replicas import WIDTH, batch, each, gradients, loss_of, model, plain, share, together
 
 ROWS = 12
@@ -188,6 +191,47 @@ def test_a_parameter_is_ready_after_the_contributions_announced_for_it():
 
     for started, expected in together(2, body):
         assert started == expected
+
+
+def split_backwards(reducer, spread: bool):
+    """Two stages on a replica, three microbatches; the weights' halves come last, in an order of their own."""
+    net = model()
+    stages = [Stage(0, StageModule([Layer("0", lambda: net[:2])]), None, 3)]
+    stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss, 3))
+    buckets = GradientBuckets(net, reducer, **SMALL)
+    buckets.attach()
+    for n in range(2):
+        net.zero_grad()
+        x, y = share(n, ROWS, reducer.rank, 2)
+        with buckets.step(contributions=3):
+            grads = {}
+            for m, (a, b) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
+                middle = stages[0].forward(m, Parcel((a,), None, (False,)), split=True)
+                stages[1].forward_with_loss(m, middle, b, False, split=True)
+                grads[m] = stages[1].backward_input(m, None)
+            for m in range(3):
+                stages[0].backward_input(m, grads[m])
+                stages[spread].backward_weight(m)
+            assert buckets._started < len(buckets.buckets)
+            for m in range(3):
+                stages[not spread].backward_weight(m)
+            assert buckets._started == len(buckets.buckets)
+    return gradients(net)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_split_backward_reduces_after_the_last_w_wherever_it_is(spread):
+    first, second = together(2, lambda r: split_backwards(r, spread))
+    assert_equal(first, second)
+    expected: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        net = model()
+        x, y = share(1, ROWS, rank, 2)
+        for a, b in zip(x.chunk(3), y.chunk(3), strict=True):
+            (loss_of(net, a, b) / 3).backward()
+        for name, grad in gradients(net).items():
+            expected[name] = expected[name] + grad if name in expected else grad
+    assert_equal(first, {name: grad / 2 for name, grad in expected.items()})
 
 
 class Tied(nn.Module):
