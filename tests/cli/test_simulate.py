@@ -162,3 +162,14 @@ def test_the_command_runs_and_ends_with_code_2_for_bad_input():
         [*line, "-m", "3", "--json"], capture_output=True, text=True, timeout=60, check=True
     )
     assert json.loads(good.stdout)["makespan"] == 12
+
+
+def test_a_page_is_written_with_every_schedule(tmp_path: Path):
+    path = tmp_path / "plan.html"
+    words = ("--compare", "1f1b,zb-h1", "-p", "4", "-m", "8", "--memory-limit", "6", "--html", str(path))
+    assert run(*words).splitlines()[-1] == f"page: {path}"
+    text = path.read_text()
+    assert '<option value="0" selected>1f1b</option><option value="1">zb-h1</option>' in text
+    assert '"limit":6' in text
+    assert "memory-limit = 6" in text
+    assert figures(*words)["schedules"][0]["schedule"] == "1f1b"

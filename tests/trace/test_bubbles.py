@@ -153,3 +153,8 @@ def test_in_seconds_they_add_up_to_rounding():
     split = bubbles(timed(built("interleaved-1f1b", 4, 8), 0.3, 0.7, 0.1, latency=0.07))
     np.testing.assert_allclose(sum(split.idle.values()), split.makespan - split.busy, rtol=0, atol=1e-12)
     np.testing.assert_allclose(split.busy, 8 * 1.1, rtol=1e-12)
+
+
+def test_causes_that_are_only_rounding_are_not_named():
+    split = bubbles(trace_of("0F0@0.0-0.1 0B0@0.30000000000000004-0.4", "1F0@0.1-0.2 1B0@0.2-0.3"))
+    assert split.causes == ["warm_up", "cool_down"]

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.errors import DataError
 from penstock.trace.events import Trace
@@ -100,3 +103,39 @@ def test_rows_of_a_rank_and_selections():
     assert trace.rank_slices() == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert trace.select(trace.kind == 0).stage.tolist() == [0, 1, 2]
     assert trace.select(trace.kind == 1).rank_slices() == [slice(0, 1), slice(1, 2), slice(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("rank", [0, 0, 5, 5], r"events on ranks 0\.\.5 of 0\.\.1"),
+        ("rank", [1, 1, 0, 0], "not sorted by rank"),
+        ("kind", [0, 99, 0, 1], "a kind of event that is not known: 99"),
+        ("start", [0.0, np.nan, 1.0, 2.0], "ends before it starts"),
+        ("start", [0.0, 7.0, 1.0, 2.0], "ends before it starts"),
+        ("stage", [0.5, 0.5, 1.5, 1.5], "column stage has type float64"),
+        ("stage", [[0, 0, 1, 1]], "not of one length"),
+        ("paired", [False, False, False, True], "a pair has no second half"),
+    ],
+)
+def test_a_file_whose_columns_no_trace_can_have_is_refused(tmp_path: Path, column, values, message):
+    path = tmp_path / "a.npz"
+    trace_of(*LINES).save(path)
+    with np.load(path) as file:
+        columns = dict(file)
+    np.savez(path, **{**columns, column: np.array(values)})
+    with pytest.raises(DataError, match=message):
+        Trace.load(path)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_sound_and_never_something_else(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("damaged") / "a.npz"
+    trace_of(*LINES, info={"source": "measured"}).save(path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    with suppress(DataError):
+        assert len(Trace.load(path).rank_slices()) == 2

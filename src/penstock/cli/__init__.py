@@ -14,6 +14,7 @@ COMMANDS = {
     "sample": "generate text from a trained run",
     "schedule": "list, show, check, draw and convert schedules",
     "simulate": "predict what a schedule costs",
+    "trace": "show where the time of a run went",
     "train": "train a model through a pipeline",
     "verify": "prove that pipelined training equals plain PyTorch",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,24 +15,11 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rich.table import Table
-
     from penstock.schedule.placement import Placement
     from penstock.schedule.schedule import Schedule
     from penstock.simulate.costs import Costs
     from penstock.simulate.metrics import Metrics
     from penstock.trace.events import Trace
-
-MOST_RANKS = 32
-_CAUSES = {
-    "warm_up": "warm-up",
-    "cool_down": "cool-down",
-    "activation": "wait for\nactivation",
-    "gradient": "wait for\ngradient",
-    "communication": "commu-\nnication",
-    "overhead": "overhead",
-    "imbalance": "imbalance",
-}
 
 
 @click.command(
@@ -70,6 +58,10 @@ _CAUSES = {
     help="A further parameter of the family, as in group_size=4; several times.",
 )  # fmt: skip
 @click.option("--compare", metavar="A,B,C", help="Schedules to put side by side.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
+    help="Write a page with the timelines, the memory, and what would change them.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     schedule: str | None,
@@ -81,6 +73,7 @@ def command(
     memory_limit: int | None,
     options: tuple[str, ...],
     compare: str | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Predict what a schedule costs.
@@ -101,6 +94,8 @@ def command(
         fitting = (virtual_stages, values) if compare is None else _fitting(name, virtual_stages, values)
         found = _schedule(name, ranks, microbatches, *fitting, costs, latency, memory_limit)
         runs.append(_run(found, costs, latency, memory_limit))
+    if html is not None:
+        _write_page(html, runs, costs, latency, memory_limit)
     if as_json:
         figures = [metrics.as_dict() for metrics, _ in runs]
         click.echo(json.dumps(figures[0] if compare is None else {"schedules": figures}))
@@ -108,6 +103,24 @@ def command(
         _show(*runs[0])
     else:
         _show_side_by_side([metrics for metrics, _ in runs])
+    if html is not None and not as_json:
+        click.echo(f"\npage: {html}")
+
+
+def _write_page(
+    path: Path, runs: list[tuple[Metrics, Trace]], costs: str, latency: str | None, memory_limit: int | None
+) -> None:
+    from penstock.show.report import write
+
+    limit = {} if memory_limit is None else {"limit": memory_limit}
+    traces = {metrics.schedule: replace(trace, info={**trace.info, **limit}) for metrics, trace in runs}
+    settings = {"costs": costs, "latency": latency, "memory-limit": memory_limit}
+    write(
+        path,
+        traces,
+        title=f"Simulation of {', '.join(traces)}",
+        settings="\n".join(f"{name} = {value}" for name, value in settings.items() if value is not None),
+    )
 
 
 def _check_options(values: Mapping[str, object], names: list[str]) -> None:
@@ -200,7 +213,8 @@ def _number(text: str) -> int | float | None:
 def _show(metrics: Metrics, trace: Trace) -> None:
     from rich.console import Console
 
-    from penstock.show.terminal import draw_terminal
+    from penstock.show.terminal import bubble_table, draw_terminal
+    from penstock.trace.bubbles import bubbles
 
     console = Console(highlight=False)
     click.echo(
@@ -212,41 +226,18 @@ def _show(metrics: Metrics, trace: Trace) -> None:
         f"bubble        {metrics.bubble_of_makespan:.1%} of ranks x makespan; "
         f"{metrics.bubble_of_longest:.1%} of the longest rank (the zero-bubble paper's rate)\n"
     )
-    console.print(_per_rank(metrics))
+    console.print(bubble_table(bubbles(trace), {"peak\nchunks": metrics.peak_activations.tolist()}))
     console.print()
     console.print(draw_terminal(trace, console.width))
-
-
-def _table(*columns: str) -> Table:
-    """An empty table with right-aligned columns, narrow enough for a terminal."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _per_rank(metrics: Metrics) -> Table:
-    causes = [cause for cause, time in metrics.idle.items() if time.any()]
-    table = _table("rank", "busy", "bubble", *(_CAUSES[cause] for cause in causes), "peak\nchunks")
-    for rank in range(metrics.ranks):
-        if metrics.ranks > MOST_RANKS and MOST_RANKS // 2 <= rank < metrics.ranks - MOST_RANKS // 2:
-            if rank == MOST_RANKS // 2:
-                table.add_row("...")
-            continue
-        times = (metrics.busy, metrics.bubble, *(metrics.idle[cause] for cause in causes))
-        table.add_row(
-            str(rank), *(f"{time[rank]:.6g}" for time in times), str(metrics.peak_activations[rank])
-        )
-    return table
 
 
 def _show_side_by_side(runs: list[Metrics]) -> None:
     from rich.console import Console
 
+    from penstock.show.terminal import plain_table
+
     bubbles = ("bubble/\nmakespan", "bubble/\nlongest")
-    table = _table(
+    table = plain_table(
         "schedule", "v", "makespan", "longest", "above\nbound", *bubbles, "peak\nchunks", "peak\n1/p"
     )
     table.columns[0].justify = "left"

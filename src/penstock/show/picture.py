@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.show.colours import KINDS, Colour
+from penstock.show.page_data import odd_chunk
 from penstock.trace.events import Activity, Trace
 
 if TYPE_CHECKING:
@@ -16,14 +18,8 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 LABELLED = 600
 RASTERIZED = 100_000
-_COLOURS = {
-    Activity.F: ("#7aa6d8", "#a9c8ea", "forward"),
-    Activity.B: ("#7fbf7b", "#addca9", "backward"),
-    Activity.I: ("#66c2b5", "#9edcd3", "input gradient"),
-    Activity.W: ("#f2c14e", "#f8dc9a", "weight gradient"),
-    Activity.R: ("#b89bd9", "#d6c5ea", "recompute"),
-    Activity.REDUCE: ("#d1605e", "#d1605e", "reduction"),
-    Activity.OPTIMIZER: ("#555555", "#555555", "optimizer"),
+_DRAWN: dict[Activity, Colour] = {
+    kind: colour for kind, colour in KINDS.items() if kind not in (Activity.SEND, Activity.RECV)
 }
 
 
@@ -50,10 +46,10 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ConfigError("pictures need matplotlib: pip install 'penstock[pictures]'") from error
-    shown = trace.only(_COLOURS)
+    shown = trace.only(_DRAWN)
     figure = Figure(figsize=(12, 1.2 + 0.3 * min(trace.ranks, 64)), layout="constrained")
     axes = figure.add_subplot()
-    drawn = [kind for kind in _COLOURS if (shown.kind == kind).any()]
+    drawn = [kind for kind in _DRAWN if (shown.kind == kind).any()]
     for kind in drawn:
         _bars(axes, shown, kind)
     if len(shown) <= LABELLED:
@@ -64,8 +60,8 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
     axes.set_xlabel("time")
     axes.set_title(str(trace.info.get("schedule", "")))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    keys = [Patch(color=colour, label=meaning) for colour, _, meaning in map(_COLOURS.__getitem__, drawn)]
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(_COLOURS), frameon=False)
+    keys = [Patch(color=_DRAWN[kind].full, label=_DRAWN[kind].meaning) for kind in drawn]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(_DRAWN), frameon=False)
     # Fixed identifiers and no date: the same trace gives the same file.
     with matplotlib.rc_context({"svg.hashsalt": "penstock"}):
         try:
@@ -87,25 +83,19 @@ def _bars(axes: Axes, trace: Trace, kind: Activity) -> None:
         [np.stack(point, axis=1) for point in ((left, top), (right, top), (right, bottom), (left, bottom))],
         axis=1,
     )
-    full, light, _ = _COLOURS[kind]
-    shade = np.where(_odd_chunk(trace)[rows], light, full)
+    shade = np.where(odd_chunk(trace)[rows], _DRAWN[kind].light, _DRAWN[kind].full)
     bars = PolyCollection(list(corners), facecolors=shade.tolist(), edgecolors="white", linewidths=0.3)
     bars.set_rasterized(len(trace) > RASTERIZED)
     axes.add_collection(bars)
 
 
-def _odd_chunk(trace: Trace) -> np.ndarray[Any, Any]:
-    """Whether an event is of the second, fourth, ... of its rank's stages."""
-    odd = np.zeros(len(trace), np.bool_)
-    for rows in trace.rank_slices():
-        stages, place = np.unique(trace.stage[rows], return_inverse=True)
-        odd[rows] = place % 2 == 1 if len(stages) > 1 else False
-    return odd
-
-
 def _labels(axes: Axes, trace: Trace) -> None:
     second = np.concatenate([[False], trace.paired[:-1]])
+    odd = odd_chunk(trace)
     for row in np.flatnonzero(trace.microbatch >= 0):
         x = (float(trace.start[row]) + float(trace.end[row])) / 2
         y = trace.rank[row] + 0.21 * (int(second[row]) - int(trace.paired[row]))
-        axes.text(x, y, str(trace.microbatch[row]), ha="center", va="center", fontsize=6, clip_on=True)
+        colour = "black" if odd[row] else "white"
+        axes.text(
+            x, y, str(trace.microbatch[row]), ha="center", va="center", fontsize=6, clip_on=True, color=colour
+        )

@@ -6,19 +6,30 @@ Every op starts with its letter, so the drawing reads without colours, too; `·`
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.trace.bubbles import Bubbles
 from penstock.trace.events import Activity, Trace
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rich.text import Text
 
 MOST_LINES = 32
 IDLE = "·"
+_CAUSES = {
+    "warm_up": "warm-up",
+    "cool_down": "cool-down",
+    "activation": "wait for\nactivation",
+    "gradient": "wait for\ngradient",
+    "communication": "commu-\nnication",
+    "overhead": "overhead",
+    "imbalance": "imbalance",
+}
 _LETTERS = {
     Activity.F: "F",
     Activity.B: "B",
@@ -90,6 +101,48 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
     text.append(_axis(margin, cells, begin, end))
     legend = [f"{letter} {meaning}" for letter, meaning in _MEANINGS.items() if letter in used]
     return text.append(" " * margin + "   ".join([*legend, f"{IDLE} idle"]))
+
+
+def bubble_table(
+    split: Bubbles, more: Mapping[str, Sequence[object]], *, each: float = 1.0, digits: int = 6
+) -> Table:
+    """Where every rank's time went, a line a rank, as a table for rich; of more than `MOST_LINES` ranks some are left out.
+
+    Args:
+        split: a cause that no rank has gets no column.
+        more: further columns by their heads, a value a rank.
+        each: how many of the unit shown the trace's unit has.
+        digits: of a time.
+    """
+    causes = split.causes
+    table = plain_table("rank", "busy", "bubble", *(_CAUSES[cause] for cause in causes), *more)
+    ranks = len(split.busy)
+    for rank in range(ranks):
+        if ranks > MOST_LINES and MOST_LINES // 2 <= rank < ranks - MOST_LINES // 2:
+            if rank == MOST_LINES // 2:
+                table.add_row("...")
+            continue
+        times = (split.busy, split.makespan - split.busy, *(split.idle[cause] for cause in causes))
+        table.add_row(
+            str(rank),
+            *(_figure(time[rank], split.makespan, each, digits) for time in times),
+            *(str(c[rank]) for c in more.values()),
+        )
+    return table
+
+
+def _figure(time: Any, whole: Any, each: float, digits: int) -> str:
+    return f"{time * each:.{digits}g}" if time > 1e-9 * whole else "0"
+
+
+def plain_table(*columns: str) -> Table:
+    """An empty table with right-aligned columns, narrow enough for a terminal."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _cells(lines: Iterable[Trace], most: int, span: float) -> int:

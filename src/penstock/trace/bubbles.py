@@ -48,6 +48,11 @@ class Bubbles:
     busy: Times
     idle: Mapping[str, Times]
 
+    @property
+    def causes(self) -> list[str]:
+        """Those that any rank has, beyond what is rounding."""
+        return [cause for cause, time in self.idle.items() if (time > 1e-9 * self.makespan).any()]
+
 
 def makespan(trace: Trace) -> Any:
     """The last end minus the first start, messages aside; 0 for a trace without events."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -21,6 +22,12 @@ from penstock.errors import DataError
 
 FORMAT = 1
 _COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
+# What numpy, zipfile and zlib raise at a file that is cut off, altered, or something else altogether.
+_DAMAGE = (
+    OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, RuntimeError, MemoryError, OverflowError,
+    SyntaxError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+_LETTERS = {"start": "iuf", "end": "iuf", "paired": "b"}
 
 
 class Activity(IntEnum):
@@ -121,8 +128,36 @@ class Trace:
                 columns = {name: file[name] for name in _COLUMNS}
                 held = file["held"] if "held" in file.files else None
             form, ranks, info = header["format"], header["ranks"], header["info"]
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        except _DAMAGE as error:
             raise DataError(f"cannot read {path} as a trace: {error}") from error
         if form != FORMAT:
             raise DataError(f"{path} is a trace of format {form}; this version reads format {FORMAT}")
+        wrong = _wrong(ranks, info, {**columns, **({} if held is None else {"held": held})})
+        if wrong:
+            raise DataError(f"{path} is no sound trace: {wrong}")
         return Trace(ranks, **columns, held=held, info=info)
+
+
+def _wrong(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]]) -> str:
+    """What of a file's content no trace can have, in words; empty if it is sound."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or not isinstance(info, dict):
+        return f"its header says {ranks!r} ranks"
+    lengths = {len(column) if column.ndim == 1 else -1 for column in columns.values()}
+    if len(lengths) > 1 or -1 in lengths:
+        return "its columns are not of one length"
+    for name, column in columns.items():
+        if column.dtype.kind not in _LETTERS.get(name, "i"):
+            return f"its column {name} has type {column.dtype}"
+    rank, kind, start, end = (columns[name] for name in ("rank", "kind", "start", "end"))
+    if len(rank) and not (rank.min() >= 0 and rank.max() < ranks):
+        return f"it has events on ranks {rank.min()}..{rank.max()} of 0..{ranks - 1}"
+    if (np.diff(rank) < 0).any():
+        return "its events are not sorted by rank"
+    if len(kind) and not (kind.min() >= 0 and kind.max() < len(Activity)):
+        return f"it has a kind of event that is not known: {kind.max()}"
+    if not (np.isfinite(start) & np.isfinite(end) & (end >= start)).all():
+        return "an event ends before it starts"
+    paired = columns["paired"]
+    if paired.any() and (paired[-1] or paired[1:][paired[:-1]].any()):
+        return "a pair has no second half"
+    return ""

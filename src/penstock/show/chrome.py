@@ -1,0 +1,179 @@
+"""A trace in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
+
+A process a rank; in it a track for the ops, and where there are any one for messages and one for reductions. Where events
+of one track overlap the track is continued on another, for slices of a track may not. A flow arrow leads from the op that
+gave a rank something to the op of another rank that took it; a counter shows what the rank holds.
+
+The format: "Trace Event Format" of the Chromium project, phases M, X, s, f and C. Times are microseconds, to three decimals.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.show.colours import KINDS
+from penstock.simulate.memory import memory_curve
+from penstock.trace.events import Activity, Trace
+from penstock.trace.messages import givers
+
+_GROUPS = (
+    (
+        "compute",
+        tuple(kind for kind in Activity if kind not in (Activity.SEND, Activity.RECV, Activity.REDUCE)),
+    ),
+    ("communication", (Activity.SEND, Activity.RECV)),
+    ("reduction", (Activity.REDUCE,)),
+)
+NANOSECONDS = 1e9
+
+Event = dict[str, Any]
+
+
+def write_chrome(trace: Trace, path: str | Path) -> Path:
+    """Write a trace as Chrome JSON, and return the path.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.write_text(json.dumps(chrome_events(trace), separators=(",", ":")), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def chrome_events(trace: Trace) -> Event:
+    """A trace as the object that the format wants; seconds (or a simulation's ticks, taken for seconds) become microseconds.
+
+    A message that by the ranks' clocks came before its sender began, which their error allows, has no arrow; ``otherData``
+    says how many there are.
+    """
+    origin = trace.start.min() if len(trace) else 0
+    start = np.rint((trace.start - origin).astype(np.float64) * NANOSECONDS).astype(np.int64)
+    end = np.rint((trace.end - origin).astype(np.float64) * NANOSECONDS).astype(np.int64)
+    track = np.zeros(len(trace), np.int64)
+    events: list[Event] = []
+    for rank, rows in enumerate(trace.rank_slices()):
+        events.append(_meta(rank, "process_name", 0, {"name": f"rank {rank}"}))
+        events.append(_meta(rank, "process_sort_index", 0, {"sort_index": rank}))
+        first = 0
+        for group, kinds in _GROUPS:
+            mine = np.arange(rows.start, rows.stop)[np.isin(trace.kind[rows], kinds)]
+            lanes = _lanes(trace, mine, start, end)
+            track[mine] = first + lanes
+            for lane in range(int(lanes.max(initial=-1)) + 1):
+                name = group + (f" {lane + 1}" if lane else "")
+                events.append(_meta(rank, "thread_name", first + lane, {"name": name}))
+                events.append(_meta(rank, "thread_sort_index", first + lane, {"sort_index": first + lane}))
+            first += int(lanes.max(initial=-1)) + 1
+    events += _slices(trace, start, end, track)
+    flows, left_out = _flows(trace, start, end, track)
+    events += [*flows, *_counters(trace, origin)]
+    told = {key: str(value) for key, value in trace.info.items() if isinstance(value, str | int | float)}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {**told, "arrows left out": left_out},
+    }
+
+
+def _lanes(trace: Trace, rows: Any, start: Any, end: Any) -> Any:
+    """The lane of every row, so that none overlaps another of its lane; a pair is one slice, in its forward's lane."""
+    lanes = np.zeros(len(rows), np.int64)
+    free: list[int] = []
+    for n, row in enumerate(rows.tolist()):
+        if n and trace.paired[row - 1]:
+            lanes[n] = lanes[n - 1]
+            continue
+        lane = next((lane for lane, until in enumerate(free) if until <= start[row]), len(free))
+        lanes[n] = lane
+        free[lane : lane + 1] = [int(end[row])]
+    return lanes
+
+
+def _slices(trace: Trace, start: Any, end: Any, track: Any) -> Iterator[Event]:
+    row = 0
+    while row < len(trace):
+        kind = Activity(int(trace.kind[row]))
+        name, told = _name(trace, row), {"kind": KINDS[kind].meaning, **_numbers(trace, row)}
+        last = row + 1 if trace.paired[row] else row
+        if last > row:
+            name = f"({name};{_name(trace, last)})"
+            told = {"forward": _numbers(trace, row), "backward": _numbers(trace, last)}
+        if trace.held is not None:
+            told["held after"] = int(trace.held[last])
+        yield {
+            "ph": "X", "name": name, "cat": kind.name, "pid": int(trace.rank[row]), "tid": int(track[row]),
+            "ts": int(start[row]) / 1000, "dur": int(end[row] - start[row]) / 1000, "args": told,
+        }  # fmt: skip
+        row = last + 1
+
+
+def _name(trace: Trace, row: int) -> str:
+    kind = Activity(int(trace.kind[row]))
+    if kind > Activity.R:
+        return KINDS[kind].meaning
+    return f"{trace.stage[row]}{kind.name}{trace.microbatch[row]}"
+
+
+def _numbers(trace: Trace, row: int) -> dict[str, int]:
+    numbers = {"stage": int(trace.stage[row]), "microbatch": int(trace.microbatch[row])}
+    return {name: number for name, number in numbers.items() if number >= 0}
+
+
+def _flows(trace: Trace, start: Any, end: Any, track: Any) -> tuple[list[Event], int]:
+    """An arrow for every message, from inside the slice that gave to the beginning of the one that took."""
+    giver = givers(trace)
+    takers = np.flatnonzero((giver >= 0) & (trace.rank[giver] != trace.rank))
+    arrows: list[Event] = []
+    left_out = 0
+    for number, taker in enumerate(takers.tolist()):
+        row = int(giver[taker])
+        leaves = max(int(start[row]), min(int(end[row]) - 1, int(start[taker])))
+        if leaves > start[taker]:
+            left_out += 1
+            continue
+        what = "activation" if trace.kind[taker] == Activity.F else "gradient"
+        common = {"name": what, "cat": "message", "id": number}
+        arrows.append(
+            {"ph": "s", **common, "pid": int(trace.rank[row]), "tid": int(track[row]), "ts": leaves / 1000}
+        )
+        arrows.append(
+            {
+                "ph": "f", "bp": "e", **common, "pid": int(trace.rank[taker]), "tid": int(track[taker]),
+                "ts": int(start[taker]) / 1000,
+            }
+        )  # fmt: skip
+    return arrows, left_out
+
+
+def _counters(trace: Trace, origin: Any) -> Iterator[Event]:
+    if trace.held is None:
+        return
+    what = str(trace.info.get("held", "bytes"))
+    for rank in range(trace.ranks):
+        curve = memory_curve(trace, rank)
+        moments = np.rint((curve.time - origin).astype(np.float64) * NANOSECONDS).astype(np.int64).tolist()
+        points = [(0, 0), *zip(moments, curve.held.tolist(), strict=True)]
+        # Of several changes at one moment the last is what remains.
+        points = [a for a, b in pairwise(points) if a[0] != b[0]] + points[-1:]
+        for moment, held in points:
+            yield {
+                "ph": "C",
+                "name": f"held ({what})",
+                "pid": rank,
+                "ts": moment / 1000,
+                "args": {what: held},
+            }
+
+
+def _meta(rank: int, what: str, track: int, args: dict[str, object]) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": args}

@@ -1,0 +1,233 @@
+"""The report page's figures, made with Bokeh: empty, for the page's script to fill with the step that is chosen.
+
+No text of a user's is in them; it stands in the page, escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.show.page_data import Unit, palette
+
+BLOCKS = ("start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held")
+_TOOLTIP = (
+    '<div class="tip"><b>@kind{custom}</b> &nbsp;@stage{custom} @microbatch{custom}<br>rank @rank<br>'
+    "@start{custom} to @end{custom}<br>takes <b>@length{custom}</b>@held{custom}</div>"
+)
+
+
+def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, dict[str, Any]]:
+    """The figures of a page as JSON for ``Bokeh.embed.embed_item``, by the name of their place in the page.
+
+    Args:
+        ranks: the most of any step.
+        unit: of the time axes.
+        planned: whether there is a plan to draw beside what was measured.
+        memory: what its axis is called; empty if memory is not known.
+
+    Raises:
+        ConfigError: Bokeh is not installed.
+    """
+    try:
+        from bokeh.embed import json_item
+        from bokeh.layouts import column
+        from bokeh.models import Range1d
+    except ImportError as error:
+        raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
+    x, y = Range1d(start=0, end=1), Range1d(start=ranks - 0.5, end=-0.5)
+    row = max(7, min(34, 620 // max(1, ranks)))
+    rows: list[Any] = [_timeline("measured", x, y, 48 + row * ranks, unit)]
+    if planned:
+        rows.append(_timeline("planned", x, y, 48 + row * ranks, unit))
+    if memory:
+        rows.append(_memory(x, unit, memory))
+    time = column(rows, sizing_mode="stretch_width", name="time")
+    bars = _bars(y, 48 + max(22, row) * ranks if ranks < 30 else 48 + row * ranks, unit)
+    return {"time": dict(json_item(time)), "bars": dict(json_item(bars))}
+
+
+def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The training curves of a run's ``metrics.jsonl`` as JSON for ``embed_item``; None if there is nothing to draw."""
+    from bokeh.embed import json_item
+    from bokeh.layouts import gridplot
+
+    shown: list[Any] = []
+    for title, key, kind in (
+        ("loss (nats a token)", "loss", "train"),
+        ("held-out bits a token", "held_out_bits", "held_out"),
+        ("learning rate", "lr", "train"),
+        ("gradient norm", "grad_norm", "train"),
+        ("tokens a second", "tokens_per_second", "train"),
+        ("idle share of the ranks", "bubble", "train"),
+    ):
+        points = [
+            (row["step"], row[key]) for row in metrics if row.get("kind") == kind and _drawable(row, key)
+        ]
+        if points:
+            shown.append(_curve(f"curve-{len(shown)}", title, points))
+    if not shown:
+        return None
+    rows = [shown[n : n + 3] for n in range(0, len(shown), 3)]
+    return dict(json_item(gridplot(rows, sizing_mode="stretch_width", toolbar_location=None)))
+
+
+def _drawable(row: Mapping[str, Any], key: str) -> bool:
+    return all(
+        isinstance(row.get(k), int | float) and not isinstance(row[k], bool) and math.isfinite(row[k])
+        for k in ("step", key)
+    )
+
+
+def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
+    from bokeh.models import ColumnDataSource, CustomJSHover, HoverTool
+    from bokeh.plotting import figure
+    from bokeh.transform import linear_cmap
+
+    plot = _figure(figure, name, x, y, height, unit)
+    plot.xgrid.visible = plot.ygrid.visible = False
+    source = ColumnDataSource({column: [] for column in BLOCKS}, name=name)
+    colours = [shade for kind in palette()["kinds"] for shade in (kind["full"], kind["light"])]
+    quads = plot.quad(
+        left="start", right="end", top="top", bottom="bottom", source=source, name=f"{name}-blocks",
+        line_color="white", line_width=0.7, fill_color=linear_cmap("fill", colours, -0.5, len(colours) - 0.5),
+        hover_line_color="black", hover_fill_color=linear_cmap("fill", colours, -0.5, len(colours) - 0.5),
+    )  # fmt: skip
+    labels = ColumnDataSource({"x": [], "y": [], "text": [], "colour": []}, name=f"{name}-labels")
+    plot.text(
+        x="x", y="y", text="text", text_color="colour", source=labels, text_font_size={"value": "11px"},
+        text_align={"value": "center"}, text_baseline={"value": "middle"}, text_font={"value": "sans-serif"},
+    )  # fmt: skip
+    said: Any = {
+        f"@{column}": CustomJSHover(code=f"return penstock.tell({column!r}, value)")
+        for column in ("kind", "stage", "microbatch", "start", "end", "length", "held")
+    }
+    plot.add_tools(
+        HoverTool(
+            renderers=[quads],
+            tooltips=_TOOLTIP,
+            formatters=said,
+            point_policy="follow_mouse",
+            name=f"{name}-hover",
+        )
+    )
+    return plot
+
+
+def _memory(x: Any, unit: Unit, label: str) -> Any:
+    from bokeh.models import AdaptiveTicker, ColumnDataSource, CustomJSTickFormatter, HoverTool, Range1d
+    from bokeh.plotting import figure
+
+    plot = _figure(figure, "memory", x, Range1d(start=0, end=1), 230, unit)
+    plot.yaxis.axis_label = label
+    plot.yaxis.ticker = AdaptiveTicker(
+        base=1024 if "bytes" in label else 10,
+        mantissas=[2**n for n in range(10)] if "bytes" in label else [1, 2, 5],
+        min_interval=1,
+        desired_num_ticks=4,
+    )
+    plot.yaxis.formatter = CustomJSTickFormatter(code="return penstock.amount(tick)")
+    empty: dict[str, list[Any]] = {"xs": [], "ys": [], "rank": [], "colour": []}
+    for name, dash, width in (("memory-planned", "4 3", 1.2), ("memory", "solid", 1.6)):
+        source = ColumnDataSource(dict(empty), name=name)
+        lines = plot.multi_line(
+            "xs", "ys", source=source, line_color="colour", line_dash=dash, line_width=width
+        )
+        word = "planned" if "planned" in name else "held"
+        plot.add_tools(
+            HoverTool(renderers=[lines], tooltips=f"rank @rank, {word}", line_policy="nearest", visible=False)
+        )
+    limit = ColumnDataSource({"y": []}, name="limit")
+    plot.hspan(y="y", source=limit, line_color="#d03030", line_width=2, line_dash="8 4")
+    return plot
+
+
+def _bars(y: Any, height: int, unit: Unit) -> Any:
+    from bokeh.models import ColumnDataSource, CustomJSHover, HoverTool, Range1d
+    from bokeh.plotting import figure
+    from bokeh.transform import linear_cmap
+
+    plot = _figure(figure, "bars", Range1d(start=0, end=1), Range1d(start=y.start, end=y.end), height, unit)
+    plot.xgrid.visible = plot.ygrid.visible = False
+    source = ColumnDataSource({c: [] for c in ("left", "right", "rank", "share", "what")}, name="bars")
+    colours = [what["colour"] for what in palette()["what"]]
+    bars = plot.hbar(
+        y="rank", left="left", right="right", height=0.8, source=source, line_color=None,
+        fill_color=linear_cmap("what", colours, -0.5, len(colours) - 0.5),
+    )  # fmt: skip
+    said: Any = {
+        "@what": CustomJSHover(code="return penstock.palette.what[value].meaning"),
+        "@share": CustomJSHover(code="return (100 * value).toFixed(2) + '%'"),
+    }
+    plot.add_tools(
+        HoverTool(
+            renderers=[bars],
+            tooltips='<div class="tip"><b>@what{custom}</b><br>rank @rank<br>@share{custom} of the step</div>',
+            formatters=said,
+            point_policy="follow_mouse",
+        )
+    )
+    return plot
+
+
+def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
+    """A figure in which only the tools that suit a time axis are: drag to pan, ctrl and wheel to zoom."""
+    from bokeh.models import BoxZoomTool, PanTool, ResetTool, SaveTool, WheelZoomTool
+
+    tall = name in ("measured", "planned") and y.start > 64
+    pan = PanTool(dimensions="both" if tall else "width")
+    wheel = WheelZoomTool(dimensions="width", modifiers={"ctrl": True})
+    tools = [pan, wheel, BoxZoomTool(dimensions="both" if tall else "width"), ResetTool(), SaveTool()]
+    plot = figure(
+        name=f"{name}-figure", x_range=x, y_range=y, height=height, sizing_mode="stretch_width", tools=tools,
+        active_drag=pan, active_scroll=wheel, toolbar_location="right", background_fill_color=None, border_fill_color=None,
+        outline_line_color=None, min_border_left=70, lod_threshold=None,
+    )  # fmt: skip
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    plot.xaxis.axis_label = f"time ({unit.name})" if unit.name else "time"
+    plot.axis.axis_label_text_font_style = "normal"
+    plot.axis.minor_tick_line_color = None
+    if name != "memory":
+        plot.yaxis.axis_label = "rank, planned" if name == "planned" else "rank"
+        plot.yaxis.ticker.mantissas = [1, 2, 5]
+        plot.yaxis.ticker.min_interval = 1
+        plot.yaxis.ticker.num_minor_ticks = 0
+    return plot
+
+
+def _curve(name: str, title: str, points: list[tuple[float, float]]) -> Any:
+    from bokeh.models import DataRange1d
+    from bokeh.plotting import figure
+
+    plot = figure(
+        name=name, height=190, title=title, tools="hover", tooltips="step @x: @y", background_fill_color=None,
+        border_fill_color=None, outline_line_color=None, toolbar_location=None,
+    )  # fmt: skip
+    x, y = (list(column) for column in zip(*points, strict=True))
+    plot.line(x, y, line_width=2, line_color="#3f7fc4")
+    if len(points) < 60:
+        plot.scatter(x, y, size=5, color="#3f7fc4")
+    if min(y) >= 0:
+        plot.y_range = DataRange1d(start=0)
+    plot.xaxis.axis_label = "step"
+    plot.axis.axis_label_text_font_style = "normal"
+    plot.axis.minor_tick_line_color = None
+    return plot
+
+
+def rank_colours(ranks: int) -> list[str]:
+    """A colour a rank, from dark to light in their order, legible on both backgrounds."""
+    from bokeh.palettes import viridis
+
+    scale = viridis(256)[60:215]
+    return [scale[round(rank * (len(scale) - 1) / max(1, ranks - 1))] for rank in range(ranks)]
+
+
+def library() -> str:
+    """Bokeh's own script, as HTML elements; the core alone, without widgets, tables, WebGL and mathematics."""
+    from bokeh.resources import Resources
+
+    return Resources(mode="inline", components=["bokeh"], log_level="warn").render_js()

@@ -1,0 +1,187 @@
+// The report page at work: fills Bokeh's empty figures with the chosen step, writes labels where they fit, follows dark mode.
+"use strict";
+window.penstock = (() => {
+  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const page = read("penstock-data");
+  const palette = page.palette;
+  const ARRAYS = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
+  const MESSAGES = new Set([5, 6, 7]);
+  const ROWS = { top: 0.42, strip: 0.16 };
+  const MOST_LABELS = 3000;
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const decoded = new Map();
+  let shown = 0;
+
+  function column(packed) {
+    const text = atob(packed.data);
+    const bytes = new Uint8Array(text.length);
+    for (let n = 0; n < text.length; n++) bytes[n] = text.charCodeAt(n);
+    return new ARRAYS[packed.type](bytes.buffer);
+  }
+
+  // The columns of a timeline. The halves of a pair share the height of a block, messages have a strip below the ops.
+  function blocks(packed) {
+    const own = {};
+    for (const name of ["start", "end", "rank", "stage", "microbatch", "kind", "shade", "half"]) own[name] = column(packed[name]);
+    const count = own.start.length;
+    const top = new Float64Array(count), bottom = new Float64Array(count), length = new Float64Array(count);
+    const fill = new Uint8Array(count);
+    const low = packed.strip ? ROWS.top - ROWS.strip : ROWS.top;
+    for (let n = 0; n < count; n++) {
+      const message = MESSAGES.has(own.kind[n]);
+      const a = message ? low : -ROWS.top, b = message ? ROWS.top : low, middle = (a + b) / 2;
+      top[n] = own.rank[n] + (own.half[n] === 2 ? middle : a);
+      bottom[n] = own.rank[n] + (own.half[n] === 1 ? middle : b);
+      length[n] = own.end[n] - own.start[n];
+      fill[n] = 2 * own.kind[n] + own.shade[n];
+    }
+    const held = packed.held ? column(packed.held) : new Float64Array(count).fill(NaN);
+    return { ...own, top, bottom, length, fill, held, several: packed.several, usual: last(own.end) / Math.max(1, count / (last(own.rank) + 1)) };
+  }
+
+  function step(index) {
+    if (!decoded.has(index)) {
+      const packed = page.steps[index];
+      decoded.set(index, { measured: blocks(packed.blocks), planned: packed.planned ? blocks(packed.planned) : null });
+    }
+    return decoded.get(index);
+  }
+
+  const find = (name) => Bokeh.documents.map((doc) => doc.get_model_by_name(name)).find((model) => model) ?? null;
+  const last = (values) => values.reduce((a, b) => Math.max(a, b), 0);
+
+  function fill(name, columns) {
+    const source = find(name);
+    if (source) source.data = columns;
+  }
+
+  function window_of(range, start, end) {
+    range.setv({ bounds: null });
+    range.setv({ start, end, reset_start: start, reset_end: end });
+  }
+
+  function show(index) {
+    shown = index;
+    const packed = page.steps[index], own = step(index);
+    for (const [name, columns] of Object.entries(own)) {
+      const given = columns ?? { several: false };
+      const wanted = ["start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held"];
+      fill(name, Object.fromEntries(wanted.map((key) => [key, given[key] ?? []])));
+    }
+    const end = Math.max(last(own.measured.end), own.planned ? last(own.planned.end) : 0) || 1;
+    const timeline = find("measured"), bars = find("bars-figure");
+    window_of(find("measured-figure").x_range, 0, end * 1.005);
+    window_of(find("measured-figure").y_range, packed.ranks - 0.5, -0.5);
+    fill("bars", packed.bars);
+    window_of(bars.x_range, 0, last(packed.bars.right) || 1);
+    window_of(bars.y_range, packed.ranks - 0.5, -0.5);
+    memory(packed);
+    for (const part of document.querySelectorAll("[data-steps]")) {
+      part.hidden = !part.dataset.steps.split(" ").includes(String(index));
+    }
+    label();
+    return timeline;
+  }
+
+  function memory(packed) {
+    const plot = find("memory-figure");
+    if (!plot) return;
+    const given = packed.memory ?? { measured: [], planned: [], limit: null };
+    let most = given.limit ?? 0;
+    for (const [name, curves] of [["memory", given.measured], ["memory-planned", given.planned]]) {
+      const xs = curves.map((curve) => column(curve.x)), ys = curves.map((curve) => column(curve.y));
+      for (const y of ys) most = Math.max(most, last(y));
+      fill(name, { xs, ys, rank: curves.map((_, rank) => rank), colour: curves.map((_, rank) => page.ranks[rank]) });
+    }
+    fill("limit", { y: given.limit === null ? [] : [given.limit] });
+    window_of(plot.y_range, 0, most * 1.08 || 1);
+  }
+
+  // Text on the blocks that are in sight and wide enough for it.
+  function label() {
+    for (const name of ["measured", "planned"]) {
+      const plot = find(`${name}-figure`), columns = step(shown)[name];
+      if (!plot || !columns) { fill(`${name}-labels`, { x: [], y: [], text: [], colour: [] }); continue; }
+      const { start, end } = plot.x_range, across = plot.inner_width / (end - start);
+      // Edges between blocks only where blocks are wider than edges.
+      find(`${name}-blocks`).glyph.line_alpha = across * columns.usual > 5 ? 1 : 0;
+      const high = (plot.inner_height / Math.abs(plot.y_range.end - plot.y_range.start)) * 2 * ROWS.top;
+      const x = [], y = [], text = [], colour = [];
+      for (let n = 0; n < columns.start.length && high >= 11 && x.length < MOST_LABELS; n++) {
+        const left = Math.max(columns.start[n], start), right = Math.min(columns.end[n], end);
+        const room = (right - left) * across;
+        if (room < 9 || MESSAGES.has(columns.kind[n]) || (columns.half[n] && high < 24)) continue;
+        const said = words(columns, n).find((word) => word.length * 6.6 + 2 <= room);
+        if (said === undefined) continue;
+        x.push((left + right) / 2);
+        y.push((columns.top[n] + columns.bottom[n]) / 2);
+        text.push(said);
+        colour.push(columns.shade[n] ? "#000000" : "#ffffff");
+      }
+      fill(`${name}-labels`, { x, y, text, colour });
+    }
+  }
+
+  function words(columns, n) {
+    const letter = palette.kinds[columns.kind[n]].letter, number = columns.microbatch[n];
+    if (number < 0) return [letter];
+    const all = [`${letter}${number}`, `${number}`];
+    return columns.several ? [`${columns.stage[n]}${letter}${number}`, ...all] : all;
+  }
+
+  const number = (value) => String(Number(value.toPrecision(9)));
+  const time = (value) => (page.unit ? `${number(value)} ${page.unit}` : number(value));
+
+  function amount(value) {
+    if (page.held !== "bytes") return `${number(value)}`;
+    const sizes = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let size = 0;
+    while (Math.abs(value) >= 1024 && size < sizes.length - 1) { value /= 1024; size++; }
+    return `${Number(value.toPrecision(4))} ${sizes[size]}`;
+  }
+
+  // What a tooltip says of a column's value.
+  function tell(name, value) {
+    if (name === "kind") return palette.kinds[value].meaning;
+    if (name === "stage" || name === "microbatch") return value < 0 ? "" : `${name} ${value}`;
+    if (name !== "held") return time(value);
+    if (Number.isNaN(value)) return "";
+    return page.held === "bytes" ? `then ${amount(value)} held (${value.toLocaleString("en")} B)` : `then ${value} activations held`;
+  }
+
+  function dress() {
+    const style = getComputedStyle(document.documentElement);
+    const text = style.getPropertyValue("--text").trim(), line = style.getPropertyValue("--line").trim();
+    for (const name of page.figures) {
+      const plot = find(name);
+      if (!plot) continue;
+      const blocks = name.endsWith("-figure") ? find(name.replace("figure", "blocks")) : null;
+      if (blocks) blocks.glyph.line_color = style.getPropertyValue("--back").trim();
+      for (const axis of [...plot.below, ...plot.left]) {
+        axis.setv({ axis_label_text_color: text, major_label_text_color: text, axis_line_color: line, major_tick_line_color: line });
+      }
+      for (const grid of plot.center) if ("grid_line_color" in grid.attributes) grid.grid_line_color = line;
+      if (plot.title) plot.title.text_color = text;
+    }
+  }
+
+  async function begin() {
+    for (const [place, item] of Object.entries(read("penstock-figures"))) {
+      await Bokeh.embed.embed_item(item, place);
+    }
+    const plot = find("measured-figure");
+    let due = 0;
+    const later = () => { clearTimeout(due); due = setTimeout(label, 60); };
+    for (const range of [plot.x_range, plot.y_range]) range.change.connect(later);
+    plot.properties.inner_width.change.connect(later);
+    dark.addEventListener("change", dress);
+    dress();
+    const chosen = document.getElementById("step");
+    chosen?.addEventListener("change", () => show(Number(chosen.value)));
+    show(chosen ? Number(chosen.value) : 0);
+    document.body.dataset.ready = "yes";
+  }
+
+  return { begin, show, step, find, tell, amount, palette };
+})();
+window.penstock.begin();

@@ -1,0 +1,135 @@
+"""The step as it would have gone had every op taken its usual time: simulated from what a trace says its ops cost.
+
+What the trace has besides is what the plan does not know: ops that took longer than usual, ranks that waited for a core,
+time between ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ScheduleError
+from penstock.schedule.check import check
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+from penstock.schedule.schedule import Columns, Schedule
+from penstock.simulate.costs import Communication, Costs, Link, Table
+from penstock.simulate.engine import simulate
+from penstock.trace.events import Activity, Trace
+from penstock.trace.messages import givers
+
+_OPS = tuple(Activity(kind) for kind in Kind)
+
+
+class Plan(NamedTuple):
+    """A step taken apart and put together again.
+
+    Attributes:
+        program: what the trace shows to have run.
+        costs: the median of every op's times, by stage and kind, and of the messages'.
+        trace: `program` simulated with `costs`; what it says to be held is what the ops usually take and give back.
+    """
+
+    program: Program
+    costs: Costs
+    trace: Trace
+
+
+def plan(trace: Trace) -> Plan:
+    """Simulate the step of a trace from its own costs.
+
+    Raises:
+        ScheduleError: the trace is not of a whole step: a rank is missing, or ops are.
+    """
+    work = trace.only(_OPS)
+    program = check(_schedule(work)).program
+    costs = costs_of(work)
+    held = None if work.held is None else _held(work, work.held)
+    planned = simulate(program, costs, held)
+    info = {**planned.info, "held": trace.info.get("held", "bytes")} if held is not None else planned.info
+    return Plan(program, costs, Trace(**{**vars(planned), "info": info}))
+
+
+def costs_of(work: Trace) -> Costs:
+    """What the ops of a trace cost: medians in the trace's unit of time.
+
+    Where halves of a backward, or a full one, did not run, a full backward is its two halves and a half is half of it. An
+    op that ran in fused pairs only is taken for half of a pair. A message takes the median time from the end of the op that
+    gave to the start of an op that had to wait for it.
+    """
+    stages = int(work.stage.max(initial=0)) + 1
+    spent = (work.end - work.start).astype(np.float64)
+    second = np.concatenate([[False], work.paired[:-1]])
+    alone = ~(work.paired | second)
+    table = np.full((stages, len(Kind)), np.nan)
+    pairs = np.full(stages, np.nan)
+    for stage in range(stages):
+        mine = work.stage == stage
+        for kind in Kind:
+            of = mine & (work.kind == kind)
+            if (of & alone).any():
+                table[stage, kind] = np.median(spent[of & alone])
+            elif of.any():
+                table[stage, kind] = np.median(spent[of]) / 2
+        if (mine & work.paired).any():
+            pairs[stage] = np.median(spent[mine & work.paired])
+    _fill(table)
+    pair = None
+    if not np.isnan(pairs).all():
+        longest_half = table.max()
+        pair = np.where(np.isnan(pairs), 2 * longest_half, np.maximum(pairs, longest_half))
+    return Costs(table, pair, communication=Communication(same_node=Link(_latency(work)), other_node=Link()))
+
+
+def _fill(table: Table) -> None:
+    """Put what did not run in the place of NaN."""
+    f, b, i, w, r = (table[:, kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R))
+    for column, other in ((i, w), (w, i)):
+        column[:] = np.where(np.isnan(column), np.where(np.isnan(other), b / 2, b - other), column)
+    b[:] = np.where(np.isnan(b), i + w, b)
+    r[:] = np.where(np.isnan(r), f, r)
+    np.nan_to_num(table, copy=False)
+    np.maximum(table, 0, out=table)
+
+
+def _latency(work: Trace) -> float:
+    giver = givers(work)
+    taker = np.flatnonzero(giver >= 0)
+    taker = taker[work.rank[giver[taker]] != work.rank[taker]]
+    given = work.end[giver[taker]]
+    first = (taker == 0) | (work.rank[taker - 1] != work.rank[taker])
+    waited = first | (work.end[taker - 1] <= given)
+    delays = (work.start[taker] - given)[waited]
+    return max(0.0, float(np.median(delays))) if len(delays) else 0.0
+
+
+def _schedule(work: Trace) -> Schedule:
+    stages, microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
+    slices = work.rank_slices()
+    missing = [rank for rank, rows in enumerate(slices) if rows.start == rows.stop]
+    if missing or not stages or not microbatches:
+        raise ScheduleError(
+            f"this is no whole step: rank {missing[0]} has no events" if missing else "there are no ops"
+        )
+    holders = [tuple(np.unique(work.rank[work.stage == stage]).tolist()) for stage in range(stages)]
+    columns = [Columns(work.stage[r], work.kind[r], work.microbatch[r], work.paired[r]) for r in slices]
+    name = str(work.info.get("schedule", "schedule"))
+    return Schedule.from_columns(name, Placement(work.ranks, tuple(holders)), microbatches, columns)
+
+
+def _held(work: Trace, held: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What every rank should hold after each of its ops, had each changed it by its median."""
+    total = np.zeros(len(work), np.int64)
+    for rows in work.rank_slices():
+        change = np.diff(held[rows], prepend=np.int64(0))
+        usual: npt.NDArray[Any] = np.zeros(len(change))
+        stage, kind = work.stage[rows], work.kind[rows]
+        for cell in np.unique(np.stack([stage, kind]), axis=1).T:
+            of = (stage == cell[0]) & (kind == cell[1])
+            usual[of] = np.median(change[of])
+        total[rows] = np.maximum(np.cumsum(usual), 0).astype(np.int64)
+    return total

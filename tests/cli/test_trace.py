@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.trace import command
+from penstock.errors import ConfigError, DataError
+from penstock.trace.folder import step_path
+from tests.show.cases import kept_run
+
+
+def run(*words: object) -> Result:
+    result = CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_table_and_the_timeline_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(kept_run(tmp_path)).stdout.splitlines()
+    assert lines[0] == "my-run, step 10; traced are 1, 10"
+    assert lines[1] == "1f1b, 2 ranks, 120 ms"
+    assert lines[3].startswith("25.0% of the ranks' time was idle. Most of it, 12.5%, was")
+    (row,) = [line.split() for line in lines if line.startswith("   0 ")]
+    assert row == ["0", "90", "30", "20", "10", "2", "MiB"]
+    assert any(line.startswith("rank 0 F0") for line in lines)
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 110
+
+
+def test_a_step_is_chosen(tmp_path: Path):
+    path = kept_run(tmp_path)
+    assert "600 ms" in run(path, "--step", 1).stdout
+    with pytest.raises(ConfigError, match="no trace of step 3"):
+        run(path, "--step", 3)
+
+
+def test_json_gives_the_figures(tmp_path: Path):
+    found = json.loads(run(kept_run(tmp_path), "--json").stdout)
+    assert (found["step"], found["steps"], found["ranks_present"]) == (10, [1, 10], [0, 1])
+    assert found["makespan"] == pytest.approx(0.12)
+    assert found["bubble_of_makespan"] == pytest.approx(0.25)
+    assert found["bubble_causes"]["warm_up"] == pytest.approx([0.02, 0.01])
+    assert found["planned_makespan"] == pytest.approx(0.12)
+    assert found["changes"][0]["schedule"] == "1f1b"
+
+
+def test_everything_asked_for_is_written_and_named(tmp_path: Path):
+    files = {
+        "page": tmp_path / "a.html", "chrome": tmp_path / "a.json", "png": tmp_path / "a.png", "svg": tmp_path / "a.svg",
+    }  # fmt: skip
+    options = [
+        word for what, path in files.items() for word in ("--html" if what == "page" else f"--{what}", path)
+    ]
+    lines = run(kept_run(tmp_path), *options).stdout.splitlines()
+    assert lines[-4:] == [f"{what}: {path}" for what, path in files.items()]
+    assert all(path.stat().st_size > 1000 for path in files.values())
+    with pytest.raises(ConfigError, match=r"--png .*a\.svg: the name must end in \.png"):
+        run(kept_run(tmp_path, "other"), "--png", files["svg"])
+
+
+def test_what_is_broken_is_told_beside_what_can_be_shown(tmp_path: Path):
+    path = kept_run(tmp_path)
+    step_path(path, 1).write_bytes(step_path(path, 1).read_bytes()[:200])
+    result = run(path)
+    assert f"penstock: cannot read {step_path(path, 1)} as a trace" in result.stderr
+    assert result.stdout.startswith("my-run, step 10\n")
+    step_path(path, 10).unlink()
+    with pytest.raises(DataError, match="step-000001"):
+        run(path)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.schedule.families import build_schedule
+from penstock.schedule.memory import peak
+from penstock.show.advice import advise, over_plan, recut, where_it_went
+from penstock.show.planned import plan
+from tests.simulate.cases import built, timed
+from tests.trace.cases import trace_of
+
+
+def advice(trace):
+    return advise(trace, plan(trace))
+
+
+def test_the_largest_cause_is_named():
+    assert where_it_went(timed(built("gpipe", 4, 8), 1, 1, 1)) == (
+        "27.3% of the ranks' time was idle. Most of it, 18.2%, was warm-up: the pipeline fills."
+    )
+    assert where_it_went(trace_of("0F0@0-1 0B0@1-3")) == "The ranks computed all the time."
+
+
+def test_another_schedule_is_proposed_with_what_simulating_it_gives():
+    found = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
+    zbv = timed(built("zb-v", 4, 8), 4, 4, 4)
+    (change,) = [c for c in found.changes if c.schedule == "zb-v"]
+    assert change.makespan == zbv.end.max()
+    assert change.words == "with zb-v at the same memory"
+    assert found.changes[0].makespan == 132
+    assert "the step would be 23% shorter, and the bubble 5.9% instead of 27.3% (simulated)" in found.what
+
+
+def test_no_proposal_holds_more_than_now():
+    found = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
+    assert found.changes[0].memory == peak(build_schedule("1f1b", 4, 8)).max()
+    assert all(change.memory <= found.changes[0].memory for change in found.changes)
+    assert {"gpipe", "zb-h2"}.isdisjoint(change.schedule for change in found.changes)
+
+
+def slow(layers: list[int]):
+    """1f1b on four ranks, whose third stage takes twice as long as the others."""
+    program = built("1f1b", 4, 8)
+    trace = timed(program, [2, 2, 4, 2], [2, 2, 4, 2], [2, 2, 4, 2])
+    split = [[f"layer {n}" for n in range(count)] for count in layers]
+    return replace(trace, info={**trace.info, "split": split})
+
+
+def test_a_layer_is_moved_off_a_slow_stage():
+    found = advice(slow([2, 2, 4, 2]))
+    assert "Stage 2 takes 2.00 times the median: with one of its 4 layers moved to stage" in found.what
+    moved = [change for change in found.changes if "moved" in change.words]
+    assert {change.words[-1] for change in moved} == {"1", "3"}
+    better = timed(built("1f1b", 4, 8), [2, 2, 3, 3], [2, 2, 3, 3], [2, 2, 3, 3])
+    (there,) = [change for change in moved if change.words.endswith("stage 3")]
+    assert there.makespan == better.end.max()
+
+
+def test_without_layers_to_move_even_stages_are_simulated():
+    found = advice(slow([1, 1, 1, 1]))
+    assert any(c.words == "stage 2 takes 2.00 times the median: with equal stages" for c in found.changes)
+
+
+def test_where_nothing_helps_this_is_said():
+    found = advice(timed(built("zb-v", 4, 16), 4, 4, 4))
+    assert found.what.startswith("Of the ")
+    assert found.what.endswith("in no more memory, none makes the step 2% shorter.")
+    alone = advice(timed(built("chimera", 4, 4), 4, 4, 4))
+    assert alone.what.startswith("No change was simulated")
+
+
+def test_the_difference_to_the_plan_is_named():
+    trace = timed(built("1f1b", 2, 4), 1, 1, 1)
+    assert over_plan(trace, plan(trace)) == "The step took as long as the plan from its own usual op times."
+    end, last = trace.end.astype(float), trace.rank_slices()[0].stop - 1
+    end[last] += 7.5
+    late = replace(trace, end=end)
+    assert over_plan(late, plan(late)) == (
+        "The step took 50.0% longer than the plan from its own usual op times; most of the difference, 50.0% of the "
+        "plan, is work of the busiest rank, whose ops took longer than usual."
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_another_cut_of_the_model_costs_as_much_in_all(stages):
+    seconds = np.array([[1.0, 2.0, 1.0, 1.0, 1.0], [3.0, 6.0, 3.0, 3.0, 3.0]])
+    cut = recut(seconds, stages)
+    assert cut.shape == (stages, 5)
+    assert np.allclose(cut.sum(axis=0), seconds.sum(axis=0))
+    if stages == 4:
+        assert cut[:, 0].tolist() == [0.5, 0.5, 1.5, 1.5]

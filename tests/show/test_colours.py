@@ -1,0 +1,71 @@
+"""The colours can be told apart, and the text on them read, by people who see fewer of them."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from penstock.show.colours import BUSY, CAUSES, KINDS
+from penstock.trace.events import Activity
+
+# Viénot, Brettel and Mollon (1999), "Digital video colourmaps for checking the legibility of displays by dichromats":
+# what is left of linear RGB.
+SEEN = {
+    "all": np.eye(3),
+    "protanopia": np.array([[0.1124, 0.8876, 0.0], [0.1124, 0.8876, 0.0], [0.0040, -0.0040, 1.0]]),
+    "deuteranopia": np.array([[0.2927, 0.7073, 0.0], [0.2927, 0.7073, 0.0], [-0.0223, 0.0223, 1.0]]),
+}
+
+
+def linear(colour: str) -> np.ndarray:
+    values = np.array([int(colour[n : n + 2], 16) for n in (1, 3, 5)]) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* (D65) of linear sRGB."""
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb
+    x, y, z = np.cbrt(np.maximum(xyz / [0.9505, 1.0, 1.089], 0.008856))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2.1's ratio."""
+    light, dark = sorted((linear(c) @ [0.2126, 0.7152, 0.0722] for c in (a, b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def distance(a: str, b: str, seen: str) -> float:
+    return float(np.linalg.norm(lab(SEEN[seen] @ linear(a)) - lab(SEEN[seen] @ linear(b))))
+
+
+WORK = [Activity.F, Activity.B, Activity.I, Activity.W, Activity.R]
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("shade", ["full", "light"])
+def test_kinds_of_ops_differ_for_everyone(seen, shade):
+    near = {
+        (a.name, b.name): round(distance(getattr(KINDS[a], shade), getattr(KINDS[b], shade), seen), 1)
+        for a, b in combinations(WORK, 2)
+    }
+    assert min(near.values()) >= 10, near
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_the_two_shades_of_a_kind_differ_for_everyone(seen):
+    assert min(distance(c.full, c.light, seen) for c in KINDS.values()) >= 20
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_causes_that_stand_side_by_side_differ_for_everyone(seen):
+    stacked = [BUSY, *(colour for colour, _ in CAUSES.values())]
+    near = {(a, b): round(distance(a, b, seen), 1) for a, b in pairwise(stacked)}
+    assert min(near.values()) >= 10, near
+
+
+def test_text_on_blocks_is_legible():
+    assert min(contrast(colour.full, "#ffffff") for colour in KINDS.values()) >= 4.5
+    assert min(contrast(colour.light, "#000000") for colour in KINDS.values()) >= 4.5

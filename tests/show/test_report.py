@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from base64 import b64decode
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.show import report
+from penstock.show.page_data import unit_of
+from penstock.show.report import write
+from tests.show.cases import measured
+from tests.simulate.cases import built, timed
+from tests.trace.cases import trace_of
+
+EVIL = '</script><script>document.title="owned"</script>&amp;<img src=x onerror=alert(1)>'
+
+
+class Reader(HTMLParser):
+    """What a browser would make of a page: its elements, and the text that is shown."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.shown: list[str] = []
+        self.inside = ""
+        self.scripts: dict[str | None, str] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.inside = tag
+        if tag == "script":
+            self.key = dict(attrs).get("id")
+            self.scripts[self.key] = ""
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts[self.key] += data
+        elif self.inside != "style":
+            self.shown.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.shown).split())
+
+
+def page(path: Path, traces, **told) -> Reader:
+    return Reader(write(path / "r.html", traces, **{"title": "a run", **told}).read_text("utf-8"))
+
+
+def column(packed: dict[str, str]) -> list[float]:
+    return np.frombuffer(b64decode(packed["data"]), f"<{packed['type']}").tolist()
+
+
+def test_all_text_from_outside_is_text_in_the_page(tmp_path: Path):
+    split = [[EVIL], [EVIL, "b"]]
+    trace = measured(schedule=EVIL, split=split)
+    plain = page(tmp_path, {"step": measured(split=[["a"], ["a", "b"]])})
+    found = page(tmp_path, {EVIL: trace, "two": trace}, title=EVIL, settings=EVIL, problems=[EVIL])
+    tags = [tag for tag, _ in found.elements]
+    assert "img" not in tags
+    assert tags.count("script") == [tag for tag, _ in plain.elements].count("script")
+    # Title, heading, selector, counts, problems, settings, two layers.
+    assert found.text.count(EVIL.replace("&amp;", "&amp;")) == 8
+
+
+def test_the_page_refers_to_nothing_outside(tmp_path: Path):
+    found = page(tmp_path, {"step 1": measured()})
+    for tag, attributes in found.elements:
+        for name in ("src", "href", "action", "data"):
+            assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
+    style = re.sub(r"/\*.*?\*/", "", Path(report.__file__).with_name("page.css").read_text(), flags=re.S)
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_the_columns_are_those_of_the_trace(tmp_path: Path):
+    trace = timed(built("dualpipe-v", 4, 12), 4, 5, 4)
+    data = json.loads(page(tmp_path, {"a": trace}).scripts["penstock-data"])
+    (step,) = data["steps"]
+    assert data["unit"] == ""
+    for name in ("start", "end", "rank", "stage", "microbatch", "kind", "held"):
+        assert column(step["blocks"][name]) == getattr(trace, name).tolist()
+    half = np.array(column(step["blocks"]["half"]))
+    assert (np.flatnonzero(half == 1) + 1).tolist() == np.flatnonzero(half == 2).tolist()
+    assert (half == 1).sum() == trace.paired.sum() > 0
+    assert step["planned"] is None
+
+
+def test_bars_fill_the_step_of_every_rank(tmp_path: Path):
+    trace = measured("zb-h1", 4, 8)
+    data = json.loads(page(tmp_path, {"a": trace}).scripts["penstock-data"])
+    bars = data["steps"][0]["bars"]
+    assert data["unit"] == "ms"
+    for rank in range(4):
+        mine = [n for n, r in enumerate(bars["rank"]) if r == rank]
+        assert sum(bars["share"][n] for n in mine) == pytest.approx(1)
+        assert bars["left"][mine[0]] == 0
+        assert bars["right"][mine[-1]] == pytest.approx(trace.end.max() * 1000)
+
+
+def test_measured_is_shown_over_planned_with_the_difference_named(tmp_path: Path):
+    trace = measured("1f1b", 2, 4)
+    end = trace.end.copy()
+    end[trace.rank_slices()[0].stop - 1] += 0.075
+    found = page(tmp_path, {"a": replace(trace, end=end)})
+    assert "The step took 50.0% longer than the plan" in found.text
+    step = json.loads(found.scripts["penstock-data"])["steps"][0]
+    assert column(step["planned"]["end"]) == pytest.approx((trace.end * 1000).tolist())
+    assert len(step["memory"]["measured"]) == len(step["memory"]["planned"]) == 2
+
+
+def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
+    step = json.loads(page(tmp_path, {"a": measured(limit=5 * 2**20)}).scripts["penstock-data"])["steps"][0]
+    assert step["memory"]["limit"] == 5 * 2**20
+    step = json.loads(page(tmp_path, {"a": measured(limit="much")}).scripts["penstock-data"])["steps"][0]
+    assert step["memory"]["limit"] is None
+
+
+def test_a_trace_that_is_no_whole_step_is_shown_without_a_plan(tmp_path: Path):
+    found = page(tmp_path, {"a": trace_of("", "1F0@1.0-2.0 1B0@2.0-4.0")})
+    assert "There is no plan to compare with: this is no whole step: rank 0 has no events." in found.text
+
+
+def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path):
+    rows = [
+        {"kind": "train", "step": 1, "loss": 4.0, "lr": "fast"},
+        {"kind": "train", "step": 2, "loss": float("nan")},
+        {"kind": "train", "step": 3, "loss": 3.0},
+        {"kind": "held_out", "step": 3, "held_out_bits": 2.0},
+        {"kind": "final"},
+    ]
+    found = page(tmp_path, {"a": measured()}, metrics=rows)
+    curves = json.dumps(json.loads(found.scripts["penstock-figures"])["curves"])
+    assert "[4.0, 3.0]" in curves
+    assert "held-out bits" in curves
+    assert "learning rate" not in curves
+    assert "curves" not in json.loads(page(tmp_path, {"a": measured()}).scripts["penstock-figures"])
+
+
+def test_of_too_many_traces_the_first_and_the_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "MOST_BLOCKS", 50)
+    found = page(tmp_path, {f"step {n}": measured() for n in range(1, 12)})
+    labels = [step["label"] for step in json.loads(found.scripts["penstock-data"])["steps"]]
+    assert labels == ["step 1", "step 4", "step 8", "step 11"]
+    assert "11 traces with 132 events are more than a page holds; here are 4" in found.text
+
+
+@pytest.mark.parametrize(("scale", "name"), [(1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")])
+def test_the_unit_suits_the_length_of_a_step(scale, name):
+    assert unit_of([measured(scale=scale)]).name == name
+    assert unit_of([timed(built("1f1b", 2, 2), 1, 1, 1)]).name == ""
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="at least one trace"):
+        write(tmp_path / "r.html", {}, title="")
+    with pytest.raises(ConfigError, match=r"cannot write the report .*r\.html"):
+        write(tmp_path / "no" / "r.html", {"a": measured()}, title="")
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[report\]'"):
+        write(tmp_path / "r.html", {"a": measured()}, title="")
+    assert list(tmp_path.iterdir()) == []
