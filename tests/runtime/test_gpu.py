@@ -1,6 +1,12 @@
-"""On a CUDA device: all stages on one, in threads. Skipped, and said so, where there is none."""
+"""On CUDA devices: ranks in threads, each on a stream of its own, and in processes over NCCL. Skipped where there is none.
+
+What would be wrong if a stream did not wait shows as a wrong number here only if the value is late, so `Late` makes it
+late: before it passes a value on it keeps the device busy for much longer than the host needs to queue everything.
+"""
 
 from __future__ import annotations
+
+from time import perf_counter
 
 import pytest
 import torch
@@ -8,12 +14,51 @@ from torch import nn
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
+from penstock.schedule.ops import Kind
 from tests.runtime import plain
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here")
+
+
+def keep_busy(rounds: int = 4) -> None:
+    """Products that take the device some milliseconds each and the host none."""
+    matrix = torch.ones(4096, 4096, device="cuda")
+    for _ in range(rounds):
+        matrix @ matrix
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        keep_busy()
+        return x + 0.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        keep_busy()
+        return grad + 0.0
+
+
+class Late(nn.Module):
+    """Passes its value on late, forward and back."""
+
+    def forward(self, x):
+        return _Late.apply(x)
+
+
+def late_model(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(block, Late()) for block in plain.model(blocks)])
+
+
+def equal_to_plain(pipe: Pipeline, other: nn.Module) -> None:
+    for (name, ours), theirs in zip(pipe.named_parameters(), other.parameters(), strict=True):
+        assert ours.is_cuda
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7), name
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -26,9 +71,165 @@ def test_a_step_on_the_device_equals_plain_pytorch_there(family):
     ) as pipe:
         result = pipe.step(x, y)
         assert torch.allclose(result.losses.cpu(), losses.cpu(), rtol=1e-6)
-        for (name, ours), theirs in zip(pipe.named_parameters(), other.parameters(), strict=True):
-            assert ours.is_cuda
-            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7), name
+        equal_to_plain(pipe, other)
         assert pipe.clip_grad_norm_(0.1).item() == pytest.approx(
             nn.utils.clip_grad_norm_(other.parameters(), 0.1).item(), rel=1e-5
         )
+
+
+def test_every_rank_has_a_stream_of_its_own():
+    found = {}
+
+    class Where(nn.Module):
+        def __init__(self, name: int) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x):
+            found[self.name] = torch.cuda.current_stream().cuda_stream
+            return x
+
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(12, 12), Where(n)) for n in range(4)])
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4, device="cuda") as pipe:
+        pipe.step(*plain.batch(0, 8))
+    assert len({*found.values(), torch.cuda.current_stream().cuda_stream}) == 5
+
+
+@pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zb-v", "chimera"])
+def test_late_values_are_waited_for_over_several_steps(family):
+    """The caller is late, too: it makes inputs and updates parameters just before a step, and spoils the input after."""
+    ours, theirs = late_model(8), plain.model(8).cuda()
+    with Pipeline(
+        ours, nn.functional.mse_loss, microbatches=8, ranks=4, schedule=family, device="cuda"
+    ) as pipe:
+        optimizers = [torch.optim.SGD(p, lr=0.1) for p in (list(pipe.parameters()), theirs.parameters())]
+        for n in range(4):
+            x, y = (part.cuda() for part in plain.batch(n, 16))
+            with torch.cuda.stream(torch.cuda.Stream()) if n % 2 else torch.cuda.stream(None):
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                optimizers[0].zero_grad()
+                late = torch.full_like(x, float("nan"))
+                keep_busy()
+                late.copy_(x)
+                result = pipe.step(late, y, outputs=True, input_grads=True)
+                late.fill_(float("nan"))
+                outputs, grads = torch.cat(result.outputs).clone(), torch.cat(result.input_grads).clone()
+                optimizers[0].step()
+                torch.cuda.default_stream().wait_stream(torch.cuda.current_stream())
+            optimizers[1].zero_grad()
+            expected = theirs(x)
+            losses, input_grads = plain.step(theirs, nn.functional.mse_loss, x, y, 8)
+            optimizers[1].step()
+            torch.cuda.synchronize()
+            assert torch.allclose(result.losses, losses, rtol=1e-5), n
+            assert torch.allclose(outputs, expected, rtol=1e-4, atol=1e-6), n
+            assert torch.allclose(grads, torch.cat(input_grads), rtol=1e-4, atol=1e-8), n
+            equal_to_plain(pipe, theirs)
+
+
+def test_freed_memory_is_not_used_again_before_every_stream_is_done_with_it():
+    """Every stage fills what memory is free with NaN before it computes; a value freed too early would turn to NaN."""
+
+    class Greedy(nn.Module):
+        def forward(self, x):
+            for _ in range(8):
+                torch.full_like(x, float("nan"))
+            return x
+
+    net = nn.Sequential(*[nn.Sequential(block, Greedy()) for block in late_model(8)])
+    other = plain.model(8).cuda()
+    x, y = (part.cuda() for part in plain.batch(0, 64))
+    losses, _ = plain.step(other, nn.functional.mse_loss, x, y, 32)
+    with Pipeline(
+        net, nn.functional.mse_loss, microbatches=32, ranks=4, schedule="zb-v", device="cuda"
+    ) as pipe:
+        for _ in range(3):
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            assert torch.allclose(pipe.step(x, y).losses, losses, rtol=1e-5)
+        equal_to_plain(pipe, other)
+
+
+def test_a_step_in_threads_does_not_wait_for_the_device():
+    x, y = (part.cuda() for part in plain.batch(0, 16))
+    with Pipeline(plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, device="cuda") as pipe:
+        pipe.step(x, y)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            pipe.step(x, y)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_steps_leave_the_memory_flat():
+    x, y = (part.cuda() for part in plain.batch(0, 16))
+    found = []
+    with Pipeline(
+        plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, schedule="zb-v", device="cuda"
+    ) as pipe:
+        for _ in range(20):
+            pipe.step(x, y)
+            torch.cuda.synchronize()
+            found.append(torch.cuda.memory_allocated())
+    assert len(set(found[2:])) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_trace_tells_when_ops_ran_on_the_device(ranks):
+    net = late_model(4)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=8, ranks=ranks, device="cuda") as pipe:
+        for _ in range(3):
+            began = perf_counter()
+            pipe.step(*plain.batch(0, 16))
+            trace = pipe.trace()
+            ended = perf_counter()
+    slack = 5e-6  # twice the resolution of an event, and more
+    assert began - slack <= trace.info["origin"]
+    assert trace.info["origin"] + trace.end.max() <= ended + slack
+    ends = {}
+    for n in range(len(trace)):
+        ends[trace.stage[n], trace.kind[n], trace.microbatch[n]] = trace.end[n]
+    for rows in trace.rank_slices():
+        assert (trace.end[rows] >= trace.start[rows]).all()
+        assert (
+            trace.start[rows][1:] >= trace.end[rows][:-1] - slack
+        ).all()  # one stream runs one op at a time
+    for n in range(len(trace)):
+        stage, kind, microbatch = trace.stage[n], trace.kind[n], trace.microbatch[n]
+        before = stage - 1 if kind == Kind.F else stage + 1
+        if (before, kind, microbatch) in ends:
+            assert trace.start[n] >= ends[before, kind, microbatch] - slack
+    # The device is busy with each op for far longer than the host needs to queue it.
+    assert trace.end.max() > (trace.end - trace.start).max()
+    assert trace.held.max() > 0
+
+
+def over_nccl(rank: int, family: str):
+    net = plain.model(8)
+    for block in net:
+        block.append(Late())
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    with Pipeline(
+        net, nn.functional.mse_loss, microbatches=8, ranks=2, schedule=family, device=device
+    ) as pipe:
+        for _ in range(3):
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            losses = pipe.step(*plain.batch(0, 16)).losses
+        trace = pipe.trace()
+        assert (trace.end >= trace.start).all()
+        return losses.cpu(), {name: p.grad.cpu() for name, p in pipe.named_parameters()}
+
+
+@two_devices
+@pytest.mark.parametrize("family", ["1f1b", "zb-v", "dualpipe"])
+def test_processes_over_nccl_equal_plain_pytorch(processes, family):
+    other = plain.model(8).cuda()
+    x, y = plain.batch(0, 16)
+    losses, _ = plain.step(other, nn.functional.mse_loss, x.cuda(), y.cuda(), 8)
+    expected = {name: p.grad.cpu() for name, p in other.named_parameters()}
+    for found, gradients in processes.run(2, over_nccl, family, timeout=300):
+        assert torch.allclose(found, losses.cpu(), rtol=1e-5)
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, expected[name], rtol=1e-5, atol=1e-7), name
