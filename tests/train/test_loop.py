@@ -19,9 +19,9 @@ from penstock.train.language import language_of
 from penstock.train.loop import batch_of, bigram_of, open_text, train
 from penstock.train.models import llama
 from penstock.train.models.llama import layers, next_token_loss
-from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
 from penstock.train.progress import Silent
 from tests.train.tiny import text_folder, tiny
+from tests.train.unsplit import adamw
 
 
 def quietly(steps: int, leads: bool) -> Silent:
@@ -38,11 +38,10 @@ def unsplit(config: Config) -> tuple[list[float], list[float], dict[str, torch.T
     text = open_text(config, language_of(config))
     model = StageModule(layers(config.model, config.train.seed))
     named = list(model.whole_model_parameters())
-    optimizer = build_optimizer(named, config.optim)
+    optimizer, scheduler = adamw(named, config.optim, config.train.steps)
     losses, norms = [], []
     m = config.schedule.microbatches
     for step in range(config.train.steps):
-        set_learning_rate(optimizer, learning_rate(step, config.train.steps, config.optim))
         x, y = batch_of(text, config, language_of(config), step)
         parts = []
         for a, b in zip(x.chunk(m), y.chunk(m), strict=True):
@@ -53,6 +52,7 @@ def unsplit(config: Config) -> tuple[list[float], list[float], dict[str, torch.T
         norms.append(nn.utils.clip_grad_norm_([p for _, p in named], config.optim.clip).item())
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
     with torch.no_grad():
         bits = [next_token_loss(model(x), y).item() / math.log(2) for x, y in text.held_out]
     return losses, norms, {name: p.detach() for name, p in named}, sum(bits) / len(bits)

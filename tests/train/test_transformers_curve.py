@@ -15,10 +15,10 @@ from penstock.train import config_file
 from penstock.train.config import Config
 from penstock.train.language import language_of
 from penstock.train.loop import batch_of, open_text, train
-from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
 from penstock.train.progress import Silent
 from tests.train import hf
 from tests.train.tiny import WORDS, text_folder, tiny
+from tests.train.unsplit import adamw
 
 STEPS = 50
 MODELS = {"llama": False}
@@ -42,16 +42,16 @@ def plain_losses(config: Config) -> list[float]:
     language = language_of(config)
     text = open_text(config, language)
     model = AutoModelForCausalLM.from_pretrained(config.model.path).train()
-    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    optimizer, scheduler = adamw(model.named_parameters(), config.optim, STEPS)
     losses = []
     for step in range(STEPS):
-        set_learning_rate(optimizer, learning_rate(step, STEPS, config.optim))
         tokens, _ = batch_of(text, config, language, step)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
         losses.append(loss.item())
     return losses
 

@@ -25,7 +25,7 @@ from penstock.train.fleet import Fleet
 from penstock.train.language import Language, language_of, require_readable, words
 from penstock.train.machine import choose_device, sharing_cores
 from penstock.train.models.transformers.save import save_transformers
-from penstock.train.optim import build_optimizer, learning_rate, set_learning_rate
+from penstock.train.optim import build_optimizer
 from penstock.train.progress import Reporter
 from penstock.train.run_folder import Metrics
 from penstock.train.sample import sample_run
@@ -211,8 +211,8 @@ def _steps(
     reporter: Reporter,
     metrics: Metrics,
 ) -> _Result:
-    train, optim = config.train, config.optim
-    optimizer = build_optimizer(pipe.named_parameters(), optim)
+    train = config.train
+    optimizer = build_optimizer(pipe, config.optim, train.steps)
     tokens = train.batch * config.data.sequence
     began = perf_counter()
     stepping = since_log = 0.0
@@ -220,16 +220,13 @@ def _steps(
     for step in range(train.steps):
         done = step + 1
         started = perf_counter()
-        rate = learning_rate(step, train.steps, optim)
-        set_learning_rate(optimizer, rate)
         x, y = batch_of(text, config, language, step)
         before = perf_counter()
         result = pipe.step(x, y)
         in_pipe = perf_counter() - before
         loss = _finite(result.loss, step)
-        norm = pipe.clip_grad_norm_(optim.clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
+        update = optimizer.step()
+        assert update.grad_norm is not None, "every step is applied, and measured"
         since_log += perf_counter() - started
         reporter.step(done, loss)
         if done % train.log_every == 0 or done == train.steps:
@@ -241,8 +238,8 @@ def _steps(
                 "train",
                 step=done,
                 loss=loss,
-                lr=rate,
-                grad_norm=float(norm),
+                lr=update.lr[0],
+                grad_norm=float(update.grad_norm),
                 tokens_per_second=speed,
                 bubble=bubble,
                 seconds=perf_counter() - began,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 
+from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
 from penstock.train.config import OptimConfig
 
 
@@ -18,44 +19,32 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and not any(word in name for word in ("embed", "wte", "wpe"))
 
 
-def build_optimizer(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimConfig
-) -> torch.optim.AdamW:
-    """AdamW (1711.05101) over named parameters in two groups, with weight decay and without.
-
-    A rank that holds none of one kind has one group, and a rank without parameters has none to optimise; the
-    pipeline gives every rank at least one layer.
-    """
-    named = list(parameters)
-    groups = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int) -> PipelineOptimizer:
+    """AdamW (1711.05101) in two groups, with weight decay and without, for a run of so many steps."""
+    return PipelineOptimizer(
+        pipe,
+        torch.optim.AdamW,
+        groups=[{"match": decays, "weight_decay": config.weight_decay}],
+        clip=config.clip or math.inf,
+        lr_factor=lambda step: lr_factor(step, steps, config),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
+        weight_decay=0.0,
         fused=True,
     )
 
 
-def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Linear warm-up, then half a cosine down to ``final_lr`` times the highest rate (1608.03983).
+def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
+    """The share of the highest rate: linear warm-up, then half a cosine down to ``final_lr`` (1608.03983).
 
     Args:
         step: from 0 to steps - 1.
         steps: of the whole run.
-        config: the rates and the length of the warm-up.
+        config: the last rate and the length of the warm-up.
     """
     climbing = round(config.warmup * steps)
     if step < climbing:
-        return config.lr * (step + 1) / climbing
+        return (step + 1) / climbing
     done = (step - climbing) / max(1, steps - 1 - climbing)
-    return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` in every group from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
