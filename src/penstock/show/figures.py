@@ -14,8 +14,8 @@ from penstock.show.page_data import Unit, palette
 
 BLOCKS = ("start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held")
 _TOOLTIP = (
-    '<div class="tip"><b>@kind{custom}</b> &nbsp;@stage{custom} @microbatch{custom}<br>rank @rank<br>'
-    "@start{custom} to @end{custom}<br>takes <b>@length{custom}</b>@held{custom}</div>"
+    '<div class="tip"><b>@kind{custom}</b> @stage{custom} @microbatch{custom}<br>rank @rank<br>'
+    "@start{custom} to @end{custom}<br>takes <b>@length{custom}</b><br>@held{custom}</div>"
 )
 
 

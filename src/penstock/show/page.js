@@ -57,7 +57,7 @@ window.penstock = (() => {
 
   function window_of(range, start, end) {
     range.setv({ bounds: null });
-    range.setv({ start, end, reset_start: start, reset_end: end });
+    range.setv({ start, end, reset_start: start, reset_end: end, min_interval: Math.abs(end - start) * 1e-6 });
   }
 
   function show(index) {

@@ -1,0 +1,148 @@
+"""A headless Chromium that opens pages from files and tells what it did."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+SIZE = (1300, 1500)
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """One browser; where Chromium is missing the test is skipped, and under ``CI`` it fails."""
+    found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    if None in found.values():
+        reason = "no Chromium here: apt-get install chromium chromium-driver"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    options = webdriver.ChromeOptions()
+    # As root, and in containers with little shared memory, it does not start otherwise.
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--force-device-scale-factor=1",
+    ):
+        options.add_argument(argument)
+    options.add_argument(f"--window-size={SIZE[0]},{SIZE[1]}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(found["chromedriver"]))
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()
+
+
+class Browser:
+    """What the tests ask of a browser."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, path: Path) -> None:
+        """Open a report and wait until it is drawn."""
+        for kind in ("browser", "performance"):
+            self.driver.get_log(kind)
+        self.driver.get(path.as_uri())
+        self.wait("return document.body.dataset.ready === 'yes'")
+        self.settle()
+
+    def run(self, script: str, *arguments: object) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def wait(self, script: str) -> None:
+        WebDriverWait(self.driver, 30, poll_frequency=0.05).until(lambda _: self.run(script))
+
+    def settle(self) -> None:
+        """Wait until labels and figures are drawn: the page's own delay, and two frames of the screen."""
+        self.driver.execute_async_script(
+            "const done = arguments[0];"
+            "setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(() => done())), 150)"
+        )
+
+    def complaints(self) -> list[str]:
+        """Console messages above information."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
+
+    def requests(self) -> list[str]:
+        """What was asked for since the page was opened, beside what the page carries itself."""
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+        return [url for url in asked if not url.startswith(("data:", "blob:"))]
+
+    def screenshot(self) -> np.ndarray:
+        """What is in sight, uint8, shape (height, width, 3)."""
+        return np.round(imread(io.BytesIO(self.driver.get_screenshot_as_png()))[..., :3] * 255).astype(
+            np.uint8
+        )
+
+    def frame(self, figure: str) -> Frame:
+        """Where a figure's inside is on the screen, and which part of the data it shows."""
+        told = self.run(
+            "const plot = penstock.find(arguments[0] + '-figure');"
+            "const view = Bokeh.index.find_one(plot);"
+            "view.el.scrollIntoView();"
+            "const box = view.canvas_view.el.getBoundingClientRect(), inner = view.frame.bbox;"
+            "return [box.left + inner.left, box.top + inner.top, inner.width, inner.height,"
+            " plot.x_range.start, plot.x_range.end, plot.y_range.start, plot.y_range.end]",
+            figure,
+        )
+        return Frame(*told)
+
+    def move(self, x: float, y: float) -> None:
+        """Put the pointer somewhere, from somewhere else."""
+        actions = ActionChains(self.driver, duration=0)
+        actions.w3c_actions.pointer_action.move_to_location(int(x) - 3, int(y))
+        actions.w3c_actions.pointer_action.move_to_location(int(x), int(y))
+        actions.perform()
+
+    def wheel(self, x: float, y: float, clicks: int) -> None:
+        """Turn the wheel forward over a place while the control key is down."""
+        origin = ScrollOrigin.from_viewport(int(x), int(y))
+        for _ in range(clicks):  # each for itself: Chromium makes one event of several at once
+            actions = ActionChains(self.driver, duration=0).key_down(Keys.CONTROL)
+            actions.scroll_from_origin(origin, 0, -240).key_up(Keys.CONTROL).perform()
+
+    def tooltip(self) -> str:
+        """The text of the tooltip that is there; empty without one."""
+        return str(
+            self.run(
+                "const all = [];"
+                "const look = (root) => { for (const e of root.querySelectorAll('*')) {"
+                " if (e.classList.contains('tip') && e.getBoundingClientRect().width > 0) all.push(e.innerText);"
+                " if (e.shadowRoot) look(e.shadowRoot); } };"
+                "look(document); return all.join('|')"
+            )
+        )
+
+
+class Frame:
+    """From data to the screen and back, by nothing but proportion."""
+
+    def __init__(self, left: float, top: float, width: float, height: float, *ranges: float) -> None:
+        self.left, self.top, self.width, self.height = left, top, width, height
+        self.x0, self.x1, self.y0, self.y1 = ranges
+
+    def x(self, value: Any) -> Any:
+        return self.left + (value - self.x0) / (self.x1 - self.x0) * self.width
+
+    def y(self, value: Any) -> Any:
+        return self.top + (self.y1 - value) / (self.y1 - self.y0) * self.height

@@ -1,0 +1,180 @@
+"""The report page in a real browser: nothing is asked of the network, and what is on the screen is the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
+
+from penstock.show.colours import KINDS
+from penstock.show.page_data import odd_chunk
+from penstock.show.report import write
+from penstock.show.run import read_run, write_report
+from penstock.trace.events import Activity, Trace
+from tests.show.browser import Browser, Frame, browser
+from tests.show.cases import kept_run, measured
+from tests.simulate.cases import built, timed
+from tests.trace.cases import trace_of
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[n : n + 2], 16) for n in (1, 3, 5))
+
+
+COLOURS = {rgb(shade): kind for kind, c in KINDS.items() for shade in (c.full, c.light) if kind not in (5, 6)}
+
+
+def expected(trace: Trace, row: int) -> tuple[int, ...]:
+    colour = KINDS[Activity(int(trace.kind[row]))]
+    return rgb(colour.light if odd_chunk(trace)[row] else colour.full)
+
+
+def assert_drawn(chromium: Browser, figure: str, trace: Trace, each: float = 1.0) -> None:
+    """Every block's colour is at its place, and along the upper edge of every row are as many blocks as there are."""
+    frame = chromium.frame(figure)
+    screen = chromium.screenshot()
+    height = abs(frame.y(1) - frame.y(0))
+    for rank, rows in enumerate(trace.rank_slices()):
+        # Above the text: a third of a row over its middle.
+        y = round(frame.y(rank) - height * 0.36)
+        for row in range(rows.start, rows.stop):
+            x = frame.x((trace.start[row] + trace.end[row]) / 2 * each)
+            assert tuple(screen[y, round(x)]) == expected(trace, row), (rank, row)
+        line = [
+            COLOURS.get(tuple(pixel))
+            for pixel in screen[y, round(frame.left) : round(frame.left + frame.width)]
+        ]
+        runs = [(kind, len(list(group))) for kind, group in groupby(line)]
+        blocks = [kind for kind, length in runs if kind is not None and length >= 3]
+        assert blocks == trace.kind[rows].tolist()
+
+
+def test_a_measured_run_is_drawn_as_it_was(chromium: Browser, tmp_path: Path):
+    run = read_run(kept_run(tmp_path, "<b>bold"))
+    chromium.open(write_report(run, tmp_path / "r.html"))
+    assert chromium.driver.find_element(By.TAG_NAME, "h1").text == "<b>bold"
+    assert_drawn(chromium, "measured", run.traces[10], 1000.0)
+    assert_drawn(chromium, "planned", run.traces[10], 1000.0)
+    Select(chromium.driver.find_element(By.ID, "step")).select_by_visible_text("step 1")
+    chromium.settle()
+    frame = chromium.frame("measured")
+    assert frame.x1 == pytest.approx(600 * 1.005)
+    assert_drawn(chromium, "measured", run.traces[1], 1000.0)
+    cards = chromium.driver.find_elements(By.CSS_SELECTOR, ".cards b")
+    assert next(card.text for card in cards if card.is_displayed()) == "600 ms"
+    assert chromium.requests() == [(tmp_path / "r.html").as_uri()]
+    assert chromium.complaints() == []
+
+
+def test_simulations_stand_in_one_page(chromium: Browser, tmp_path: Path):
+    traces = {
+        name: timed(built(name, 4, 4, v), 4, 5, 3)
+        for name, v in (("interleaved-1f1b", 2), ("zb-v", None), ("gpipe", None))
+    }
+    chromium.open(write(tmp_path / "r.html", traces, title="three"))
+    for name, trace in traces.items():
+        Select(chromium.driver.find_element(By.ID, "step")).select_by_visible_text(name)
+        chromium.settle()
+        assert_drawn(chromium, "measured", trace)
+    assert chromium.run("return penstock.find('planned-figure')") is None
+    assert chromium.requests() == [(tmp_path / "r.html").as_uri()]
+    assert chromium.complaints() == []
+
+
+def test_pairs_share_a_block_and_messages_have_a_strip(chromium: Browser, tmp_path: Path):
+    trace = trace_of(
+        "0F0@0-2 0F1&@2-5 0B0@2-5 SEND@4-6 0B1@6-8 REDUCE@7-9 OPTIMIZER@9-10", info={"source": "simulated"}
+    )
+    chromium.open(write(tmp_path / "r.html", {"a": trace}, title="strips"))
+    frame, screen = chromium.frame("measured"), chromium.screenshot()
+
+    def at(x: float, y: float) -> tuple[int, ...]:
+        return tuple(screen[round(frame.y(y)), round(frame.x(x))])
+
+    assert at(2.2, -0.3) == rgb(KINDS[Activity.F].full)
+    assert at(2.2, 0.15) == rgb(KINDS[Activity.B].full)
+    assert at(5.5, 0.34) == rgb(KINDS[Activity.SEND].full)
+    assert at(5.5, 0.0) != rgb(KINDS[Activity.SEND].full)
+    assert at(8.5, 0.34) == rgb(KINDS[Activity.REDUCE].full)
+    assert at(9.2, 0.0) == rgb(KINDS[Activity.OPTIMIZER].full)
+
+
+def test_hovering_a_block_tells_its_times(chromium: Browser, tmp_path: Path):
+    trace = measured("1f1b", 2, 3)
+    shifted = replace(trace, start=trace.start + 0.000_012_3 * (trace.rank == 1))
+    chromium.open(write(tmp_path / "r.html", {"a": shifted}, title="hover"))
+    frame = chromium.frame("measured")
+    row = trace.rank_slices()[1].start + 3  # 1B1
+    chromium.move(frame.x((trace.start[row] + trace.end[row]) * 500), frame.y(1) - 8)
+    chromium.settle()
+    start, end = (float(t) * 1000 for t in (shifted.start[row], shifted.end[row]))
+    assert chromium.tooltip().split("\n") == [
+        "backward stage 1 microbatch 1",
+        "rank 1",
+        f"{start:.9g} ms to {end:.9g} ms",
+        f"takes {end - start:.9g} ms",
+        "then 0 B held (0 B)",
+    ]
+
+
+def zoomed(before: Frame, after: Frame, x: float) -> bool:
+    """Whether less is shown, with the same moment under the pointer."""
+    there = before.x0 + (x - before.left) / before.width * (before.x1 - before.x0)
+    return after.x1 - after.x0 < 0.95 * (before.x1 - before.x0) and abs(after.x(there) - x) < 5
+
+
+def test_zooming_shows_less_with_more_text_and_all_charts_together(chromium: Browser, tmp_path: Path):
+    trace = timed(built("1f1b", 4, 150), 1, 1, 1)
+    chromium.open(write(tmp_path / "r.html", {"a": trace}, title="zoom"))
+    before = chromium.frame("measured")
+    x, y = int(before.left + before.width / 3), int(before.top + before.height / 2)
+    texts = "return penstock.find('measured-labels').data.text"
+    assert chromium.run(texts) == []
+    chromium.wheel(x, y, 6)
+    chromium.settle()
+    after = chromium.frame("measured")
+    assert zoomed(before, after, x)
+    memory = chromium.frame("memory")
+    assert (memory.x0, memory.x1) == (after.x0, after.x1)
+    seen = (trace.end > after.x0) & (trace.start < after.x1)
+    labels = chromium.run(texts)
+    ops = [f"{'FB'[k]}{m}" for k, m in zip(trace.kind[seen], trace.microbatch[seen], strict=True)]
+    assert 0 < len(labels) <= len(ops)
+    assert set(labels) <= {*ops, *(op[1:] for op in ops)}
+    assert chromium.complaints() == []
+
+
+def test_dark_mode_changes_the_page_and_the_figures(chromium: Browser, tmp_path: Path):
+    chromium.open(write(tmp_path / "r.html", {"a": measured()}, title="dark"))
+    corner = {}
+    text = {}
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        chromium.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        chromium.settle()
+        corner[scheme] = int(chromium.screenshot()[2, 2].mean())
+        text[scheme] = chromium.run("return penstock.find('measured-figure').left[0].major_label_text_color")
+    chromium.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert corner["light"] > 240 > 60 > corner["dark"]
+    assert text == {"light": "#1c2329", "dark": "#e6eaee"}
+
+
+def test_fifty_thousand_blocks_are_all_there(chromium: Browser, tmp_path: Path):
+    trace = timed(built("zb-v", 32, 261), 1, 1, 1)
+    assert len(trace) > 50_000
+    chromium.open(write(tmp_path / "r.html", {"a": trace}, title="many"))
+    ends = chromium.run("return Array.from(penstock.find('measured').data.end)")
+    assert np.array_equal(ends, trace.end)
+    assert chromium.complaints() == []
