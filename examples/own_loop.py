@@ -38,14 +38,21 @@ def main() -> None:
     with penstock.Pipeline(
         model(), nn.functional.cross_entropy, ranks=2, schedule="1f1b", microbatches=MICROBATCHES
     ) as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
+        # Every rank steps its own part on its own thread; a torch optimizer over pipe.parameters() works as well.
+        optimizer = penstock.PipelineOptimizer(
+            pipe,
+            torch.optim.AdamW,
+            lr=3e-3,
+            groups=[{"match": r"bias$", "weight_decay": 0.0}],
+            clip=1.0,
+            lr_factor=lambda step: min(1.0, (step + 1) / 20),
+        )
         for step in range(STEPS):
             points, which = spirals(generator)
             result = pipe.step(points, which)  # forward and backward of every microbatch
-            optimizer.step()
-            optimizer.zero_grad()
+            update = optimizer.step()
             if pipe.rank == 0 and (step + 1) % 50 == 0:
-                print(f"step {step + 1}  loss {result.loss:.4f}")
+                print(f"step {step + 1}  loss {result.loss:.4f}  gradient norm {update.grad_norm:.3f}")
         points, which = spirals(generator)
         scores = pipe.evaluate(points, outputs=True).outputs
         if scores is not None:  # this process holds the last stage
