@@ -14,7 +14,7 @@ hooks, once for each microbatch, after the last contribution.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from penstock.errors import PenstockError
 
 Weights = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """From (input, output gradient) to the (parameter, gradient) pairs of one use of one function."""
+
+_Sums = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
+"""By parameter and the dtype it was used in: the parameter, and the sum of its uses' gradients."""
 
 
 class Queue:
@@ -61,7 +64,7 @@ class Queue:
         Raises:
             PenstockError: an input was written to after its use, so its weight's gradient is lost.
         """
-        total = _Sums()
+        total: _Sums = {}
         with torch.no_grad():
             for weights, x, version, grad in self.pending:
                 if x._version != version:
@@ -70,9 +73,14 @@ class Queue:
                         "its use, so the weights' gradient cannot be computed; plain PyTorch refuses this, too"
                     )
                 for parameter, gradient in weights(x, grad):
-                    total.add(parameter, gradient)
+                    used_in = gradient.dtype
+                    if used_in is parameter.dtype:
+                        gradient = _as_kept(gradient, parameter)
+                    use = (id(parameter), used_in)
+                    before = total.get(use)
+                    total[use] = (parameter, gradient if before is None else before[1] + gradient)
             self.clear()
-            parameters, gradients = total.take()
+            parameters, gradients = _gradients(total)
         key = tuple(map(id, parameters))
         if key:
             if key not in deliveries:
@@ -80,46 +88,26 @@ class Queue:
             deliveries[key].hand_over(gradients)
 
 
-class _Sums:
-    """Every parameter's gradient, added up over its uses in the dtypes in which the autograd engine would.
+def _gradients(total: _Sums) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters and their gradients; `total` is emptied, so that ``.grad`` can take them without a copy.
 
-    Where a function ran in the weight's own dtype the engine casts each use's gradient to the parameter's
-    ``grad_dtype`` before it adds. Where autocast ran it in another, all uses share one cast weight: theirs are added in
-    that other dtype, and the sum is cast.
+    The sums are those of the autograd engine. Where a function ran in the weight's own dtype it casts each use's gradient
+    to the parameter's ``grad_dtype`` before it adds. Where autocast ran it in another, all uses share one cast weight:
+    theirs are added in that other dtype, and the sum is cast.
     """
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[Tensor, dict[torch.dtype, Tensor]]] = {}
-
-    def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add one use's gradient."""
-        sums = self._found.setdefault(id(parameter), (parameter, {}))[1]
-        used_in = gradient.dtype
-        if used_in == parameter.dtype:
-            gradient = _as_kept(gradient, parameter)
-        sums[used_in] = sums[used_in] + gradient if used_in in sums else gradient
-
-    def take(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters and their gradients; nothing is kept, so that ``.grad`` can take them without a copy."""
-        parameters = [parameter for parameter, _ in self._found.values()]
-        gradients = [
-            reduce(
-                torch.add,
-                [
-                    total if used_in == parameter.dtype else _as_kept(total.to(parameter.dtype), parameter)
-                    for used_in, total in sums.items()
-                ],
-            )
-            for parameter, sums in self._found.values()
-        ]
-        self._found.clear()
-        return parameters, gradients
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for (key, used_in), (parameter, gradient) in total.items():
+        if used_in is not parameter.dtype:
+            gradient = _as_kept(gradient.to(parameter.dtype), parameter)
+        found[key] = (parameter, found[key][1] + gradient if key in found else gradient)
+    total.clear()
+    return [parameter for parameter, _ in found.values()], [gradient for _, gradient in found.values()]
 
 
 def _as_kept(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient in the dtype its parameter keeps it in; older PyTorch has no ``grad_dtype``, None allows any."""
     wanted = getattr(parameter, "grad_dtype", None)
-    return gradient if wanted is None else gradient.to(wanted)
+    return gradient if wanted is None or wanted is gradient.dtype else gradient.to(wanted)
 
 
 class Delivery:
