@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -63,4 +64,10 @@ def test_a_tokenizer_of_another_model_is_refused(path: Path):
 def test_a_file_that_is_no_tokenizer_is_refused(path: Path):
     path.write_text("{}")
     with pytest.raises(DataError, match="cannot read the tokenizer"):
+        words_of(path, 5, None, None)
+
+
+def test_without_the_package_it_is_said_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[transformers\]'"):
         words_of(path, 5, None, None)

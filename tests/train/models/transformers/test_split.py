@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,12 @@ def test_a_name_that_is_no_folder_is_refused_without_asking_the_network():
         ConfigError, match="no local folder 'openai-community/gpt2'; Penstock downloads nothing"
     ):
         penstock.from_transformers("openai-community/gpt2")
+
+
+def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[transformers\]'"):
+        penstock.from_transformers("here")
 
 
 def test_what_is_no_model_is_refused():
