@@ -1,6 +1,7 @@
-"""Stages of almost no work: what running an op costs beside its work, ours and torch.distributed.pipelining's.
+"""Stages of almost no work: what running an op costs beside its work, ours and the peers'.
 
-Stages are one linear layer of width 64 on a sequence of 16; 2 ranks, 32 microbatches.
+Stages are one linear layer of width 64 on a sequence of 16; 2 ranks, 32 microbatches. In processes the peer is
+torch.distributed.pipelining; in threads, for GPipe, torchgpipe.
 
     python -m bench.overhead [--rounds N] [--json]
 """
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from bench.compare import alternate, emit, machine, ratio
-from bench.peer import Job, race, single_step
+from bench.peer import Job, race, single_step, torchgpipe_step
 from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
 
@@ -36,19 +37,21 @@ def timed(step: Callable[[], object]) -> float:
     return perf_counter() - begin
 
 
-def threads(schedule: str, virtual: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of a step in threads, and of the unsplit model's."""
+def threads(schedule: str, virtual: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step in threads, of the unsplit model's and, for GPipe, of torchgpipe's, round by round."""
     one = job(schedule, virtual)
     x, y = one.batch()
     with Pipeline(
         one.model(), nn.functional.mse_loss, microbatches=MICROBATCHES, schedule=schedule, ranks=RANKS,
         virtual_stages=virtual,
     ) as pipe:  # fmt: skip
-        plain = single_step(one, MICROBATCHES)
-        times = alternate(
-            {"ours": lambda: timed(lambda: pipe.step(x, y)), "single": lambda: timed(plain)}, rounds
-        )
-    return statistics.median(times["ours"]), statistics.median(times["single"])
+        runs: dict[str, Callable[[], object]] = {
+            "ours": lambda: pipe.step(x, y),
+            "unsplit": single_step(one, MICROBATCHES),
+        }
+        if schedule == "gpipe":
+            runs["torchgpipe"] = torchgpipe_step(one, RANKS)
+        return alternate({name: lambda run=run: timed(run) for name, run in runs.items()}, rounds)
 
 
 def main() -> None:
@@ -79,10 +82,16 @@ def main() -> None:
                 f"{key:22} {ours * 1e3:9.1f} {peer * 1e3:9.1f} {rows[key]['ratio']:10.3f} {extra:10.0f}"
             )
     torch.set_num_threads(1)
-    for schedule, virtual in CASES:
-        ours, single = threads(schedule, virtual, options.rounds)
-        rows[f"{schedule} v={virtual}"] |= {"threads": ours, "unsplit": single}
-        lines.append(f"threads {schedule} v={virtual}: {ours * 1e3:.1f} ms; unsplit {single * 1e3:.1f} ms")
+    for schedule, virtual in (*CASES, ("gpipe", 1)):
+        times = threads(schedule, virtual, options.rounds)
+        middle = {name: statistics.median(found) for name, found in times.items()}
+        row = rows.setdefault(f"{schedule} v={virtual}", {})
+        row |= {"threads": middle["ours"], "unsplit": middle["unsplit"]}
+        line = f"threads {schedule} v={virtual}: {middle['ours'] * 1e3:.1f} ms; unsplit {middle['unsplit'] * 1e3:.1f} ms"
+        if "torchgpipe" in times:
+            row |= {"torchgpipe": middle["torchgpipe"], "ratio": ratio(times["ours"], times["torchgpipe"])}
+            line += f"; torchgpipe {middle['torchgpipe'] * 1e3:.1f} ms; ours/torchgpipe {row['ratio']:.3f}"
+        lines.append(line)
     lines.append(
         f"us/op: (our step - each process alone on its half of the work) / ops of a rank; {machine()}"
     )

@@ -1,4 +1,8 @@
-"""The same model and schedule through Penstock and through torch.distributed.pipelining, in turn in the same processes."""
+"""The same model and schedule through Penstock and through its peers, in turn in the same processes.
+
+The peers are torch.distributed.pipelining, and in threads torchgpipe. torchgpipe is made for GPUs: on CPUs its
+forwards run in one thread a stage, but all its backwards in one, as autograd has one thread for all CPU work.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torchgpipe import GPipe
 
 from bench.compare import alternate
 from penstock.runtime.pipeline import Pipeline
@@ -101,6 +106,23 @@ def peer_step(job: Job, rank: int, ranks: int) -> Callable[[], None]:
 
     def step() -> None:
         schedule.step(*((x,) if 0 in mine else ()), **({"target": y, "losses": []} if last else {}))
+
+    return step
+
+
+def torchgpipe_step(job: Job, ranks: int) -> Callable[[], None]:
+    """A step through torchgpipe: one stage a rank, GPipe without recomputing."""
+    net, (x, y) = job.model(), job.batch()
+    pipe = GPipe(
+        net,
+        [job.blocks // ranks] * ranks,
+        devices=["cpu"] * ranks,
+        chunks=job.microbatches,
+        checkpoint="never",
+    )
+
+    def step() -> None:
+        nn.functional.mse_loss(pipe(x), y).backward()
 
     return step
 
