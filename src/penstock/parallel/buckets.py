@@ -189,7 +189,7 @@ class GradientBuckets:
         try:
             rows = self.reducer.exchange([self._step, 0, len(absent)])
             for bucket in self.buckets:
-                bucket.wait(self.reducer, self.divisor)
+                bucket.wait(self.reducer)
             self._settle(rows(), absent)
             if self._rebuilds:
                 self._rebuilds = False
@@ -212,7 +212,7 @@ class GradientBuckets:
                     self._started += 1
                 rows = self.reducer.exchange([self._step, 1, 0])
                 for bucket in self.buckets:
-                    bucket.wait(self.reducer, self.divisor)
+                    bucket.wait(self.reducer)
                 failed = [r for r, row in enumerate(rows()) if row[1]]
                 raise_failure(self.reducer, failed, f"{type(error).__name__}: {error}")
         self.reset()
@@ -276,7 +276,7 @@ class GradientBuckets:
         plans = plan_buckets(slots, order, *self._bytes, parts)
         self._order = order
         self.buckets = [
-            Bucket(plan, self._lanes[plan.device], self._wire_dtype(plan.dtype), self.sharded)
+            Bucket(plan, self._lanes[plan.device], self.divisor, self._wire_dtype(plan.dtype), self.sharded)
             for plan in plans
         ]
         with torch.no_grad():
@@ -301,7 +301,8 @@ class GradientBuckets:
     def _arrived(self, entry: Entry, parameter: Tensor) -> None:
         """A gradient has been accumulated."""
         with self._lock:
-            if parameter.grad is not entry.gradient:
+            last = not self._holding and entry.counted + 1 == entry.expected
+            if not last and parameter.grad is not entry.gradient:
                 with torch.no_grad():
                     entry.settle()
             entry.seen += 1
@@ -323,10 +324,10 @@ class GradientBuckets:
         with self._lock, torch.no_grad():
             if entry.ready:
                 raise self._twice(entry)
-            entry.settle()
+            bucket = self.buckets[entry.bucket]
+            entry.settle(bucket.scale)
             entry.ready = True
             self._seen_order.append(entry.index)
-            bucket = self.buckets[entry.bucket]
             bucket.streams.add(self._lanes[bucket.plan.device].here())
             bucket.pending -= 1
             while self._started < len(self.buckets) and not self.buckets[self._started].pending:
@@ -354,7 +355,7 @@ class GradientBuckets:
                 if entry.parameter.grad is None:
                     entry.view.zero_()
                 else:
-                    entry.settle()
+                    entry.settle(self.buckets[entry.bucket].scale)
         for bucket in self.buckets[self._started :]:
             bucket.start(self.reducer)
             self._started += 1

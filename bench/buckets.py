@@ -1,0 +1,250 @@
+"""Two replicas' gradients added up: ours, torch's DistributedDataParallel, and a reduction that waits.
+
+Two gloo processes train copies of the 8-block model (blocks of width 256, sequences of 128, 16 a replica); a step is
+zero_grad, forward, backward, reduction. Exposed communication is a step with the reduction less a step without.
+
+With --sleep the computing sleeps and the link is slowed, so that neither takes a core from the other: each of 24 layers
+takes a part of 240 ms in the backward and of half that in the forward, and the link is busy for a time that is given as a
+ratio to the backward. What can be hidden is what a link that never idles would hide: of the last bucket nothing.
+
+    python -m bench.buckets [--rounds N] [--bucket-mib N] [--sleep] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.compare import alternate, emit, machine, ratio
+from bench.peer import Job
+from bench.sleep import nap_until, oversleep
+from penstock.parallel.buckets import GradientBuckets
+from penstock.parallel.reducer import GroupReducer, Handle
+from penstock.runtime.local import LocalProcesses
+
+RANKS = 2
+LAYERS, ELEMENTS = 24, 1 << 16
+BACKWARD, FORWARD = 0.240, 0.120
+RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5)
+CLAIMED = 0.6
+
+
+def timed(step: Callable[[], object]) -> float:
+    """Seconds until the slower replica is done."""
+    dist.barrier()
+    begin = time.perf_counter()
+    step()
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def reduced(net: nn.Module, buckets: GradientBuckets, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """A step with our reduction."""
+    buckets.attach()
+
+    def step() -> None:
+        net.zero_grad()
+        with buckets.step():
+            loss().backward()
+
+    return step
+
+
+def contest(rank: int, rounds: int, mib: float) -> dict[str, list[float]]:
+    """Steps of all contestants in turn."""
+    job = Job(8, 256, 128, 8, 4, "1f1b")
+    x, y = (part.chunk(RANKS)[rank] for part in job.batch())
+    size = int(mib * (1 << 20))
+    runs: dict[str, Callable[[], None]] = {}
+    for name in ("ours", "blocking"):
+        net = job.model()
+        reducer = GroupReducer(dist.new_group(), blocking=name == "blocking")
+        buckets = GradientBuckets(net, reducer, bucket_bytes=size)
+        runs[name] = reduced(net, buckets, lambda net=net: nn.functional.mse_loss(net(x), y))
+    for name in ("ddp", "without"):
+        net = job.model()
+        if name == "ddp":
+            net = DistributedDataParallel(
+                net, bucket_cap_mb=mib, gradient_as_bucket_view=True, process_group=dist.new_group()
+            )
+
+        def step(net: nn.Module = net) -> None:
+            net.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+
+        runs[name] = step
+    return alternate({name: (lambda run=run: timed(run)) for name, run in runs.items()}, rounds)
+
+
+class _Slept:
+    """Done when the reduction is, and the link has had its time for it."""
+
+    def __init__(self, handle: Handle, due: float) -> None:
+        self.handle, self.due = handle, due
+
+    def wait(self) -> None:
+        self.handle.wait()
+        nap_until(self.due)
+
+
+class SlowLink(GroupReducer):
+    """A link that carries one reduction after another, each for a time proportional to its bytes."""
+
+    def __init__(self, seconds_per_byte: float, group: dist.ProcessGroup, blocking: bool) -> None:
+        super().__init__(group)
+        self.seconds_per_byte = seconds_per_byte
+        self.waits = blocking
+        self.free_at = 0.0
+
+    def start(self, flat: Tensor) -> Handle:
+        handle = super().start(flat)
+        seconds = flat.numel() * flat.itemsize * self.seconds_per_byte
+        self.free_at = max(time.perf_counter(), self.free_at) + seconds
+        slept = _Slept(handle, self.free_at)
+        if self.waits:
+            slept.wait()
+        return slept
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        nap_until(time.perf_counter() + FORWARD / LAYERS)
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        nap_until(time.perf_counter() + BACKWARD / LAYERS)
+        (weight,) = ctx.saved_tensors
+        return grad, torch.ones_like(weight)
+
+
+class Sleeper(nn.Module):
+    """A layer that sleeps, with a weight whose gradient is to be reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(ELEMENTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+
+def sleeping(rank: int, share: float, rounds: int) -> dict[str, list[float]]:
+    """Steps of sleeping replicas whose link is busy for `share` of the backward."""
+    oversleep()
+    total = LAYERS * ELEMENTS * 4
+    x = torch.ones(1)
+    runs: dict[str, Callable[[], None]] = {}
+    for name in ("ours", "blocking", "without"):
+        net = nn.Sequential(*[Sleeper() for _ in range(LAYERS)])
+        if name == "without":
+
+            def step(net: nn.Module = net) -> None:
+                net.zero_grad()
+                net(x).sum().backward()
+
+            runs[name] = step
+            continue
+        link = SlowLink(share * BACKWARD / total, dist.new_group(), blocking=name == "blocking")
+        buckets = GradientBuckets(net, link, bucket_bytes=total // LAYERS)
+        runs[name] = reduced(net, buckets, lambda net=net: net(x).sum())
+    return alternate({name: (lambda run=run: timed(run)) for name, run in runs.items()}, rounds)
+
+
+def hideable(share: float) -> float:
+    """The part of a reduction of `share` x BACKWARD, layer by layer, that a link which never idles hides."""
+    each, free = share * BACKWARD / LAYERS, 0.0
+    for layer in range(1, LAYERS + 1):
+        free = max(free, layer * BACKWARD / LAYERS) + each
+    return (BACKWARD + share * BACKWARD - free) / (share * BACKWARD)
+
+
+def real(pool: LocalProcesses, rounds: int, mib: float) -> tuple[dict[str, Any], list[str]]:
+    """Ours beside DDP and the blocking version."""
+    times = pool.run(RANKS, contest, rounds, mib, timeout=600)[0]
+    exposed = {
+        name: statistics.median(a - b for a, b in zip(times[name], times["without"], strict=True))
+        for name in ("ours", "ddp", "blocking")
+    }
+    step = {name: statistics.median(found) for name, found in times.items()}
+    found = {
+        "ours": step["ours"],
+        "peer": step["ddp"],
+        "ratio": ratio(times["ours"], times["ddp"]),
+        "steps": step,
+        "exposed": exposed,
+        "exposed over blocking": exposed["ours"] / exposed["blocking"],
+    }
+    lines = [f"{'':10}{'step':>10}{'exposed':>10}  (seconds)"]
+    for name in ("ours", "ddp", "blocking", "without"):
+        hidden = f"{exposed[name]:10.4f}" if name in exposed else ""
+        lines.append(f"{name:10}{step[name]:10.4f}{hidden}")
+    lines.append(f"step, ours over DDP: {found['ratio']:.3f} (median of {rounds} rounds, one by one)")
+    lines.append(f"exposed, ours over blocking: {found['exposed over blocking']:.3f}")
+    return found, [*lines, f"buckets of {mib:g} MiB, the first of 1"]
+
+
+def slept(pool: LocalProcesses, rounds: int, ratios: tuple[float, ...]) -> tuple[dict[str, Any], list[str]]:
+    """The share of the reduction that is hidden, and what that is worth, over the ratio."""
+    rows = []
+    lines = [
+        f"{'communication/backward':>22}{'blocking':>10}{'ours':>8}{'without':>9}{'hidden':>9}{'throughput':>12}"
+    ]
+    for share in ratios:
+        times = pool.run(RANKS, sleeping, share, rounds, timeout=600)[0]
+        step = {name: statistics.median(found) for name, found in times.items()}
+        saved = statistics.median(
+            (a - b) / (a - c)
+            for a, b, c in zip(times["blocking"], times["ours"], times["without"], strict=True)
+        )
+        row = {
+            "ratio": share,
+            **step,
+            "hidden": saved / hideable(share),  # of the reduction as the blocking steps show it
+            "throughput": ratio(times["blocking"], times["ours"]) - 1,
+        }
+        rows.append(row)
+        lines.append(
+            f"{share:22.1f}{step['blocking']:10.3f}{step['ours']:8.3f}{step['without']:9.3f}"
+            f"{row['hidden']:9.1%}{row['throughput']:+12.1%}"
+        )
+    lines.append(
+        f"hidden: of what can be; throughput: over blocking, the forward taking {FORWARD / BACKWARD:g} of the backward"
+    )
+    at = next((row for row in rows if row["ratio"] == CLAIMED), rows[0])
+    return {"rows": rows, "hidden": min(row["hidden"] for row in rows), "at": at}, lines
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--bucket-mib", type=float, default=25.0)
+    parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="with --sleep, the ratio of the claim alone")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with LocalProcesses(RANKS) as pool:
+        if options.sleep:
+            found, lines = slept(pool, options.rounds, (CLAIMED,) if options.quick else RATIOS)
+        else:
+            found, lines = real(pool, options.rounds, options.bucket_mib)
+    emit({**found, "machine": machine(), "rounds": options.rounds}, [*lines, machine()], options.json)
+
+
+if __name__ == "__main__":
+    main()
