@@ -146,3 +146,11 @@ def test_every_parameter_gets_a_gradient():
     next_token_loss(model(tokens), tokens).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert isinstance(model.layers[0], nn.Embedding)
+
+
+def test_weights_in_bfloat16_make_the_whole_decoder_compute_in_it():
+    model = StageModule(layers(CONFIG)).bfloat16()
+    logits = model(torch.randint(11, (2, 9)))
+    next_token_loss(logits.float(), torch.randint(11, (2, 9))).backward()
+    assert logits.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())

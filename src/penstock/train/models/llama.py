@@ -148,6 +148,9 @@ def _rotary_table(
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + head_size / 2) of x, shape (batch, sequence, heads, head_size), by its angle."""
+    """Turn each pair (i, i + head_size / 2) of x, shape (batch, sequence, heads, head_size), by its angle.
+
+    The turn is computed in float32; the result has x's dtype.
+    """
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)
