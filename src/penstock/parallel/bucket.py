@@ -20,6 +20,7 @@ class Entry:
     Attributes:
         name, parameter: which; the name is for messages.
         index: its number among all parameters.
+        cut: whether it is cut over ranks (a DTensor).
         bucket: the number of its bucket.
         view: the place in the bucket's buffer, of the shape this process holds.
         gradient: what ``.grad`` is to be; shares `view`'s memory.
@@ -30,13 +31,14 @@ class Entry:
     """
 
     __slots__ = (
-        "bucket", "counted", "expected", "gradient", "index", "name", "parameter", "pointer", "ready", "seen", "view",
+        "bucket", "counted", "cut", "expected", "gradient", "index", "name", "parameter", "pointer", "ready", "seen", "view",
     )  # fmt: skip
 
     def __init__(self, name: str, parameter: Tensor, index: int) -> None:
         self.name = name
         self.parameter = parameter
         self.index = index
+        self.cut = is_sharded(parameter)
         self.seen = self.counted = 0
         self.expected = 1
         self.ready = False
@@ -69,10 +71,9 @@ class Entry:
             PenstockError: there is no gradient, or a sparse one, or one of another dtype or shape.
         """
         grad, ours = self.parameter.grad, self.gradient
-        assert ours is not None
         if grad is None:
             raise PenstockError(f"{self} is ready, but it has no gradient")
-        if grad is ours and grad.dtype == self.view.dtype and local(grad).data_ptr() == self.pointer:
+        if grad is ours and self._in_place():
             if scale != 1:
                 self.view.mul_(scale)
             return
@@ -82,21 +83,28 @@ class Entry:
             or grad.shape != self.parameter.shape
         ):
             raise self._unlike(grad)
-        grad = grad.detach()
-        if is_sharded(grad):  # what is there in parts only is added up
-            grad = grad.redistribute(placements=self.parameter.placements)  # type: ignore[attr-defined]
-        if local(grad).shape != self.view.shape:
-            raise self._unlike(local(grad))
+        part = grad.detach()
+        if self.cut:  # what is there in parts only is added up
+            part = local(part.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
+        if part.shape != self.view.shape:
+            raise self._unlike(part)
         if scale != 1:
-            torch.mul(local(grad), scale, out=self.view)
+            torch.mul(part, scale, out=self.view)
         else:
-            self.view.copy_(local(grad))
+            self.view.copy_(part)
         self.adopt()
 
     def adopt(self) -> None:
         """Have ``.grad`` be the place in the buffer, with what is there."""
-        self.gradient = like(self.view.detach(), self.parameter)
+        if not self._in_place():
+            self.gradient = like(self.view.detach(), self.parameter)
         self.parameter.grad = self.gradient
+
+    def _in_place(self) -> bool:
+        """Whether `gradient` still is what it was made as; ``nn.Module.to`` gives it other memory."""
+        assert self.gradient is not None
+        part = local(self.gradient) if self.cut else self.gradient
+        return part.data_ptr() == self.pointer and part.dtype == self.view.dtype
 
     def _unlike(self, grad: Tensor) -> PenstockError:
         return PenstockError(

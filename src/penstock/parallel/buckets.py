@@ -303,8 +303,7 @@ class GradientBuckets:
         with self._lock:
             last = not self._holding and entry.counted + 1 == entry.expected
             if not last and parameter.grad is not entry.gradient:
-                with torch.no_grad():
-                    entry.settle()
+                entry.settle()
             entry.seen += 1
             if self._holding:
                 return
@@ -321,7 +320,7 @@ class GradientBuckets:
                 raise self._twice(entry)
 
     def _mark(self, entry: Entry) -> None:
-        with self._lock, torch.no_grad():
+        with self._lock:
             if entry.ready:
                 raise self._twice(entry)
             bucket = self.buckets[entry.bucket]
@@ -350,12 +349,11 @@ class GradientBuckets:
                 self._mark(entry)
             else:
                 absent.append(entry)
-        with torch.no_grad():
-            for entry in absent:
-                if entry.parameter.grad is None:
-                    entry.view.zero_()
-                else:
-                    entry.settle(self.buckets[entry.bucket].scale)
+        for entry in absent:
+            if entry.parameter.grad is None:
+                entry.view.zero_()
+            else:
+                entry.settle(self.buckets[entry.bucket].scale)
         for bucket in self.buckets[self._started :]:
             bucket.start(self.reducer)
             self._started += 1
