@@ -24,12 +24,16 @@ from selenium.webdriver.support.ui import WebDriverWait
 SIZE = (1300, 1500)
 
 
+def missing() -> str:
+    """Why there can be no browser here; empty if there can."""
+    there = all(shutil.which(name) for name in ("chromium", "chromedriver"))
+    return "" if there else "no Chromium here: apt-get install chromium chromium-driver"
+
+
 @contextmanager
 def browser() -> Iterator[Browser]:
     """One browser; where Chromium is missing the test is skipped, and under ``CI`` it fails."""
-    found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    if None in found.values():
-        reason = "no Chromium here: apt-get install chromium chromium-driver"
+    if reason := missing():
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
@@ -44,7 +48,7 @@ def browser() -> Iterator[Browser]:
         options.add_argument(argument)
     options.add_argument(f"--window-size={SIZE[0]},{SIZE[1]}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(found["chromedriver"]))
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
         yield Browser(driver)
     finally:
@@ -120,6 +124,26 @@ class Browser:
         for _ in range(clicks):  # each for itself: Chromium makes one event of several at once
             actions = ActionChains(self.driver, duration=0).key_down(Keys.CONTROL)
             actions.scroll_from_origin(origin, 0, -240).key_up(Keys.CONTROL).perform()
+
+    def frame_milliseconds(self) -> float:
+        """Drag the timeline, and return the median time from one picture to the next meanwhile."""
+        frame = self.frame("measured")
+        x, y = int(frame.left + frame.width / 2), int(frame.top + frame.height / 2)
+        self.run(
+            "window.frames_seen = []; window.watching = true;"
+            "const tick = (now) => { frames_seen.push(now); if (watching) requestAnimationFrame(tick); };"
+            "requestAnimationFrame(tick)"
+        )
+        actions = ActionChains(self.driver, duration=20)
+        place = actions.w3c_actions.pointer_action
+        place.move_to_location(x, y)
+        place.pointer_down()
+        for n in range(30):
+            place.move_to_location(x - 4 * n, y)
+        place.pointer_up()
+        actions.perform()
+        seen = np.diff(self.run("watching = false; return frames_seen"))
+        return float(np.median(seen))
 
     def tooltip(self) -> str:
         """The text of the tooltip that is there; empty without one."""

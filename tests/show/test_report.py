@@ -120,6 +120,19 @@ def test_measured_is_shown_over_planned_with_the_difference_named(tmp_path: Path
     assert len(step["memory"]["measured"]) == len(step["memory"]["planned"]) == 2
 
 
+def test_of_many_ranks_the_memory_of_some_is_drawn_and_of_the_one_that_holds_most(tmp_path: Path):
+    trace = timed(built("gpipe", 40, 3), 1, 1, 1)
+    most = trace.rank_slices()[22]
+    held = trace.held.copy()
+    held[most] *= 2
+    found = page(tmp_path, {"a": replace(trace, held=held)})
+    memory = json.loads(found.scripts["penstock-data"])["steps"][0]["memory"]
+    assert len(memory["ranks"]) == len(memory["measured"]) == 12
+    assert {0, 22, 39} <= set(memory["ranks"])
+    assert max(column(memory["measured"][memory["ranks"].index(22)]["y"])) == 6
+    assert "Of more than 12 ranks the one that holds most is drawn" in found.text
+
+
 def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
     step = json.loads(page(tmp_path, {"a": measured(limit=5 * 2**20)}).scripts["penstock-data"])["steps"][0]
     assert step["memory"]["limit"] == 5 * 2**20

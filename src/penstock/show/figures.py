@@ -130,11 +130,11 @@ def _memory(x: Any, unit: Unit, label: str) -> Any:
     )
     plot.yaxis.formatter = CustomJSTickFormatter(code="return penstock.amount(tick)")
     empty: dict[str, list[Any]] = {"xs": [], "ys": [], "rank": [], "colour": []}
-    for name, dash, width in (("memory-planned", "4 3", 1.2), ("memory", "solid", 1.6)):
+    for name, dash, width in (("memory-planned", "4 3", 1.0), ("memory", "solid", 1.4)):
         source = ColumnDataSource(dict(empty), name=name)
         lines = plot.multi_line(
-            "xs", "ys", source=source, line_color="colour", line_dash=dash, line_width=width
-        )
+            "xs", "ys", source=source, line_color="colour", line_dash=dash, line_width=width, line_join="bevel",
+        )  # fmt: skip
         word = "planned" if "planned" in name else "held"
         plot.add_tools(
             HoverTool(renderers=[lines], tooltips=f"rank @rank, {word}", line_policy="nearest", visible=False)
@@ -183,7 +183,9 @@ def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> 
     plot = figure(
         name=f"{name}-figure", x_range=x, y_range=y, height=height, sizing_mode="stretch_width", tools=tools,
         active_drag=pan, active_scroll=wheel, toolbar_location="right", background_fill_color=None, border_fill_color=None,
-        outline_line_color=None, min_border_left=70, lod_threshold=None,
+        outline_line_color=None, min_border_left=70,
+        # Of very many blocks every fifth is drawn while they are moved, and all as soon as they rest.
+        lod_threshold=12_000, lod_factor=5, lod_interval=150, lod_timeout=150,
     )  # fmt: skip
     plot.toolbar.logo = None
     plot.toolbar.autohide = True

@@ -86,12 +86,13 @@ window.penstock = (() => {
   function memory(packed) {
     const plot = find("memory-figure");
     if (!plot) return;
-    const given = packed.memory ?? { measured: [], planned: [], limit: null };
+    const given = packed.memory ?? { ranks: [], measured: [], planned: [], limit: null };
     let most = given.limit ?? 0;
     for (const [name, curves] of [["memory", given.measured], ["memory-planned", given.planned]]) {
       const xs = curves.map((curve) => column(curve.x)), ys = curves.map((curve) => column(curve.y));
       for (const y of ys) most = Math.max(most, last(y));
-      fill(name, { xs, ys, rank: curves.map((_, rank) => rank), colour: curves.map((_, rank) => page.ranks[rank]) });
+      const ranks = given.ranks.slice(0, curves.length);
+      fill(name, { xs, ys, rank: ranks, colour: ranks.map((rank) => page.ranks[rank]) });
     }
     fill("limit", { y: given.limit === null ? [] : [given.limit] });
     window_of(plot.y_range, 0, most * 1.08 || 1);

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.show.advice import over_plan
 from penstock.show.colours import BUSY, CAUSES, KINDS
-from penstock.show.page_data import Step, Unit, amount
+from penstock.show.page_data import MOST_CURVES, Step, Unit, amount
 from penstock.simulate.memory import peaks
 from penstock.trace.bubbles import bubble_fraction
 from penstock.trace.events import Activity
@@ -49,7 +49,10 @@ def body(
     parts += ["<h2>Timeline</h2>", *_per_step(_legend(step) for step in steps), '<div id="time"></div>']
     hint = "Drag to move, ctrl and wheel to zoom, hover a block for its times; the box tool zooms to what you mark."
     if memory:
-        hint += " The last chart is the memory each rank holds; dashed is the plan, the red line the limit."
+        hint += " The last chart is the memory that ranks hold (hover tells which); dashed is the plan, "
+        hint += "the red line the limit."
+        if any(step.trace.ranks > MOST_CURVES for step in steps):
+            hint += f" Of more than {MOST_CURVES} ranks the one that holds most is drawn, and others spread evenly."
     parts += [f'<p class="hint">{hint}</p>', "<h2>Where every rank's time went</h2>", _causes(steps)]
     parts += ['<div id="bars"></div>', *_per_step(_table(step, unit) for step in steps)]
     parts += [*_per_step(_changes(step, unit) for step in steps)]

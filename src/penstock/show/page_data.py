@@ -12,11 +12,12 @@ from penstock.errors import PenstockError
 from penstock.show.advice import Advice, advise, where_it_went
 from penstock.show.colours import BUSY, CAUSES, KINDS
 from penstock.show.planned import Plan, plan
-from penstock.simulate.memory import memory_curve
+from penstock.simulate.memory import memory_curve, peaks
 from penstock.trace.bubbles import CAUSES as ALL_CAUSES
 from penstock.trace.bubbles import Bubbles, bubbles
 from penstock.trace.events import Activity, Trace
 
+MOST_CURVES = 12
 MESSAGES = (Activity.SEND, Activity.RECV, Activity.REDUCE)
 
 
@@ -145,19 +146,29 @@ def _memory(trace: Trace, planned: Trace | None, unit: Unit) -> dict[str, Any] |
     if trace.held is None:
         return None
     limit = trace.info.get("limit")
+    ranks = drawn_ranks(trace)
     return {
         "unit": str(trace.info.get("held", "bytes")),
-        "measured": _curves(trace, unit),
-        "planned": [] if planned is None else _curves(planned, unit),
+        "ranks": ranks,
+        "measured": _curves(trace, ranks, unit),
+        "planned": [] if planned is None else _curves(planned, ranks, unit),
         "limit": limit if isinstance(limit, int | float) and not isinstance(limit, bool) else None,
     }
 
 
-def _curves(trace: Trace, unit: Unit) -> list[dict[str, Any]]:
+def drawn_ranks(trace: Trace) -> list[int]:
+    """The ranks whose memory is drawn: all, or of many the one that ever holds most and others spread evenly."""
+    if trace.ranks <= MOST_CURVES:
+        return list(range(trace.ranks))
+    spread = np.linspace(0, trace.ranks - 1, MOST_CURVES - 1).round().astype(int).tolist()
+    return sorted({int(peaks(trace).argmax()), *spread})
+
+
+def _curves(trace: Trace, ranks: list[int], unit: Unit) -> list[dict[str, Any]]:
     origin = _origin(trace)
     finish = float(trace.end.max(initial=0)) - origin
     found = []
-    for rank in range(trace.ranks):
+    for rank in ranks:
         curve = memory_curve(trace, rank)
         # Two points a change, or a line would lead from one to the next.
         time = np.repeat(np.concatenate([[0.0], curve.time - origin, [finish]]), 2)[1:-1] * unit.each
