@@ -25,6 +25,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.memory import peak
+from penstock.stage.runner import Ends
 from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 from penstock.train.config import ModelConfig
@@ -113,22 +114,23 @@ def one_microbatch(stage: Stage, x: Parcel, target: Tensor | None, split: bool) 
     live = Live()
     with live:
         if target is None:
-            out = stage.forward(0, x, split)
+            (out,) = stage.forward(0, (x,), split)
             grads: Parcel | None = Parcel(tuple(torch.ones_like(leaf) for leaf in out.leaves))
         else:
-            stage.forward_with_loss(0, x, target, False, split)
+            stage.forward_with_loss(0, (x,), Ends(target), split)
             out, grads = Parcel((None,)), None
         ends = sum(
             leaf.nbytes for p in (out, grads) if p is not None for leaf in p.leaves if leaf is not None
         )
         saved = live.bytes - ends
+        handed = None if grads is None else (grads,)
         waiting = 0
         if split:
-            stage.backward_input(0, grads)
+            stage.backward_input(0, handed)
             waiting = live.bytes - ends
             stage.backward_weight(0)
         else:
-            stage.backward(0, grads)
+            stage.backward(0, handed)
     return out, saved, waiting
 
 

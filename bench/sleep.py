@@ -183,9 +183,9 @@ def alone(name: str, elements: int) -> dict[str, float]:
         call()
         seconds[kind].append(time.perf_counter() - begin)
 
-    grad = Parcel((torch.ones(1, elements),))
+    grad = (Parcel((torch.ones(1, elements),)),)
     for n in range(24):
-        x = Parcel((torch.zeros(1, elements),), None, (True,))
+        x = (Parcel((torch.zeros(1, elements),), None, (True,)),)
         timed("F", partial(stage.forward, n, x, split=n % 2 == 1))
         if n % 2:
             timed("I", partial(stage.backward_input, n, grad))

@@ -44,11 +44,11 @@ def ours(block: nn.Module, x: torch.Tensor, split: bool) -> tuple[float, float]:
     stage = Stage(0, StageModule([Layer("0", lambda: block)]))
     forward = backward = 0.0
     for n in range(MICROBATCHES):
-        parcel = Parcel((x.clone(),), None, (True,))
+        parcel = (Parcel((x.clone(),), None, (True,)),)
         begin = perf_counter()
-        out = stage.forward(n, parcel, split)
+        (out,) = stage.forward(n, parcel, split)
         middle = perf_counter()
-        grad = Parcel((torch.ones_like(out.leaves[0]),))
+        grad = (Parcel((torch.ones_like(out.leaves[0]),)),)
         start = perf_counter()
         if split:
             stage.backward_input(n, grad)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.runtime.optimizer import OptimizerStep as OptimizerStep
     from penstock.runtime.optimizer import PipelineOptimizer as PipelineOptimizer
     from penstock.runtime.pipeline import Pipeline as Pipeline
-    from penstock.runtime.pipeline import StepResult as StepResult
+    from penstock.runtime.result import StepResult as StepResult
     from penstock.schedule.check import check as check
     from penstock.schedule.families import build_schedule as build_schedule
     from penstock.schedule.ops import Kind as Kind
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule as Schedule
     from penstock.schedule.text import read_csv as read_csv
     from penstock.schedule.text import write_csv as write_csv
+    from penstock.stage.layers import Layer as Layer
+    from penstock.stage.named import add_loss as add_loss
+    from penstock.stage.named import give as give
+    from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
     from penstock.train.models.transformers.loss import causal_lm_loss as causal_lm_loss
     from penstock.train.models.transformers.loss import valid_tokens as valid_tokens
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
 
 _HOME = {
     "GradScaler": "penstock.runtime.grad_scaler",
+    "Layer": "penstock.stage.layers",
+    "Microbatches": "penstock.stage.values",
+    "add_loss": "penstock.stage.named",
+    "give": "penstock.stage.named",
     "Kind": "penstock.schedule.ops",
     "Op": "penstock.schedule.ops",
     "OptimizerStep": "penstock.runtime.optimizer",
@@ -46,7 +54,7 @@ _HOME = {
     "Placement": "penstock.schedule.placement",
     "Program": "penstock.schedule.program",
     "Schedule": "penstock.schedule.schedule",
-    "StepResult": "penstock.runtime.pipeline",
+    "StepResult": "penstock.runtime.result",
     "Trace": "penstock.trace.events",
     "build_schedule": "penstock.schedule.families",
     "causal_lm_loss": "penstock.train.models.transformers.loss",

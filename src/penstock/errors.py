@@ -9,7 +9,8 @@
     │   ├── BatchError       a batch that does not fit the microbatches or the labels
     │   └── DataError        training data or a file that cannot be read
     ├── StageError           a stage's own code failed: names rank, stage, op and microbatch
-    │   └── StageShapeError  a stage handed over something the next one cannot take
+    │   ├── StageShapeError  a stage handed over something the next one cannot take
+    │   └── NonFiniteError   a loss or a gradient is NaN or infinite
     └── TransportError       a message that did not come, or came wrong
         ├── PeerError         another rank failed first; the message carries what it said
         └── WaitTimeoutError  a bounded wait ran out
@@ -51,6 +52,20 @@ class StageError(PenstockError):
 
 class StageShapeError(StageError):
     """A stage handed over something the next stage cannot take."""
+
+
+class NonFiniteError(StageError):
+    """A loss or a gradient is NaN or infinite.
+
+    Attributes:
+        stage: where it was seen first, looking back from the loss.
+        microbatch: of which; -1 for a weight's gradient.
+    """
+
+    def __init__(self, message: str, stage: int = -1, microbatch: int = -1) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.microbatch = microbatch
 
 
 class TransportError(PenstockError):

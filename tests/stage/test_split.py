@@ -170,9 +170,3 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change, mess
             pipe.load_state_dict(state)
         for name, value in pipe.state_dict().items():
             assert torch.equal(value, before[name])
-
-
-def test_a_parameter_on_two_stages_is_refused():
-    one = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="are one parameter"):
-        Pipeline(nn.Sequential(one, one), nn.functional.mse_loss, microbatches=1, ranks=2)

@@ -9,45 +9,30 @@ what a stage does of itself at the end of B or W.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.errors import PeerError, StageError, TransportError
 from penstock.runtime.clocks import clock
-from penstock.runtime.copies import Copies
+from penstock.runtime.crew import Crew
+from penstock.runtime.shared import Shared
+from penstock.runtime.step_end import Finding, agree, explain, find_nonfinite
 from penstock.runtime.streams import device_of
 from penstock.runtime.transport.base import Channel, Failure
+from penstock.runtime.work import Work
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.program import Action, Instruction, Program
+from penstock.stage.runner import Ends, Parcels, Report
 from penstock.stage.stage import Stage
-from penstock.stage.values import Parcel, describe, flatten
+from penstock.stage.values import Parcel, describe
 
 Take = Callable[[], Parcel]
 Give = Callable[[Parcel], None]
-
-
-@dataclass
-class Work:
-    """What one rank gets for a step, and what it makes of it.
-
-    Attributes:
-        inputs, targets: by microbatch; where the rank holds the first or the last stage.
-        keep_outputs: whether the last stage's outputs are wanted.
-        input_grads: whether the gradients of the inputs are wanted.
-        losses, outputs, grads: results by microbatch id, of the microbatches this rank saw.
-    """
-
-    inputs: Sequence[object] = ()
-    targets: Sequence[object] = ()
-    keep_outputs: bool = False
-    input_grads: bool = False
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, object] = field(default_factory=dict)
-    grads: dict[int, Parcel] = field(default_factory=dict)
+TakeAll = Callable[[], Parcels]
+GiveAll = Callable[[Parcels], None]
 
 
 class Executor:
@@ -58,7 +43,7 @@ class Executor:
         rank: which rank's part.
         stages: the stages this rank holds, by number.
         channel: its end of the transport; None for a single rank, which needs none.
-        copies: the reduction of the stages of which other ranks hold copies; None if there are none.
+        shared: the sums of the gradients of parameters that other ranks hold, too; None if there are none.
     """
 
     def __init__(
@@ -67,13 +52,13 @@ class Executor:
         rank: int,
         stages: Mapping[int, Stage],
         channel: Channel | None,
-        copies: Copies | None = None,
+        shared: Shared | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
         self.stages = stages
         self.channel = channel
-        self.copies = copies
+        self.shared = shared
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
@@ -84,7 +69,7 @@ class Executor:
         self.held = [0] * count
         self.trains = bool((program.schedule.kind != Kind.F).any())
         self._work = Work()
-        self._input_parcel: Parcel | None = None
+        self._inputs: Parcels | None = None
         self._handed: dict[int, Parcel] = {}
         self._ops: list[Callable[[], None]] = []
         self._op_rows: list[tuple[int, ...]] = []
@@ -100,23 +85,27 @@ class Executor:
 
         Raises:
             StageError: an op failed here; names rank, stage, op and microbatch, with the cause chained.
+            NonFiniteError: a loss or a gradient is NaN or infinite, on whichever rank.
             PeerError: another rank failed first.
             WaitTimeoutError: a wait ran out.
         """
         self._work = work
         at = 0
+        finding = None
+        for stage in self.stages.values():
+            stage.begin(work.turn)
         if self.channel is not None:
             self.channel.open(step)
         try:
-            if self.copies is not None:
-                self.copies.begin()
+            if self.shared is not None:
+                self.shared.begin()
             with torch.set_grad_enabled(self.trains):
                 for at, op in enumerate(self._ops):  # noqa: B007 - read when an op fails
                     op()
                 at = len(self._ops)
-                if self.copies is not None:
-                    self.copies.finish()
-                self._agree()
+                if self.shared is not None:
+                    self.shared.finish()
+                finding = self._agree()
         except BaseException as error:
             told = self._explain(error, at, step)
             self._clean_up()
@@ -130,16 +119,18 @@ class Executor:
             raise told from error
         if self.channel is not None:
             self.channel.finish()
-        self._work, self._input_parcel = Work(), None
+        self._work, self._inputs = Work(), None
+        if finding is not None:
+            raise explain(finding, work.losses, self.program.schedule.stages - 1, step)
         return work
 
     def _clean_up(self) -> None:
         self._handed.clear()
-        self._work, self._input_parcel = Work(), None
+        self._work, self._inputs = Work(), None
         for stage in self.stages.values():
             stage.drop()
-        if self.copies is not None:
-            self.copies.abandon()
+        if self.shared is not None:
+            self.shared.abandon()
 
     def _explain(self, error: BaseException, at: int, step: int) -> BaseException:
         """The error to raise: it names rank, stage, microbatch and op, unless another rank has named its own."""
@@ -151,42 +142,27 @@ class Executor:
             op = schedule.op(rows[0])
             ops = " and ".join(str(schedule.op(row)) for row in rows)
             where = f"rank {self.rank}, stage {op.stage}, microbatch {op.microbatch}, op {ops} of step {step}"
-            if op.kind == Kind.F and self._input_parcel is not None:
-                given = f" (the stage's input was {describe(self._input_parcel)})"
+            if op.kind == Kind.F and self._inputs is not None:
+                given = f" (the stage's input was {describe(self._inputs[0])})"
         if isinstance(error, TransportError):
             return type(error)(f"{error} (at {where})")
         return StageError(f"{where}: {type(error).__name__}: {error}{given}")
 
-    def _agree(self) -> None:
-        """End the step on every rank or on none, and let every rank know every loss.
-
-        Each rank reports to the collector, which holds the last stage, that its ops are done, with the losses it
-        saw; the collector answers with all of them. A rank that failed has sent its failure instead. In threads no
-        loss travels: one process has them all, and to read them would be to wait for a GPU.
-        """
-        channel, losses = self.channel, self._work.losses
-        if channel is None:
-            return
-        tag = len(self.program.rank)
-        told = {} if channel.one_process else losses
-        others = [r for r in range(self.program.schedule.ranks) if r != self._collector]
-        if self.rank != self._collector:
-            channel.send(self._collector, tag, _pack_losses(told))
-            losses.update(_unpack_losses(channel.recv(self._collector, tag)))
-            return
-        for rank in others:
-            told.update(_unpack_losses(channel.recv(rank, tag)))
-        answer = _pack_losses(told)
-        losses.update(_unpack_losses(answer))  # on the CPU, as every other rank has them
-        for rank in others:
-            channel.send(rank, tag, answer)
+    def _agree(self) -> Finding | None:
+        work, schedule = self._work, self.program.schedule
+        finding = None
+        if work.finite and self.trains:
+            finding = find_nonfinite(self.stages, work.losses, schedule.stages - 1)
+        return agree(
+            self.channel, self.rank, self._collector, schedule.ranks, self.program.tags, work.losses, finding
+        )
 
     # Compilation: one closure an op, made of what precedes its RUN, the RUN, and what follows it.
 
     def _compile(self) -> None:
-        takes: dict[int, Take] = {}
+        takes: dict[int, list[Take]] = {}
         run: Instruction | None = None
-        gives: dict[int, Give] = {}
+        gives: dict[int, list[Give]] = {}
         complete: list[int] = []
 
         def close() -> None:
@@ -199,60 +175,67 @@ class Executor:
             match line.action:
                 case Action.RECV | Action.TAKE:
                     close()
-                    takes[line.row] = self._take(line)
+                    takes.setdefault(line.row, []).append(self._take(line))
                 case Action.RUN:
                     if run is not None:
                         close()
                     run = line
                 case Action.SEND | Action.HAND:
-                    gives[line.row] = self._give(line)
+                    gives.setdefault(line.row, []).append(self._give(line))
                 case Action.REDUCE:
                     complete.append(line.number)
         close()
 
     def _close_op(
-        self, run: Instruction, takes: dict[int, Take], gives: dict[int, Give], complete: list[int]
+        self,
+        run: Instruction,
+        takes: dict[int, list[Take]],
+        gives: dict[int, list[Give]],
+        complete: list[int],
     ) -> None:
         rows = tuple(range(run.row, run.row + run.number))
-        parts = [self._compute(row, takes.get(row), gives.get(row)) for row in rows]
-        if self.copies is not None:
-            parts += [partial(self.copies.send, stage) for stage in complete if stage in self.copies.holders]
+        parts = [self._compute(row, takes.get(row, []), gives.get(row, [])) for row in rows]
+        if self.shared is not None:
+            parts += [partial(self.shared.complete, stage) for stage in complete]
         self._op_rows.append(rows)
         self._ops.append(parts[0] if len(parts) == 1 else partial(_one_after_another, parts))
 
     def _take(self, line: Instruction) -> Take:
-        row, peer = line.row, line.peer
+        tag, peer = self.program.tag(line.row, line.port), line.peer
         if line.action is Action.TAKE:
             handed = self._handed
-            return lambda: handed.pop(row)
+            return lambda: handed.pop(tag)
         channel = self.channel
         assert channel is not None
-        return lambda: channel.recv(peer, row)
+        return lambda: channel.recv(peer, tag)
 
     def _give(self, line: Instruction) -> Give:
-        taker, peer = int(self.program.target[line.row]), line.peer
+        taker = next(t for t, port in self.program.takers(line.row) if port == line.port)
+        tag, peer = self.program.tag(taker, line.port), line.peer
         if line.action is Action.HAND:
             handed = self._handed
-            return lambda parcel: handed.__setitem__(taker, parcel)
+            return lambda parcel: handed.__setitem__(tag, parcel)
         channel = self.channel
         assert channel is not None
-        return lambda parcel: channel.send(peer, taker, parcel)
+        return lambda parcel: channel.send(peer, tag, parcel)
 
-    def _compute(self, row: int, take: Take | None, give: Give | None) -> Callable[[], None]:
+    def _compute(self, row: int, takes: list[Take], gives: list[Give]) -> Callable[[], None]:
         op = self.program.schedule.op(row)
         stage = self.stages[op.stage]
         slot = row - self.first_row
         if op.kind == Kind.F:
+            take = _all_taken([self._input(op.microbatch), *takes] if op.stage == 0 else takes)
             if op.stage == self.program.schedule.stages - 1:
-                return self._last_forward(op.microbatch, stage, slot, take or self._input(op.microbatch))
-            return self._forward(op.microbatch, stage, slot, take or self._input(op.microbatch), give)
+                return self._last_forward(op.microbatch, stage, slot, take)
+            return self._forward(op.microbatch, stage, slot, take, _all_given(gives))
         if op.kind == Kind.W:
-            return self._weight(op.microbatch, stage, slot)
+            return self._timed(partial(stage.backward_weight, op.microbatch), stage, slot)
+        if op.kind == Kind.R:
+            return self._timed(partial(stage.recompute, op.microbatch), stage, slot)
         half = op.kind == Kind.I and op not in self._merged
         run = stage.backward_input if half else stage.backward
-        return self._backward(
-            op.microbatch, stage, run, slot, take, give or self._input_gradient(op.microbatch)
-        )
+        give = _all_given([self._input_gradient(op.microbatch), *gives] if op.stage == 0 else gives)
+        return self._backward(op.microbatch, stage, run, slot, _all_taken(takes) if takes else None, give)
 
     @cached_property
     def _merged(self) -> frozenset[Op]:
@@ -272,22 +255,20 @@ class Executor:
         halves = [schedule.op(r) for r in range(rows.start, rows.stop) if schedule.kind[r] == Kind.I]
         return frozenset((op.stage, op.microbatch) for op in halves if op not in self._merged)
 
+    @cached_property
+    def _dropped(self) -> frozenset[tuple[int, int]]:
+        """(stage, microbatch) that an R of this rank computes again, so that its forward keeps the inputs only."""
+        schedule, rows = self.program.schedule, self.program.schedule.rows(self.rank)
+        again = [schedule.op(r) for r in range(rows.start, rows.stop) if schedule.kind[r] == Kind.R]
+        return frozenset((op.stage, op.microbatch) for op in again)
+
+    def _how(self, stage: Stage, microbatch: int) -> dict[str, Any]:
+        """How a forward is to run."""
+        key = (stage.index, microbatch)
+        return {"split": key in self._split, "drop": key in self._dropped}
+
     def _input(self, microbatch: int) -> Take:
-        """A microbatch of the batch, for the first stage."""
-
-        def take() -> Parcel:
-            work = self._work
-            leaves, structure = flatten(work.inputs[microbatch])
-            if not work.input_grads:
-                return Parcel(leaves, structure, (False,) * len(leaves))
-            wanted = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in leaves)
-            return Parcel(
-                tuple(x.detach() if need else x for x, need in zip(leaves, wanted, strict=True)),
-                structure,
-                wanted,
-            )
-
-        return take
+        return lambda: self._work.input(microbatch)
 
     def _input_gradient(self, microbatch: int) -> Give:
         def give(parcel: Parcel) -> None:
@@ -297,42 +278,45 @@ class Executor:
         return give
 
     def _forward(
-        self, microbatch: int, stage: Stage, slot: int, take: Take, give: Give | None
+        self, microbatch: int, stage: Stage, slot: int, take: TakeAll, give: GiveAll
     ) -> Callable[[], None]:
         start, end, held, now = self.start, self.end, self.held, self.now
-        assert give is not None, "only the last stage hands nothing on"
-        split = (stage.index, microbatch) in self._split
-        run = partial(stage.forward, split=split) if self.trains else stage.evaluate
+        run: Callable[[int, Parcels], Parcels] = stage.evaluate
+        if self.trains:
+            run = partial(stage.forward, **self._how(stage, microbatch))
 
         def op() -> None:
-            self._input_parcel = parcel = take()
+            self._inputs = parcels = take()
             start[slot] = now()
-            output = run(microbatch, parcel)
+            outputs = run(microbatch, parcels)
             end[slot] = now()
             held[slot] = stage.held_bytes
-            give(output)
+            give(outputs)
 
         return op
 
-    def _last_forward(self, microbatch: int, stage: Stage, slot: int, take: Take) -> Callable[[], None]:
+    def _last_forward(self, microbatch: int, stage: Stage, slot: int, take: TakeAll) -> Callable[[], None]:
         start, end, held, now = self.start, self.end, self.held, self.now
-        split = (stage.index, microbatch) in self._split
-        run: Callable[..., tuple[Tensor | None, object]] = stage.evaluate_with_loss
+        run: Callable[[int, Parcels, Ends], Report] = stage.evaluate_with_loss
         if self.trains:
-            run = partial(stage.forward_with_loss, split=split)
+            run = partial(stage.forward_with_loss, **self._how(stage, microbatch))
 
         def op() -> None:
             work = self._work
-            self._input_parcel = parcel = take()
-            target = work.targets[microbatch] if work.targets else None
+            self._inputs = parcels = take()
+            ends = Ends(
+                work.targets[microbatch] if work.targets else None, work.shares[microbatch], work.keep_outputs
+            )
             start[slot] = now()
-            loss, output = run(microbatch, parcel, target, work.keep_outputs)
+            report = run(microbatch, parcels, ends)
             end[slot] = now()
             held[slot] = stage.held_bytes
-            if loss is not None:
-                work.losses[microbatch] = loss
+            if report.loss is not None:
+                work.losses.total[microbatch] = report.loss
+                work.losses.parts[microbatch] = report.parts
+                work.losses.weights[microbatch] = ends.share.weight
             if work.keep_outputs:
-                work.outputs[microbatch] = output
+                work.outputs[microbatch] = report.output
 
         return op
 
@@ -340,10 +324,10 @@ class Executor:
         self,
         microbatch: int,
         stage: Stage,
-        run: Callable[[int, Parcel | None], Parcel],
+        run: Callable[[int, Parcels | None], Parcels],
         slot: int,
-        take: Take | None,
-        give: Give,
+        take: TakeAll | None,
+        give: GiveAll,
     ) -> Callable[[], None]:
         start, end, held, now = self.start, self.end, self.held, self.now
 
@@ -357,12 +341,13 @@ class Executor:
 
         return op
 
-    def _weight(self, microbatch: int, stage: Stage, slot: int) -> Callable[[], None]:
+    def _timed(self, run: Callable[[], None], stage: Stage, slot: int) -> Callable[[], None]:
+        """An op that takes and gives nothing."""
         start, end, held, now = self.start, self.end, self.held, self.now
 
         def op() -> None:
             start[slot] = now()
-            stage.backward_weight(microbatch)
+            run()
             end[slot] = now()
             held[slot] = stage.held_bytes
 
@@ -374,15 +359,40 @@ def _one_after_another(parts: Sequence[Callable[[], None]]) -> None:
         part()
 
 
-def _pack_losses(losses: Mapping[int, Tensor]) -> Parcel:
-    ids = sorted(losses)
-    values = torch.stack([losses[n].cpu() for n in ids]) if ids else torch.empty(0)
-    return Parcel((torch.tensor(ids, dtype=torch.int64), values), _TWO_LEAVES, (False, False))
+def _all_taken(takes: Sequence[Take]) -> TakeAll:
+    if len(takes) == 1:
+        only = takes[0]
+        return lambda: (only(),)
+    return lambda: tuple([take() for take in takes])
 
 
-def _unpack_losses(parcel: Parcel) -> dict[int, Tensor]:
-    ids, values = parcel.leaves
-    return dict(zip(ids.tolist(), values, strict=True))
+def _all_given(gives: Sequence[Give]) -> GiveAll:
+    if len(gives) == 1:
+        only = gives[0]
+        return lambda parcels: only(parcels[0])
+
+    def give(parcels: Parcels) -> None:
+        for one, parcel in zip(gives, parcels, strict=True):
+            one(parcel)
+
+    return give
 
 
-_TWO_LEAVES: Any = flatten((0, 0))[1]
+def run_step(executors: Sequence[Executor], works: Sequence[Work], step: int, crew: Crew | None) -> None:
+    """Run a step on the ranks of this process.
+
+    Args:
+        executors, works: by rank.
+        step: its number.
+        crew: the ranks' threads; None for a single rank.
+    """
+    if crew is None:
+        executors[0].run(step, works[0])
+        return
+
+    def interrupt() -> None:
+        for executor in executors:
+            if executor.channel is not None:
+                executor.channel.fail(Failure(executor.rank, step, "the step was interrupted"))
+
+    crew.run([partial(e.run, step, w) for e, w in zip(executors, works, strict=True)], interrupt)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.runtime.ties import Ties
 from penstock.runtime.world import World
 from penstock.schedule.placement import Placement
 from penstock.stage.layers import Layer
@@ -21,44 +23,56 @@ class Holdings:
         layers: the whole model's.
         stages: those built here, by number.
         placement: which rank holds which stage.
+        ties: the tied weights; each has the first of its names.
         rank: this process's rank; None if all ranks are threads of this process.
     """
 
     def __init__(
-        self, layers: list[Layer], stages: Mapping[int, Stage], placement: Placement, rank: int | None
+        self,
+        layers: list[Layer],
+        stages: Mapping[int, Stage],
+        placement: Placement,
+        ties: Ties,
+        rank: int | None,
     ) -> None:
         self.layers = layers
         self.stages = stages
         self.placement = placement
+        self.ties = ties
         self.rank = rank
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """(name, parameter, the rank whose copy counts), each once, in model order."""
+        home = {names[0]: h[0] for names, h in zip(self.ties.groups, self.ties.holders, strict=True)}
+        seen = set()
+        for index in sorted(self.stages):
+            for own, parameter in self.stages[index].module.whole_model_parameters():
+                name = self.ties.first.get(own, own)
+                if name not in seen:
+                    seen.add(name)
+                    yield name, parameter, home.get(name, self.placement.holders[index][0])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter), in model order."""
-        for index in sorted(self.stages):
-            yield from self.stages[index].module.whole_model_parameters()
+        for name, parameter, _ in self._parameters():
+            yield name, parameter
 
     def of_rank(self, rank: int) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of those that a rank updates: in threads each of the model's on exactly one rank."""
-        return [
-            pair
-            for index in sorted(self.stages)
-            if self.rank is not None or self.placement.holders[index][0] == rank
-            for pair in self.stages[index].module.whole_model_parameters()
-        ]
+        return [(n, p) for n, p, home in self._parameters() if self.rank is not None or home == rank]
 
     def counted(self) -> list[tuple[str, nn.Parameter, bool]]:
         """(name, parameter, whether this process's copy is the one that counts in a sum over ranks)."""
-        return [
-            (name, parameter, self.rank is None or self.placement.holders[index][0] == self.rank)
-            for index in sorted(self.stages)
-            for name, parameter in self.stages[index].module.whole_model_parameters()
-        ]
+        return [(n, p, self.rank is None or home == self.rank) for n, p, home in self._parameters()]
 
     def places(self, world: World | None) -> tuple[dict[str, int], int]:
         """Every parameter's place in the whole model, and how many there are on all ranks; every rank calls it."""
-        names = {s: [n for n, _ in stage.module.whole_model_parameters()] for s, stage in self.stages.items()}
+        names = {
+            s: [self.ties.first.get(n, n) for n, _ in stage.module.whole_model_parameters()]
+            for s, stage in self.stages.items()
+        }
         everywhere = world.gather_dict(names) if world is not None else names
-        order = [name for s in sorted(everywhere) for name in everywhere[s]]
+        order = dict.fromkeys(name for s in sorted(everywhere) for name in everywhere[s])
         return {name: n for n, name in enumerate(order)}, len(order)
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,7 +80,7 @@ class Holdings:
         state: dict[str, Any] = {}
         for index in sorted(self.stages):
             state.update(self.stages[index].module.whole_model_state())
-        return state
+        return {name: value for name, value in state.items() if name not in self.ties.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers; entries of stages held elsewhere are left alone.
@@ -87,15 +101,29 @@ class Holdings:
         problems += [
             f"{name} is unknown"
             for name in state
-            if name not in own and (name.startswith(here) or not name.startswith(prefixes))
+            if name not in own
+            and name not in self.ties.first
+            and (name.startswith(here) or not name.startswith(prefixes))
+        ]
+        problems += [
+            f"{name} differs from {first}, with which it is tied"
+            for name, first in self.ties.first.items()
+            if name in state and first in state and not _equal(state[name], state[first])
         ]
         if problems:
             raise ConfigError("the state does not fit the model: " + "; ".join(problems[:12]))
+        whole = dict(state)
+        for name, first in self.ties.first.items():
+            if first in state:
+                whole[name] = state[first]
         for stage in self.stages.values():
             for name, layer in stage.module.named_layers():
-                part = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
                 wanted = layer.state_dict().keys()
                 layer.load_state_dict(
-                    {k: v for k, v in part.items() if k in wanted},
+                    {inner: whole[f"{name}.{inner}"] for inner in wanted},
                     assign=any(p.is_meta for p in layer.parameters()),
                 )
+
+
+def _equal(one: object, other: object) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)

@@ -5,9 +5,7 @@ This is the one place where the three foundations meet: `schedule` (order), `sta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,53 +13,42 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import BatchError, ConfigError, PenstockError
+from penstock.errors import BatchError, PenstockError
 from penstock.runtime import norms
-from penstock.runtime.copies import Copies, alias, equalise
+from penstock.runtime.batch import Cut, Cutter, Reduction, require_reduction
+from penstock.runtime.build import Assembly
 from penstock.runtime.crew import Crew
-from penstock.runtime.executor import Executor, Work
+from penstock.runtime.executor import Executor, run_step
 from penstock.runtime.holdings import Holdings
+from penstock.runtime.memory import choose_recompute
 from penstock.runtime.recorder import measured_trace
+from penstock.runtime.result import StepResult, step_result
 from penstock.runtime.setup import (
+    LossScale,
     local_device,
+    make_settings,
     require_count,
-    require_runnable,
-    require_untied,
+    require_loss,
+    require_seed,
+    require_timeout,
     resolve_schedule,
 )
+from penstock.runtime.shared import equalise
 from penstock.runtime.streams import Streams
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
-from penstock.runtime.world import World, current_world
+from penstock.runtime.world import current_world
 from penstock.schedule.check import check
-from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
 from penstock.stage.layers import as_layers
+from penstock.stage.module import StageModule
+from penstock.stage.random_state import RandomState
+from penstock.stage.recompute import Policy
+from penstock.stage.runner import LossFunction
 from penstock.stage.split import Split, split_layers
-from penstock.stage.stage import LossFunction, Stage, StageModule
-from penstock.stage.values import slices
 from penstock.trace.events import Trace
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives back.
-
-    Attributes:
-        loss: 0-d tensor, the mean of the microbatches' losses; the same number on every rank. None from an
-            evaluation without targets.
-        losses: shape (microbatches,), by microbatch id; the same on every rank.
-        outputs: the last stage's outputs by microbatch id, if asked for and this process holds the last stage.
-        input_grads: the gradients of the inputs by microbatch id, if asked for and this process holds the first
-            stage: a tensor, or a tuple with one for each floating-point leaf of the input.
-    """
-
-    loss: Tensor | None
-    losses: Tensor | None
-    outputs: tuple[Any, ...] | None = None
-    input_grads: tuple[Any, ...] | None = None
 
 
 class Pipeline:
@@ -73,7 +60,8 @@ class Pipeline:
 
     Args:
         model: an ``nn.Sequential``; or a list of layers, of functions that build them, or of (name, layer) pairs.
-        loss_fn: ``loss_fn(output, target)``, a scalar tensor, the mean over its microbatch.
+        loss_fn: ``loss_fn(output, target)``, a scalar tensor, the mean over its microbatch; or a dictionary of several,
+            whose sum is the loss.
         microbatches: into how many the batch is cut along dimension 0.
         schedule: a family of the catalogue, a `Schedule`, or the path of a CSV file.
         ranks: pipeline ranks. By default the schedule's own, the number of processes, or 1.
@@ -83,6 +71,21 @@ class Pipeline:
         device: where the stages, and each batch, are moved; by default everything stays where it is. In processes
             "cuda" is the GPU of LOCAL_RANK, and messages go through NCCL.
         timeout: the longest any wait between ranks may last, in seconds.
+        reduction: how the microbatches' losses make the step's, and with it the gradients: "mean" weighs each by its
+            rows, "sum" adds them, and a function of a microbatch's target weighs each by what it counts (valid tokens),
+            so that the gradient is that of the whole batch however uneven the microbatches are.
+        recompute: which layers keep only their inputs and run again before their backward: "none", "full" (every one),
+            k (every k-th of a stage), or "auto": as few as `memory` allows, found on the first step.
+        memory: with "auto", bytes of activations a rank may hold.
+        offload: keep what is saved for the backward in host memory (for stages on a GPU).
+        autocast: torch.bfloat16 or torch.float16 for mixed precision in the stages and the loss.
+        seed: of layers given as functions, and of the random numbers that layers draw (dropout): both depend on it, on the
+            layer's name, and the latter on step and microbatch, and not on the split.
+        compile: "block" gives every layer to ``torch.compile``, "stage" every stage's layers together.
+
+    Attributes:
+        steps: training steps done; random numbers in layers depend on it, so set it when a run continues.
+        scaler: a `GradScaler` for float16, or None; its ``scale`` multiplies the loss, and it looks for NaN and infinity.
 
     Raises:
         ConfigError: something that cannot be used; the subclass says what (`ScheduleError`, `SplitError`).
@@ -100,63 +103,72 @@ class Pipeline:
         split: Split = "even",
         device: torch.device | str | None = None,
         timeout: float = 60.0,
+        reduction: Reduction = "mean",
+        recompute: Policy = "none",
+        memory: int | None = None,
+        offload: bool = False,
+        autocast: torch.dtype | None = None,
+        compile: str = "none",
+        seed: int = 0,
     ) -> None:
         require_count("microbatches", microbatches)
         require_count("virtual_stages", virtual_stages)
-        if ranks is not None:
-            require_count("ranks", ranks)
-        if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
-            raise ConfigError(f"timeout must be a positive number of seconds, not {timeout!r}")
-        if not callable(loss_fn):
-            raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), not {loss_fn!r}")
+        require_count("ranks", 1 if ranks is None else ranks)
+        self.timeout = require_timeout(timeout)
+        require_loss(loss_fn)
+        self._random = RandomState(require_seed(seed))
+        settings = make_settings(recompute, memory, offload, autocast, self._random)
+        self.reduction = require_reduction(reduction)
         world = current_world()
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, world)
         self.microbatches = microbatches
-        self.timeout = float(timeout)
         self.ranks = self.schedule.ranks
-        require_runnable(self.schedule)
-        self._train_program = check(self.schedule).program
-        self._evaluate_program: Program | None = None
+        self.steps = 0
+        self.scaler: LossScale | None = None
+        program = check(self.schedule).program
         self.layers = as_layers(model)
         runs = split_layers(self.layers, self.schedule.stages, split)
         self.in_processes = world is not None and world.size > 1
         self.rank = world.rank if world is not None and self.in_processes else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
-        local = sorted({s for r in self.local_ranks for s in self.schedule.placement.stages_of[r]})
         self.device = local_device(device, self.in_processes)
-        last = self.schedule.stages - 1
-        holders = self.schedule.placement.holders
-
-        def stage(s: int, module: StageModule) -> Stage:
-            return Stage(s, module, loss_fn if s == last else None, microbatches)
-
-        self.stages = {s: stage(s, StageModule(runs[s], self.device)) for s in local}
-        # In threads a stage's further copies share the first one's memory; in processes each has its own.
-        self._copies = {
-            (rank, s): stage(s, alias(self.stages[s].module))
-            for s in local
-            for rank in ([] if self.in_processes else holders[s][1:])
-        }
-        self.holds_first, self.holds_last = 0 in self.stages, last in self.stages
-        require_untied(self.stages)
-        self._holdings = Holdings(
-            self.layers, self.stages, self.schedule.placement, self.rank if self.in_processes else None
+        self._world = world.join(self.timeout) if world is not None and self.in_processes else None
+        self._parts = Assembly(
+            self.schedule,
+            program,
+            runs,
+            self.local_ranks,
+            self.device,
+            loss_fn,
+            settings,
+            compile,
+            self._world,
         )
-        self._world: World | None = None
+        self.stages = self._parts.own_stages
+        self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
+        self._holdings = Holdings(
+            self.layers,
+            self.stages,
+            self.schedule.placement,
+            self._parts.ties,
+            self.rank if self.in_processes else None,
+        )
         self._crew: Crew | None = None
         self._streams: Streams | None = None
-        if self.in_processes:
-            assert world is not None
+        if self._world is not None:
             on_cpu = self.device is None or self.device.type == "cpu"
-            self._world = world.connect(self._train_program, self.timeout, None if on_cpu else self.device)
-            assert self._world.channel is not None
-            equalise(self.stages, self.schedule.placement, self.rank, self._world.channel)
+            channel = self._world.connect(
+                self._parts.program, self._parts.holders, None if on_cpu else self.device
+            )
+            modules = {s: stage.module for s, stage in self.stages.items()}
+            equalise(self._parts.bundles[self.rank], modules, self.rank, channel, self.schedule.stages)
         elif self.ranks > 1:
             of_rank = self.schedule.placement.stages_of
             self._streams = Streams.of(
-                [[self.stages[s].module for s in of_rank[r]] for r in self.local_ranks]
+                [[self._parts.stages[r, s].module for s in of_rank[r]] for r in self.local_ranks]
             )
             self._crew = Crew(self.ranks, self.timeout, self._streams)
+        self._memory = memory if recompute == "auto" else None
         self._executors: dict[bool, list[Executor]] = {}
         self._places: tuple[dict[str, int], int] | None = None
         self._step = 0
@@ -165,37 +177,47 @@ class Pipeline:
         self._traced: list[Executor] | None = None
 
     def step(
-        self, x: object, y: object = None, *, outputs: bool = False, input_grads: bool = False
+        self,
+        x: object,
+        y: object = None,
+        *,
+        outputs: bool = False,
+        input_grads: bool = False,
+        **named: object,
     ) -> StepResult:
         """Forward and backward of every microbatch of a batch; gradients accumulate in ``.grad``.
 
-        Gradients are those of the mean over microbatches of `loss_fn`, and bit-identical (fp32, CPU, equal thread
-        count) to plain PyTorch running ``(loss_fn(model(x_i), y_i) / microbatches).backward()`` in order.
+        Gradients are those of the mean over microbatches of `loss_fn` (or as `reduction` says), and bit-identical (fp32,
+        CPU, equal thread count) to plain PyTorch running ``(loss_fn(model(x_i), y_i) / microbatches).backward()`` in order.
 
         Args:
-            x: the model's input: a tensor, or tensors in tuples, lists and dicts, batch first. In processes only the
-                first stage's rank needs it.
+            x: the model's input: a tensor, or tensors in tuples, lists and dicts, batch first; or `Microbatches`. In
+                processes only the first stage's rank needs it.
             y: the target, likewise; in processes only the last stage's rank needs it.
             outputs: also return the last stage's outputs.
             input_grads: also return the gradients of the floating-point inputs.
+            named: keyword inputs, cut like `x` where they hold tensors: each goes to the layers whose forward has a
+                parameter of that name. In processes only the first stage's rank needs them.
 
         Raises:
-            BatchError: a batch that does not divide into the microbatches; nothing has run.
+            BatchError: a batch that cannot be cut into the microbatches, or keyword inputs that do not fit the layers;
+                nothing has run.
+            NonFiniteError: a loss or a gradient is NaN or infinite; names stage and microbatch.
             StageError: a stage's own code failed, here or on another rank (then a `PeerError`).
         """
-        return self._run(True, x, y, outputs, input_grads)
+        return self._run(True, x, y, outputs, input_grads, named)
 
-    def evaluate(self, x: object, y: object = None, *, outputs: bool = False) -> StepResult:
+    def evaluate(self, x: object, y: object = None, *, outputs: bool = False, **named: object) -> StepResult:
         """Forward only, in eval mode and without gradients; modes are as before afterwards.
 
         Args:
-            x, y, outputs: as for `step`; without `y` there is no loss.
+            x, y, outputs, named: as for `step`; without `y` there is no loss.
         """
         modes = [(module, module.training) for part in self._modules() for module in part.modules()]
         for module, _ in modes:
             module.training = False
         try:
-            return self._run(False, x, y, outputs, False)
+            return self._run(False, x, y, outputs, False, named)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -238,7 +260,7 @@ class Pipeline:
 
     def _modules(self) -> list[StageModule]:
         """Every stage's module that runs in this process, copies included."""
-        return [stage.module for stage in (*self.stages.values(), *self._copies.values())]
+        return [stage.module for stage in self._parts.stages.values()]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
@@ -285,6 +307,7 @@ class Pipeline:
             return
         self._closed = True
         self._executors.clear()
+        self._parts.ties.undo()
         if self._crew is not None:
             self._crew.close()
         if self._world is not None:
@@ -302,27 +325,32 @@ class Pipeline:
         if self._closed:
             raise PenstockError("this pipeline is closed; build a new one")
 
-    def _run(self, trains: bool, x: object, y: object, outputs: bool, input_grads: bool) -> StepResult:
+    def _run(
+        self,
+        trains: bool,
+        x: object,
+        y: object,
+        outputs: bool,
+        input_grads: bool,
+        named: Mapping[str, object],
+    ) -> StepResult:
         self._require_open()
         self._step += 1
         self._failed = True
         executors = self._ready(trains)
         try:
-            inputs, targets = self._cut(trains, x, y)
+            cut = self._cut(trains, x, y, named)
         except BatchError as error:
             for executor in executors if self.in_processes else ():
                 if executor.channel is not None:
                     executor.channel.open(self._step)
                     executor.channel.fail(Failure(executor.rank, self._step, str(error)))
             raise
-        works = [Work(inputs, targets, outputs, input_grads) for _ in executors]
+        finite = self.scaler is None
+        works = [cut.work(outputs, input_grads, finite, self.steps) for _ in executors]
         try:
-            if self._crew is None:
-                executors[0].run(self._step, works[0])
-            else:
-                step = self._step
-                jobs = [lambda e=e, w=w: e.run(step, w) for e, w in zip(executors, works, strict=True)]
-                self._crew.run(jobs, lambda: _interrupt(executors, step))
+            with self._random.watching():
+                run_step(executors, works, self._step, self._crew)
         except BaseException:
             if not self.in_processes:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
@@ -330,70 +358,37 @@ class Pipeline:
             raise
         self._failed = False
         self._traced = executors
-        return self._result(works)
+        self.steps += trains
+        if trains and self._memory is not None:
+            self._choose_recompute(self._memory)
+            self._memory = None
+        return step_result(works, self.microbatches)
 
     def _ready(self, trains: bool) -> list[Executor]:
         if trains not in self._executors:
-            if trains:
-                program = self._train_program
-            else:
-                if self._evaluate_program is None:
-                    self._evaluate_program = check(self.schedule.forwards(), forward_only=True).program
-                program = self._evaluate_program
-            channels: list[Channel | None]
+            channels: list[Channel | None] = [None]
             if self._world is not None:
                 channels = [self._world.channel]
             elif self.ranks > 1:
-                channels = list(thread_channels(program, self.timeout, self._streams))
-            else:
-                channels = [None]
+                program = self._parts.program if trains else self._parts.evaluate_program
+                channels = list(thread_channels(program, self.timeout, self._parts.holders, self._streams))
             self._executors[trains] = [
-                self._executor(program, rank, channel)
+                self._parts.executor(trains, rank, channel, one_memory=not self.in_processes)
                 for rank, channel in zip(self.local_ranks, channels, strict=True)
             ]
         return self._executors[trains]
 
-    def _executor(self, program: Program, rank: int, channel: Channel | None) -> Executor:
-        placement = self.schedule.placement
-        stages = {s: self._copies.get((rank, s), self.stages[s]) for s in placement.stages_of[rank]}
-        copies = None
-        if placement.has_copies and channel is not None and program is self._train_program:
-            copies = Copies(program, rank, stages, channel, one_memory=not self.in_processes)
-        return Executor(program, rank, stages, channel, copies)
+    def _cut(self, trains: bool, x: object, y: object, named: Mapping[str, object]) -> Cut:
+        cutter = Cutter(self.microbatches, self.device, self.reduction, self._parts.wires)
+        scale = self.scaler.scale if self.scaler is not None and trains else 1.0
+        return cutter.cut(x, y, named, self.holds_first, self.holds_last, trains, scale)
 
-    def _cut(self, trains: bool, x: object, y: object) -> tuple[list[object], list[object]]:
-        m = self.microbatches
-        inputs: list[object] = []
-        targets: list[object] = []
-        if self.holds_first:
-            if x is None:
-                raise BatchError("the rank of the first stage needs the input x")
-            inputs = slices(x, m, "the input x", self.device)
-        if self.holds_last:
-            if y is None and trains:
-                raise BatchError("the rank of the last stage needs the target y")
-            targets = slices(y, m, "the target y", self.device) if y is not None else []
-        return inputs, targets
-
-    def _result(self, works: list[Work]) -> StepResult:
-        losses: dict[int, Tensor] = {}
-        outputs: dict[int, object] = {}
-        grads: dict[int, Any] = {}
-        for work in works:
-            losses.update(work.losses)
-            outputs.update(work.outputs)
-            grads.update(work.grads)
-        order = range(self.microbatches)
-        values = torch.stack([losses[n] for n in order]) if losses else None
-        return StepResult(
-            values.mean() if values is not None else None,
-            values,
-            tuple(outputs[n] for n in order) if outputs else None,
-            tuple(g[0] if len(g := grads[n].leaves) == 1 else g for n in order) if grads else None,
-        )
-
-
-def _interrupt(executors: list[Executor], step: int) -> None:
-    for executor in executors:
-        if executor.channel is not None:
-            executor.channel.fail(Failure(executor.rank, step, "the step was interrupted"))
+    def _choose_recompute(self, memory: int) -> None:
+        """The first step has measured what every layer keeps; from now on only as many are recomputed as need be."""
+        for rank in self.local_ranks:
+            choose_recompute(
+                self.schedule,
+                rank,
+                {s: stage for (r, s), stage in self._parts.stages.items() if r == rank},
+                memory,
+            )

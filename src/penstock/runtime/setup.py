@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.world import World
 from penstock.schedule.families import FAMILIES, build_schedule
-from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import read_csv
-from penstock.stage.stage import Stage
+from penstock.stage.random_state import RandomState
+from penstock.stage.recompute import require_policy
+from penstock.stage.runner import Settings
 
 
 def require_count(what: str, value: object) -> None:
     """Refuse anything but a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{what} must be a whole number of at least 1, not {value!r}")
+
+
+def require_timeout(timeout: object) -> float:
+    """Refuse anything but a positive, finite number of seconds."""
+    if isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0:
+        return float(timeout)
+    raise ConfigError(f"timeout must be a positive number of seconds, not {timeout!r}")
+
+
+def require_loss(loss_fn: object) -> None:
+    """Refuse what cannot be called."""
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), not {loss_fn!r}")
 
 
 def resolve_schedule(
@@ -81,20 +96,36 @@ def local_device(device: torch.device | str | None, in_processes: bool) -> torch
     return found
 
 
-def require_runnable(schedule: Schedule) -> None:
-    """Refuse a schedule with ops the executor has no code for."""
-    if (schedule.kind == Kind.R).any():
-        raise ScheduleError(f"{schedule.name} has ops of kind R (recompute), which the runtime does not run")
+class LossScale(Protocol):
+    """What multiplies the loss before the backward, so that half precision does not underflow."""
+
+    @property
+    def scale(self) -> float:
+        """The factor."""
 
 
-def require_untied(stages: Mapping[int, Stage]) -> None:
-    """Refuse a parameter that two stages would write to at once."""
-    home: dict[int, tuple[int, str]] = {}
-    for index, stage in stages.items():
-        for name, parameter in stage.module.whole_model_parameters():
-            other = home.setdefault(id(parameter), (index, name))
-            if other[0] != index:
-                raise ConfigError(
-                    f"{name} (stage {index}) and {other[1]} (stage {other[0]}) are one parameter; "
-                    "tied weights have to be on one stage"
-                )
+def make_settings(
+    recompute: object, memory: object, offload: bool, autocast: object, random: RandomState
+) -> Settings:
+    """How stages compute, from what the user gave.
+
+    Raises:
+        ConfigError: a policy or a dtype that there is not; a memory limit without "auto", or "auto" without one.
+    """
+    policy = require_policy(recompute)
+    if policy == "auto":
+        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
+            raise ConfigError(f"recompute='auto' needs memory, the bytes a rank may hold, not {memory!r}")
+    elif memory is not None:
+        raise ConfigError(f"memory={memory!r} is for recompute='auto', not for recompute={recompute!r}")
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ConfigError(f"autocast must be torch.bfloat16, torch.float16 or None, not {autocast!r}")
+    assert autocast is None or isinstance(autocast, torch.dtype)
+    return Settings(policy, bool(offload), autocast, random)
+
+
+def require_seed(seed: object) -> int:
+    """Refuse anything but a whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed must be a whole number, not {seed!r}")
+    return seed

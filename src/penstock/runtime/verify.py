@@ -19,7 +19,8 @@ from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
 from penstock.stage.layers import as_layers
-from penstock.stage.stage import LossFunction, StageModule
+from penstock.stage.module import StageModule
+from penstock.stage.runner import LossFunction
 from penstock.stage.values import slices
 
 LEARNING_RATE, MAX_NORM = 1e-2, 1.0
@@ -154,9 +155,10 @@ def _plain(subject: Subject, microbatches: int, steps: int, dtype: torch.dtype |
         optimizer.zero_grad()
         x, y = subject.batch(step, microbatches)
         for part, target in zip(
-            *(slices(_as(v, dtype), microbatches, "a batch") for v in (x, y)), strict=True
+            *(slices(_as(v, dtype), microbatches, "a batch")[0] for v in (x, y)), strict=True
         ):
-            loss = subject.loss_fn(model(part), target)
+            found = subject.loss_fn(model(part), target)
+            loss = found if isinstance(found, Tensor) else torch.stack(list(found.values())).sum()
             (loss / microbatches).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)

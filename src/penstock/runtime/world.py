@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,19 +37,11 @@ class World:
         self._lanes: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=60)
 
-    def connect(
-        self, program: Program, timeout: float, device: torch.device | None = None, backend: str = "nccl"
-    ) -> World:
-        """Open the communicators (one for messages, one for reductions) and the Program's edges.
-
-        Every rank calls it, with the same Program. Edges that only the end of a step needs (every rank to the one that
-        collects the losses, and back) are opened, too.
+    def join(self, timeout: float) -> World:
+        """Open the communicators, one for messages and one for reductions; every rank calls it.
 
         Args:
-            program: whose edges they are.
             timeout: the longest a wait may last, in seconds.
-            device: where the stages' values are, if not on the CPU; they get a communicator for each directed edge.
-            backend: of those communicators.
         """
         self._timeout = timedelta(seconds=timeout)
         if not dist.is_initialized():
@@ -58,14 +51,36 @@ class World:
         ranks = list(range(self.size))
         self._messages = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
         self._reductions = dist.new_group(ranks, timeout=self._timeout)
+        return self
+
+    def connect(
+        self,
+        program: Program,
+        holders: Sequence[Sequence[int]],
+        device: torch.device | None = None,
+        backend: str = "nccl",
+    ) -> ProcessChannel:
+        """Open the Program's edges, after `join`.
+
+        Every rank calls it, with the same Program. Edges that only the end of a step needs (every rank to the one that
+        collects the losses, and back) are opened, too.
+
+        Args:
+            program: whose edges they are.
+            holders: ranks that hold the same parameters and add up their gradients, by what they hold.
+            device: where the stages' values are, if not on the CPU; they get a communicator for each directed edge.
+            backend: of those communicators.
+        """
+        assert self._messages is not None, "joined"
+        ranks = list(range(self.size))
         collector = program.schedule.placement.holders[-1][0]
         ends = [(collector, r) for r in ranks if r != collector] + [
             (r, collector) for r in ranks if r != collector
         ]
         sizes: dict[tuple[int, int], tuple[int, int]] = dict.fromkeys(ends, (RESULT_SLOTS, RESULT_SLOTS))
         more = [(key, edge.slots, edge.capacity) for key, edge in program.edges.items()]
-        for holders in program.schedule.placement.holders:
-            more += [((a, b), 1, 1) for a in holders for b in holders if a != b]
+        for group in holders:
+            more += [((a, b), 1, 1) for a in group for b in group if a != b]
         for key, slots, capacity in more:
             before = sizes.get(key, (0, 0))
             sizes[key] = (before[0] + slots, before[1] + capacity)
@@ -83,10 +98,10 @@ class World:
             self.exchange,
             {s: size for (s, t), size in sizes.items() if t == self.rank},
             {t: size for (s, t), size in sizes.items() if s == self.rank},
-            timeout,
+            self._timeout.total_seconds(),
             bulk,
         )
-        return self
+        return self.channel
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; every rank calls it."""

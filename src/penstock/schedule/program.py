@@ -16,6 +16,10 @@ A stage of which several ranks hold a copy is reduced on all its holders, once o
 microbatches. Its REDUCE stands after the unit-time step in which the last copy is complete, and stages that are complete
 together come in ascending order, so that all holders meet in the same order and may even block until they have met.
 
+A value may also skip stages: what stage i gives and stage j > i + 1 takes goes straight from the one to the other, and
+its gradient straight back. Such a hand-over has a port of its own, 1 for the first skip and so on; port 0 is the
+hand-over between neighbours. Nothing waits longer for it: the ops it ties together depend on each other already.
+
 Between two ranks there is one directed edge each way. Its messages arrive in the order in which the sender produces them;
 the receiver has `slots` receives posted ahead. That many suffice for the unit-time execution never to block a
 sender, which proves that the program cannot deadlock even if every send blocks until its receive is posted; one
@@ -32,9 +36,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.schedule.index import index, links, rank_column
-from penstock.schedule.ops import Kind, Op
+from penstock.schedule.ops import Kind
 from penstock.schedule.order import levels
 from penstock.schedule.schedule import IntColumn, Schedule
 
@@ -63,12 +68,14 @@ class Instruction(NamedTuple):
         peer: the other rank of POST, RECV and SEND; -1 otherwise.
         number: the message's place in its edge's order for POST, RECV and SEND; 2 for RUN of a pair, 1 of
             a single op; the stage for REDUCE; 0 otherwise.
+        port: of RECV, TAKE, SEND, HAND and POST: 0 between neighbouring stages, n for the n-th skip.
     """
 
     action: Action
     row: int
     peer: int = -1
     number: int = 0
+    port: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Edge:
     Attributes:
         source, target: the ranks.
         takers: rows (on the target) that take the messages, in the order they are sent.
+        ports: through which port each comes.
         slots: receives the target keeps posted.
         capacity: the most messages that can ever wait, whatever the timing: none is taken later than the backward of
             its microbatch, so as many as one of the two ranks has microbatches in flight. Without backwards: slots.
@@ -86,6 +94,7 @@ class Edge:
     source: int
     target: int
     takers: tuple[int, ...]
+    ports: tuple[int, ...]
     slots: int
     capacity: int
 
@@ -100,6 +109,7 @@ class Program:
         source: int32 (ops,), the row whose hand-over this row takes, or -1.
         target: int32 (ops,), the row that takes this row's hand-over, or -1.
         level: int32 (ops,), the unit-time step of every row: an order that respects every wait.
+        skips: (source stage, target stage) of the values that skip stages, in a fixed order.
     """
 
     schedule: Schedule
@@ -107,16 +117,52 @@ class Program:
     source: IntColumn
     target: IntColumn
     level: IntColumn
+    skips: tuple[tuple[int, int], ...] = ()
+
+    def tag(self, row: int, port: int = 0) -> int:
+        """A number for what a row takes through a port, below `tags`; no two hand-overs have the same."""
+        return port * len(self.rank) + row
+
+    @property
+    def tags(self) -> int:
+        return (1 + len(self.skips)) * len(self.rank)
+
+    @cached_property
+    def hand_overs(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
+        """Row → (giving row, taking row, port) of every skip that it gives or takes."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for giver, taker, port in self._skipping.T.tolist():
+            found.setdefault(giver, []).append((giver, taker, port))
+            found.setdefault(taker, []).append((giver, taker, port))
+        return {row: tuple(sorted(overs, key=lambda over: over[2])) for row, overs in found.items()}
+
+    @cached_property
+    def _skipping(self) -> npt.NDArray[np.int64]:
+        """Giving rows, taking rows and ports of all skips, shape (3, hand-overs)."""
+        if not self.skips:
+            return np.empty((3, 0), np.int64)
+        where = index(self.schedule)
+        parts = []
+        for n, (source, target) in enumerate(self.skips):
+            for giver, taker in (
+                (where.forward[source], where.forward[target]),
+                (where.backward[target], where.backward[source]),
+            ):
+                real = (giver >= 0) & (taker >= 0)
+                parts.append(np.stack([giver[real], taker[real], np.full(real.sum(), n + 1)]))
+        return np.concatenate(parts, axis=1).astype(np.int64)
 
     @cached_property
     def edges(self) -> dict[tuple[int, int], Edge]:
         """Every directed pair of ranks that exchange messages, in a fixed order (by source, then target)."""
-        takers = np.flatnonzero(self.source >= 0)
-        givers = self.source[takers]
+        near = np.flatnonzero(self.source >= 0)
+        givers = np.concatenate([self.source[near], self._skipping[0]])
+        takers = np.concatenate([near, self._skipping[1]])
+        ports = np.concatenate([np.zeros(len(near), np.int64), self._skipping[2]])
         crossing = self.rank[takers] != self.rank[givers]
-        takers, givers = takers[crossing], givers[crossing]
-        order = np.lexsort((givers, self.rank[takers], self.rank[givers]))
-        takers, givers = takers[order], givers[order]
+        takers, givers, ports = takers[crossing], givers[crossing], ports[crossing]
+        order = np.lexsort((ports, givers, self.rank[takers], self.rank[givers]))
+        takers, givers, ports = takers[order], givers[order], ports[order]
         pair = np.stack([self.rank[givers], self.rank[takers]], axis=1)
         cuts = np.flatnonzero((pair[1:] != pair[:-1]).any(axis=1)) + 1
         in_flight = self._in_flight
@@ -126,8 +172,9 @@ class Program:
             rows = takers[part]
             needed = _slots(self.level[givers[part]].tolist(), (self.level[rows] - 1).tolist())
             slots = min(len(rows), needed + JITTER_SLOTS)
-            capacity = max(in_flight[key[0]], in_flight[key[1]], slots) if in_flight else slots
-            found[key] = Edge(*key, tuple(rows.tolist()), slots, capacity)
+            kinds = len(np.unique(ports[part]))
+            capacity = max(kinds * max(in_flight[key[0]], in_flight[key[1]]), slots) if in_flight else slots
+            found[key] = Edge(*key, tuple(rows.tolist()), tuple(ports[part].tolist()), slots, capacity)
         return found
 
     @property
@@ -140,9 +187,13 @@ class Program:
         return [int(np.cumsum(change[self.schedule.rows(r)]).max()) for r in range(self.schedule.ranks)]
 
     @cached_property
-    def message_number(self) -> dict[int, int]:
-        """Taker row → its message's place in its edge's order."""
-        return {row: n for edge in self.edges.values() for n, row in enumerate(edge.takers)}
+    def message_number(self) -> dict[tuple[int, int], int]:
+        """(taker row, port) → its message's place in its edge's order."""
+        return {
+            key: n
+            for edge in self.edges.values()
+            for n, key in enumerate(zip(edge.takers, edge.ports, strict=True))
+        }
 
     @cached_property
     def last_gradient_rows(self) -> dict[tuple[int, int], int]:
@@ -191,7 +242,7 @@ class Program:
         for peer, edge in incoming.items():
             posted[peer] = edge.slots
             for number in range(edge.slots):
-                yield Instruction(Action.POST, edge.takers[number], peer, number)
+                yield Instruction(Action.POST, edge.takers[number], peer, number, edge.ports[number])
         reduced = self.reductions_after(rank)
         rows = schedule.rows(rank)
         row = rows.start
@@ -199,37 +250,44 @@ class Program:
             width = 2 if schedule.paired[row] else 1
             group = range(row, row + width)
             for k in group:
-                giver = int(self.source[k])
-                if giver < 0:
-                    continue
-                peer = int(self.rank[giver])
-                if peer == rank:
-                    yield Instruction(Action.TAKE, k)
-                    continue
-                yield Instruction(Action.RECV, k, peer, self.message_number[k])
-                edge, number = incoming[peer], posted[peer]
-                if number < len(edge.takers):
-                    yield Instruction(Action.POST, edge.takers[number], peer, number)
-                    posted[peer] += 1
+                for giver, port in self._givers(k):
+                    peer = int(self.rank[giver])
+                    if peer == rank:
+                        yield Instruction(Action.TAKE, k, port=port)
+                        continue
+                    yield Instruction(Action.RECV, k, peer, self.message_number[k, port], port)
+                    edge, number = incoming[peer], posted[peer]
+                    if number < len(edge.takers):
+                        yield Instruction(Action.POST, edge.takers[number], peer, number, edge.ports[number])
+                        posted[peer] += 1
             yield Instruction(Action.RUN, row, number=width)
             for k in group:
-                taker = int(self.target[k])
-                if taker >= 0:
+                for taker, port in self.takers(k):
                     peer = int(self.rank[taker])
                     if peer == rank:
-                        yield Instruction(Action.HAND, k)
+                        yield Instruction(Action.HAND, k, port=port)
                     else:
-                        yield Instruction(Action.SEND, k, peer, self.message_number[taker])
+                        yield Instruction(Action.SEND, k, peer, self.message_number[taker, port], port)
                 if schedule.kind[k] in (Kind.B, Kind.W):
                     yield Instruction(Action.FREE, k)
                 for stage in reduced.get(k, ()):
                     yield Instruction(Action.REDUCE, k, number=stage)
             row += width
 
+    def _givers(self, row: int) -> list[tuple[int, int]]:
+        """(giving row, port) of everything a row takes."""
+        near = [(int(self.source[row]), 0)] if self.source[row] >= 0 else []
+        return near + [(g, port) for g, t, port in self.hand_overs.get(row, ()) if t == row]
+
+    def takers(self, row: int) -> list[tuple[int, int]]:
+        """(taking row, port) of everything a row gives."""
+        near = [(int(self.target[row]), 0)] if self.target[row] >= 0 else []
+        return near + [(t, port) for g, t, port in self.hand_overs.get(row, ()) if g == row]
+
     def describe(self, instruction: Instruction) -> str:
         """One instruction as a line of text, for people."""
-        action, row, peer, number = instruction
-        op: Op = self.schedule.op(row)
+        action, row, peer, number, port = instruction
+        op: object = f"{self.schedule.op(row)} (skip {port})" if port else self.schedule.op(row)
         match action:
             case Action.POST | Action.RECV:
                 return f"{action.value} #{number} for {op} from rank {peer}"

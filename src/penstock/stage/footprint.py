@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.stage.values import Parcel
+
 
 class Footprint:
     """Bytes of distinct storages, those of a module's own parameters and buffers left out."""
@@ -31,6 +33,10 @@ class Footprint:
         for tensor in tensors:
             self.add(tensor)
         return self.bytes
+
+    def of_parcels(self, parcels: Iterable[Parcel]) -> int:
+        """The bytes of these parcels' tensors."""
+        return self.of(x for parcel in parcels for x in parcel.leaves if isinstance(x, Tensor))
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call a forward and count what autograd saves for its backward."""

@@ -27,14 +27,16 @@ class Layer:
         build: makes the module; called once, and only in a process that holds the layer.
         role: blocks are what an even split counts; an embedding rides along with the first block and a head
             with the last.
-        tied: parameters that are one with another layer's: own name within the layer → the other's whole-model name.
-            Its value is that one's; `build` makes both equal.
+        tied: own parameter names (within the layer) that are one with a parameter of an earlier layer: → that one's
+            name in the whole model.
+        module: what `build` returns, if it is there already.
     """
 
     name: str
     build: Callable[[], nn.Module]
     role: Role = "block"
     tied: Mapping[str, str] = field(default_factory=dict)
+    module: nn.Module | None = None
 
 
 def as_layers(model: object) -> list[Layer]:
@@ -76,7 +78,7 @@ def _element(position: int, item: object) -> Layer:
 
 def _layer(name: str, item: object) -> Layer:
     if isinstance(item, nn.Module):
-        return Layer(name, lambda: item)
+        return Layer(name, lambda: item, module=item)
     if callable(item):
         return Layer(name, item)
     raise SplitError(

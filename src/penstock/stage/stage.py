@@ -1,76 +1,63 @@
 """One stage: a run of layers, with a forward and a backward for each microbatch.
 
 Every microbatch has an autograd graph of its own: the stage's inputs are detached leaves, the backward starts from
-the gradients that the next stage hands back (or from the loss), and nothing crosses from one microbatch to another.
+the gradients that later stages hand back (or from the loss), and nothing crosses from one microbatch to another.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.errors import PenstockError, SplitError
+from penstock.errors import PenstockError
 from penstock.stage.footprint import Footprint
-from penstock.stage.layers import Layer
-from penstock.stage.values import Parcel, gradients, pack, unpack
-from penstock.stage.weight_grad import Delivery, Queue, deferring
-
-LossFunction = Callable[[Any, Any], Tensor]
-
-
-class StageModule(nn.Module):
-    """The layers of one stage, run one after the other, as ``nn.Sequential`` does."""
-
-    def __init__(self, layers: Sequence[Layer], device: torch.device | None = None) -> None:
-        super().__init__()
-        self.names = tuple(layer.name for layer in layers)
-        self.layers = nn.ModuleList()
-        for layer in layers:
-            module = layer.build()
-            if not isinstance(module, nn.Module):
-                raise SplitError(
-                    f"layer {layer.name!r}: its builder returned a {type(module).__name__}, not an nn.Module"
-                )
-            self.layers.append(module.to(device) if device is not None else module)
-
-    def forward(self, value: Any) -> Any:
-        for layer in self.layers:
-            value = layer(value)
-        return value
-
-    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """(name in the whole model, layer)."""
-        yield from zip(self.names, self.layers, strict=True)
-
-    def whole_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in the whole model, parameter)."""
-        for name, layer in self.named_layers():
-            for inner, parameter in layer.named_parameters():
-                yield f"{name}.{inner}" if inner else name, parameter
-
-    def whole_model_state(self) -> dict[str, Any]:
-        """Parameters and buffers by their names in the whole model."""
-        state: dict[str, Any] = {}
-        for name, layer in self.named_layers():
-            state.update(layer.state_dict(prefix=f"{name}."))
-        return state
+from penstock.stage.module import StageModule
+from penstock.stage.recompute import Buffers, Segment, chosen, nothing_saved, segments
+from penstock.stage.runner import Advanced, Ends, LossFunction, Parcels, Report, Runner, Settings, Wiring
+from penstock.stage.values import gradients
+from penstock.stage.weight_grad import Delivery, Queue
 
 
-_NO_TARGET = object()
-
-
-class _Saved(NamedTuple):
-    """What a microbatch's backward needs: leaves that collect, roots to start from, and the weights' queue."""
+class _Graph(NamedTuple):
+    """A segment whose graph is kept: leaves that collect gradients, and roots to start from."""
 
     collecting: tuple[Tensor, ...]
     roots: tuple[Any, ...]  # gradient edges; on the last stage the scaled loss
+
+
+class _Dropped(NamedTuple):
+    """A segment to be run again: its inputs, and what its changing buffers were."""
+
+    segment: Segment
+    inputs: Parcels
+    buffers: list[Tensor]
+    ends: Ends | None
+
+
+class _Saved(NamedTuple):
+    """What a microbatch's backward needs."""
+
+    parts: list[_Graph | _Dropped]
+    ports: tuple[int, ...]  # how many leaves of each input parcel collect a gradient
     queue: Queue | None
+
+
+class LayerBytes(NamedTuple):
+    """What one layer keeps for one microbatch.
+
+    Attributes:
+        kept: bytes from its forward to its backward if it is not recomputed.
+        inputs: bytes of its inputs, which are what it keeps if it is.
+    """
+
+    kept: int
+    inputs: int
 
 
 class Stage:
@@ -79,107 +66,194 @@ class Stage:
     Args:
         index: the stage's number in the whole model.
         module: its layers.
-        loss_fn: on the last stage ``loss_fn(output, target)``, a scalar, the mean over its microbatch.
-        microbatches: how many microbatches share a step; the backward starts from loss / microbatches.
+        loss_fn: on the last stage ``loss_fn(output, target)``: a scalar, or scalars by name, whose sum is the loss.
+        settings: how it computes.
+        wiring: what it hands on besides its output.
 
     Attributes:
         held_bytes: bytes that the held microbatches keep alive for their backwards, each counted as the first one of
             its kind was measured; 0 for stages that hold compiled modules.
+        suspects: for each microbatch whose backward has run, a number that is finite if the gradients it handed
+            back are; to be cleared by whoever looks.
     """
 
     def __init__(
-        self, index: int, module: StageModule, loss_fn: LossFunction | None = None, microbatches: int = 1
+        self,
+        index: int,
+        module: StageModule,
+        loss_fn: LossFunction | None = None,
+        settings: Settings | None = None,
+        wiring: Wiring | None = None,
     ) -> None:
         self.index = index
         self.module = module
-        self.loss_fn = loss_fn
-        self.microbatches = microbatches
+        self.settings = settings or Settings()
+        self.held_bytes = 0
+        self.suspects: list[tuple[int, Tensor]] = []
+        self._runner = Runner(index, module, loss_fn, self.settings, wiring or Wiring())
         self._saved: dict[int, _Saved] = {}
         self._waiting: dict[int, Queue] = {}
-        self._shared: set[int] = set()
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
-        self.held_bytes = 0
-        self._saved_bytes: dict[bool, int] = {}
+        self._saved_bytes: dict[tuple[bool, bool], int] = {}
         self._waiting_bytes: int | None = None
-        # A stage's input is a leaf, into which autograd lets nobody write; a stage that begins so gets a copy.
-        first = next((m for m in module.layers.modules() if next(m.children(), None) is None), None)
-        self._writes_input = bool(getattr(first, "inplace", False))
+        self._buffers: dict[Segment, Buffers] = {}
+        self._layer_bytes: dict[int, LayerBytes] = {}
+        self._whole = Segment(0, len(module.layers), True)
+        self.cut(chosen(self.settings.recompute, len(module.layers)))
+
+    def cut(self, recomputed: Sequence[bool]) -> None:
+        """Say for each layer whether it is recomputed; between two steps."""
+        self._segments = segments(recomputed)
+        self._saved_bytes.clear()
 
     @property
     def held(self) -> int:
         """How many microbatches' activations the stage holds, those that wait for W included."""
         return len(self._saved) + len(self._waiting)
 
-    def forward(self, microbatch: int, inputs: Parcel, split: bool = False) -> Parcel:
+    def begin(self, step: int) -> None:
+        """A step begins; random draws depend on its number."""
+        self._runner.step = step
+
+    def forward(self, microbatch: int, inputs: Parcels, split: bool = False, drop: bool = False) -> Parcels:
         """Run the layers on a microbatch, keep what its backward needs, and return the output.
 
         Args:
             microbatch: which.
-            inputs: from the stage before, or the batch.
+            inputs: from earlier stages, or the batch.
             split: the backward will come in two halves, `backward_input` and `backward_weight`.
+            drop: keep the inputs only; `recompute` will come before the backward.
 
         Raises:
             PenstockError: the microbatch is already held: used twice without a backward between.
         """
-        value, collecting, queue = self._begin(microbatch, inputs, split)
-        output, roots = pack(self._run(value, queue, collecting))
-        # The graph's ends are kept, not the outputs: their memory goes when the next stage is done with them.
-        self._saved[microbatch] = _Saved(collecting, tuple(map(get_gradient_edge, roots)), queue)
-        return output
+        return self._forward(microbatch, inputs, None, split, drop).parcels
 
     def forward_with_loss(
-        self, microbatch: int, inputs: Parcel, target: object, keep_output: bool, split: bool = False
-    ) -> tuple[Tensor, object]:
-        """As `forward`, on the last stage: returns the microbatch's loss and, if kept, the detached output."""
-        value, collecting, queue = self._begin(microbatch, inputs, split)
-        result, loss = self._run(value, queue, collecting, target)
-        scaled = loss / self.microbatches
-        self._saved[microbatch] = _Saved(collecting, (scaled,) if scaled.requires_grad else (), queue)
-        return loss.detach(), _detached(result) if keep_output else None
+        self, microbatch: int, inputs: Parcels, ends: Ends, split: bool = False, drop: bool = False
+    ) -> Report:
+        """As `forward`, on the last stage: returns the microbatch's losses and, if wanted, the detached output."""
+        report = self._forward(microbatch, inputs, ends, split, drop).report
+        assert report is not None, "a stage with a loss_fn"
+        return report
 
-    def _begin(
-        self, microbatch: int, inputs: Parcel, split: bool
-    ) -> tuple[object, tuple[Tensor, ...], Queue | None]:
+    def _forward(
+        self, microbatch: int, inputs: Parcels, ends: Ends | None, split: bool, drop: bool
+    ) -> Advanced:
         if microbatch in self._saved or microbatch in self._waiting:
             raise PenstockError(
                 f"stage {self.index} already holds microbatch {microbatch}; its backward has to come first"
             )
-        value, collecting = unpack(inputs)
-        if self._writes_input and isinstance(value, Tensor) and value.requires_grad:
-            value = value.clone()
-        return value, collecting, Queue() if split and self.splits else None
+        queue = Queue() if split and self.splits else None
+        measured = self.compiled is not None or (queue is not None, drop) in self._saved_bytes
+        footprint = None if measured else Footprint(self.module)
+        saved = _Saved([], tuple(sum(p.needs_grad) for p in inputs), queue)
+        passed: Parcels = inputs
+        for segment in (self._whole,) if drop else self._segments:
+            record, found = self._first_time(segment, microbatch, passed, ends, queue, footprint)
+            saved.parts.append(record)
+            passed = found.parcels
+        if footprint is not None:
+            self._saved_bytes[queue is not None, drop] = footprint.bytes
+        self.held_bytes += self._saved_bytes.get((queue is not None, drop), 0)
+        self._saved[microbatch] = saved
+        return found._replace(roots=())
 
-    def _run(
-        self, value: object, queue: Queue | None, collecting: tuple[Tensor, ...], target: object = _NO_TARGET
-    ) -> Any:
-        """The layers' output, with the loss if there is a target; the first microbatch is measured on the way."""
+    def _first_time(
+        self,
+        segment: Segment,
+        microbatch: int,
+        inputs: Parcels,
+        ends: Ends | None,
+        queue: Queue | None,
+        footprint: Footprint | None,
+    ) -> tuple[_Graph | _Dropped, Advanced]:
+        if not segment.recompute:
+            state, collecting = self._runner.join(inputs, segment)
 
-        def call() -> Any:
-            if queue is None:
-                result = self.module(value)
+            def keep() -> Advanced:
+                with self._runner.offloading():
+                    return self._runner.advance(segment, microbatch, state, ends, queue)
+
+            if footprint is None:
+                found = keep()
             else:
-                with deferring(queue, self._shared):
-                    result = self.module(value)
-            return result if target is _NO_TARGET else (result, self.loss(result, target))
+                if queue is not None:
+                    queue.note = footprint.add
+                found = footprint.run(keep)
+                if queue is not None:
+                    queue.note = None
+                footprint.of(collecting)
+            return self._graph(collecting, found), found
+        found_once: list[Advanced] = []
 
-        split = queue is not None
-        if split in self._saved_bytes or self.compiled is not None:
-            found = call()
+        def forward() -> None:
+            with nothing_saved():
+                state, _ = self._runner.join(inputs, segment)
+                found_once.append(self._runner.advance(segment, microbatch, state, ends, None))
+
+        before = self._buffers_of(segment).during(forward)
+        if footprint is not None:
+            footprint.of_parcels(inputs)
+        return _Dropped(segment, inputs, before, ends), found_once[0]
+
+    def recompute(self, microbatch: int) -> None:
+        """Run what a forward with `drop` dropped again, ahead of its backward (the op R).
+
+        Raises:
+            PenstockError: no activation of that microbatch is held.
+        """
+        saved = self._require(microbatch)
+        (part,) = saved.parts
+        assert isinstance(part, _Dropped), "its forward was told to drop"
+        split = saved.queue is not None
+        if (split, False) in self._saved_bytes or self.compiled is not None:
+            graph = self._again(part, microbatch, saved.queue)
         else:
             footprint = Footprint(self.module)
-            if queue is not None:
-                queue.note = footprint.add
-            found = footprint.run(call)
-            if queue is not None:
-                queue.note = None
-            self._saved_bytes[split] = footprint.of(collecting)
-        self.held_bytes += self._saved_bytes.get(split, 0)
-        return found
+            graph = footprint.run(lambda: self._again(part, microbatch, saved.queue))
+            self._saved_bytes[split, False] = footprint.of(graph.collecting)
+        saved.parts[0] = graph
+        self.held_bytes += self._saved_bytes.get((split, False), 0) - self._saved_bytes.get((split, True), 0)
+
+    def _again(self, part: _Dropped, microbatch: int, queue: Queue | None) -> _Graph:
+        at = part.segment.start
+        if self.settings.recompute != "auto" or at in self._layer_bytes or part.segment == self._whole:
+            return self._run_again(part, microbatch, queue)
+        footprint, inputs = Footprint(self.module), Footprint(self.module)
+        graph: _Graph = footprint.run(lambda: self._run_again(part, microbatch, queue))
+        self._layer_bytes[at] = LayerBytes(footprint.of(graph.collecting), inputs.of_parcels(part.inputs))
+        return graph
+
+    def measured(self) -> list[LayerBytes]:
+        """What each layer keeps, after a step with "auto" in which every layer was recomputed."""
+        return [self._layer_bytes[n] for n in range(len(self.module.layers))]
+
+    def _run_again(self, part: _Dropped, microbatch: int, queue: Queue | None) -> _Graph:
+        with torch.enable_grad(), self._buffers_of(part.segment).again(part.buffers):
+            state, collecting = self._runner.join(part.inputs, part.segment)
+            return self._graph(
+                collecting, self._runner.advance(part.segment, microbatch, state, part.ends, queue)
+            )
+
+    def _graph(self, collecting: tuple[Tensor, ...], found: Advanced) -> _Graph:
+        if found.report is not None:
+            return _Graph(collecting, found.roots)
+        # The graph's ends are kept, not the outputs: their memory goes when the next stage is done with them.
+        return _Graph(collecting, tuple(map(get_gradient_edge, found.roots)))
+
+    def _buffers_of(self, segment: Segment) -> Buffers:
+        if segment not in self._buffers:
+            self._buffers[segment] = Buffers(list(self.module.layers)[segment.start : segment.stop])
+        return self._buffers[segment]
 
     @cached_property
     def compiled(self) -> str | None:
         """The name of a module that ``torch.compile`` made; None if there is none."""
-        return next((name for name, m in self.module.named_modules() if hasattr(m, "_orig_mod")), None)
+        for name, module in self.module.named_modules():
+            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+                return str(name)
+        return None
 
     @cached_property
     def splits(self) -> bool:
@@ -192,38 +266,27 @@ class Stage:
             )
         return self.compiled is None
 
-    def evaluate(self, microbatch: int, inputs: Parcel) -> Parcel:
+    def evaluate(self, microbatch: int, inputs: Parcels) -> Parcels:
         """Run the layers on a microbatch and keep nothing; to be called without gradients enabled."""
-        return pack(self.module(unpack(inputs)[0]))[0]
+        return self._evaluated(microbatch, inputs, None).parcels
 
-    def evaluate_with_loss(
-        self, microbatch: int, inputs: Parcel, target: object, keep_output: bool
-    ) -> tuple[Tensor | None, object]:
+    def evaluate_with_loss(self, microbatch: int, inputs: Parcels, ends: Ends) -> Report:
         """As `evaluate`, on the last stage; the loss is None if there is no target."""
-        result = self.module(unpack(inputs)[0])
-        loss = None if target is None else self.loss(result, target)
-        return loss, result if keep_output else None
+        report = self._evaluated(microbatch, inputs, None if ends.target is None else ends).report
+        assert report is not None, "a stage with a loss_fn"
+        return report
 
-    def loss(self, output: object, target: object) -> Tensor:
-        """The microbatch's loss, checked to be a scalar tensor."""
-        assert self.loss_fn is not None
-        loss = self.loss_fn(output, target)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            shape = (
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            )
-            raise PenstockError(
-                f"loss_fn must return a scalar tensor, the mean over its microbatch; it returned {shape}"
-            )
-        return loss
+    def _evaluated(self, microbatch: int, inputs: Parcels, ends: Ends | None) -> Advanced:
+        state, _ = self._runner.join(inputs, self._whole)
+        return self._runner.advance(self._whole, microbatch, state, ends, None)
 
-    def backward(self, microbatch: int, grads: Parcel | None) -> Parcel:
+    def backward(self, microbatch: int, grads: Parcels | None) -> Parcels:
         """Backward of a microbatch: parameter gradients accumulate, the inputs' gradients are returned.
 
         Args:
             microbatch: which.
-            grads: from the next stage, one leaf (a tensor or None) for each output leaf that needed a gradient;
-                None on the last stage, where the loss is the start.
+            grads: from later stages, a parcel for each port, with one leaf (a tensor or None) for each output leaf that
+                needed a gradient; None on the last stage, where the loss is the start.
 
         Raises:
             PenstockError: no activation of that microbatch is held.
@@ -232,33 +295,52 @@ class Stage:
         self.backward_weight(microbatch)
         return inputs
 
-    def backward_input(self, microbatch: int, grads: Parcel | None) -> Parcel:
+    def backward_input(self, microbatch: int, grads: Parcels | None) -> Parcels:
         """The half of `backward` that yields the inputs' gradients (and whatever weight gradients cannot wait)."""
-        if microbatch not in self._saved:
-            raise PenstockError(
-                f"stage {self.index} holds no activation of microbatch {microbatch}; its forward has to come "
-                "first, and its backward only once"
-            )
-        collecting, roots, queue = self._saved.pop(microbatch)
-        if grads is None:
-            if roots:
-                torch.autograd.backward(roots)
-        else:
-            if len(grads.leaves) != len(roots):
-                raise PenstockError(
-                    f"stage {self.index}, microbatch {microbatch}: {len(grads.leaves)} gradient(s) came back "
-                    f"for {len(roots)} output(s) that need one"
-                )
-            given = [(r, g) for r, g in zip(roots, grads.leaves, strict=True) if g is not None]
-            if given:
-                torch.autograd.backward([r for r, _ in given], [g for _, g in given])
-        self.held_bytes -= self._saved_bytes.get(queue is not None, 0)
+        parts, ports, queue = self._require(microbatch)
+        del self._saved[microbatch]
+        drop = len(parts) == 1 and isinstance(parts[0], _Dropped) and parts[0].segment == self._whole
+        given: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
+        collecting: tuple[Tensor, ...] = ()
+        while parts:
+            part = parts.pop()
+            graph = self._again(part, microbatch, queue) if isinstance(part, _Dropped) else part
+            collecting = graph.collecting
+            self._run_backward(microbatch, graph.roots, given)
+            given = [leaf.grad for leaf in collecting]
+            del part, graph
+        self.held_bytes -= self._saved_bytes.get((queue is not None, drop), 0)
         if queue is not None and queue.pending:
             self._waiting[microbatch] = queue
             if self._waiting_bytes is None:
                 self._waiting_bytes = Footprint(self.module).of(queue.tensors())
             self.held_bytes += self._waiting_bytes
-        return gradients(collecting)
+        found = gradients(collecting, ports)
+        for parcel in found:
+            self.suspects += [(microbatch, _sum(g)) for g in parcel.leaves if g is not None]
+        return found
+
+    def _run_backward(self, microbatch: int, roots: tuple[Any, ...], given: list[Any] | None) -> None:
+        if given is None:
+            if roots:
+                torch.autograd.backward(roots)
+            return
+        if len(given) != len(roots):
+            raise PenstockError(
+                f"stage {self.index}, microbatch {microbatch}: {len(given)} gradient(s) came back "
+                f"for {len(roots)} output(s) that need one"
+            )
+        pairs = [(r, g) for r, g in zip(roots, given, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+
+    def _require(self, microbatch: int) -> _Saved:
+        if microbatch not in self._saved:
+            raise PenstockError(
+                f"stage {self.index} holds no activation of microbatch {microbatch}; its forward has to come "
+                "first, and its backward only once"
+            )
+        return self._saved[microbatch]
 
     def backward_weight(self, microbatch: int) -> None:
         """The other half: the weight gradients that `backward_input` put off."""
@@ -276,9 +358,10 @@ class Stage:
                 queue.clear()
         self._saved.clear()
         self._waiting.clear()
+        self.suspects.clear()
         self.held_bytes = 0
 
 
-def _detached(value: object) -> object:
-    packed = pack(value)[0]
-    return unpack(packed._replace(needs_grad=(False,) * len(packed.leaves)))[0]
+def _sum(gradient: Tensor) -> Tensor:
+    """A number that is finite if the gradient is, as good as ever: half precision would overflow on the way."""
+    return gradient.sum(dtype=torch.float32 if gradient.element_size() < 4 else None)

@@ -7,6 +7,8 @@ one place that uses it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +83,13 @@ def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
     return tuple(leaves), structure
 
 
+def has_tensor(value: object) -> bool:
+    """Whether there is a tensor among a value's leaves, or it is cut into microbatches already."""
+    if isinstance(value, Microbatches):
+        return True
+    return any(isinstance(leaf, Tensor) for leaf in _pytree.tree_leaves(value))
+
+
 def describe(parcel: Parcel) -> str:
     """The leaves in a few words, as ``float32 (4, 16)``."""
     return ", ".join(
@@ -91,9 +100,15 @@ def describe(parcel: Parcel) -> str:
     )
 
 
-def gradients(tensors: Sequence[Tensor]) -> Parcel:
-    """The gradients that the given leaves have collected, as a parcel for the stage that made them."""
-    return Parcel(tuple(t.grad for t in tensors), None, (False,) * len(tensors))
+def gradients(tensors: Sequence[Tensor], ports: Sequence[int]) -> tuple[Parcel, ...]:
+    """The gradients that leaves have collected, as parcels for the stages that made them.
+
+    Args:
+        tensors: the leaves.
+        ports: how many of them came through each port, in order.
+    """
+    grads = iter([t.grad for t in tensors])
+    return tuple(Parcel(tuple(islice(grads, n)), None, (False,) * n) for n in ports)
 
 
 def dump_structure(structure: Any) -> str:
@@ -106,18 +121,79 @@ def load_structure(text: str) -> Any:
     return _pytree.treespec_loads(text)
 
 
-def slices(value: object, microbatches: int, what: str, device: torch.device | None = None) -> list[object]:
-    """Cut a batch along dimension 0 into equal microbatches: every tensor in it; other leaves go to all.
+class Carried(NamedTuple):
+    """What travels from a stage to the next where that is more than the last layer's output.
+
+    Attributes:
+        value: the last layer's output.
+        named: named values that later stages take, by name.
+        losses: auxiliary losses so far, by name.
+    """
+
+    value: Any
+    named: dict[str, Any]
+    losses: dict[str, Tensor]
+
+
+_pytree._register_namedtuple(Carried, serialized_type_name="penstock.Carried")
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """A batch that is cut already: one value a microbatch, which may differ in shape.
+
+    Attributes:
+        parts: by microbatch id.
+    """
+
+    parts: Sequence[object]
+
+
+def slices(
+    value: object, microbatches: int, what: str, device: torch.device | None = None
+) -> tuple[list[object], list[int]]:
+    """Cut a batch along dimension 0 into microbatches: every tensor in it; other leaves go to all.
+
+    Where `microbatches` does not divide the batch, the first ones are larger by one row.
 
     Args:
-        value: a tensor, or tensors in tuples, lists and dicts.
+        value: a tensor, or tensors in tuples, lists and dicts; or `Microbatches`.
         microbatches: how many.
         what: the value is, for the error.
         device: where the tensors are to be; None leaves them.
 
+    Returns:
+        The parts, and the rows (the size of dimension 0) of each.
+
     Raises:
-        BatchError: no tensor, or a batch size that `microbatches` does not divide.
+        BatchError: no tensor, tensors of different batch sizes, fewer rows than microbatches, or a wrong number of parts.
     """
+    if isinstance(value, Microbatches):
+        if len(value.parts) != microbatches:
+            raise BatchError(
+                f"{what}: {len(value.parts)} microbatches were given, but there are {microbatches}"
+            )
+        found = [_placed(part, f"{what}, microbatch {n}", device) for n, part in enumerate(value.parts)]
+        return [part for part, _ in found], [rows for _, rows in found]
+    whole, size = _placed(value, what, device)
+    if size < microbatches:
+        raise BatchError(
+            f"{what}: a batch of {size} is too small for {microbatches} microbatches; every one needs at least one row"
+        )
+    leaves, structure = _pytree.tree_flatten(whole)
+    parts = [
+        torch.tensor_split(leaf, microbatches) if isinstance(leaf, Tensor) else (leaf,) * microbatches
+        for leaf in leaves
+    ]
+    small, larger = divmod(size, microbatches)
+    return (
+        [_pytree.tree_unflatten([part[n] for part in parts], structure) for n in range(microbatches)],
+        [small + (n < larger) for n in range(microbatches)],
+    )
+
+
+def _placed(value: object, what: str, device: torch.device | None) -> tuple[object, int]:
+    """The value without a graph, on the device, and the rows of its tensors."""
     leaves, structure = _pytree.tree_flatten(value)
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves if isinstance(leaf, Tensor)}
     if len(sizes) != 1 or None in sizes:
@@ -125,16 +201,9 @@ def slices(value: object, microbatches: int, what: str, device: torch.device | N
         raise BatchError(f"{what}: {found}; it needs tensors that share dimension 0, the batch")
     (size,) = sizes
     assert size is not None
-    if size == 0 or size % microbatches:
-        fits = [n for n in range(1, size + 1) if size % n == 0]
-        raise BatchError(
-            f"{what}: a batch of {size} does not divide into {microbatches} microbatches; "
-            f"use a multiple of {microbatches}" + (f", or one of {fits[:12]} microbatches" if fits else "")
-        )
-    parts = [
-        torch.split(leaf.detach() if device is None else leaf.detach().to(device), size // microbatches)
-        if isinstance(leaf, Tensor)
-        else (leaf,) * microbatches
-        for leaf in leaves
-    ]
-    return [_pytree.tree_unflatten([part[n] for part in parts], structure) for n in range(microbatches)]
+    moved = [_at(leaf.detach(), device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return _pytree.tree_unflatten(moved, structure), size
+
+
+def _at(tensor: Tensor, device: torch.device | None) -> Tensor:
+    return tensor if device is None else tensor.to(device)

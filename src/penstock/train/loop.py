@@ -11,7 +11,6 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.world import current_world
 from penstock.trace.bubbles import busy
@@ -224,7 +223,8 @@ def _steps(
         before = perf_counter()
         result = pipe.step(x, y)
         in_pipe = perf_counter() - before
-        loss = _finite(result.loss, step)
+        assert result.loss is not None, "a training step has a loss"
+        loss = float(result.loss)
         update = optimizer.step()
         assert update.grad_norm is not None, "every step is applied, and measured"
         since_log += perf_counter() - started
@@ -269,17 +269,6 @@ def measured_bubble(pipe: Pipeline, fleet: Fleet, seconds: float) -> float:
     trace = pipe.trace()
     assert trace is not None, "a step has just been done"
     return max(0.0, 1.0 - fleet.total(float(busy(trace).sum()) / (pipe.ranks * seconds)))
-
-
-def _finite(loss: Tensor | None, step: int) -> float:
-    assert loss is not None, "a training step has a loss"
-    value = float(loss)
-    if not math.isfinite(value):
-        raise PenstockError(
-            f"the loss of step {step} is {value}; no weight was changed by it. A lower optim.lr, a longer "
-            "optim.warmup or a smaller optim.clip usually helps"
-        )
-    return value
 
 
 def _opening(config: Config, language: Language, path: Path, device: torch.device, text: Text) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
-from penstock.stage.stage import StageModule
+from penstock.stage.module import StageModule
 from penstock.train import config_file, weights
 from penstock.train.config import Config, SampleConfig
 from penstock.train.language import Language, language_of

@@ -34,7 +34,8 @@ def world(rank: int, way: str, timeout: float = 20.0) -> World:
     os.environ[transport.SWITCH] = "1" if way == "shared memory" else "0"
     device = torch.device("cpu") if way == "lanes" else None
     program = check(build_schedule("1f1b", 2, 4)).program
-    joined = World(rank, 2).connect(program, timeout, device, "gloo")
+    joined = World(rank, 2).join(timeout)
+    joined.connect(program, program.schedule.placement.holders, device, "gloo")
     del os.environ[transport.SWITCH]
     for edge in joined.channel._in.values():
         assert isinstance(edge, SharedIncoming) == (way == "shared memory")

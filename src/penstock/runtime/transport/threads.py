@@ -112,16 +112,20 @@ class StreamChannel(ThreadChannel):
 
 
 def thread_channels(
-    program: Program, timeout: float, streams: Streams | None = None
+    program: Program,
+    timeout: float,
+    holders: Sequence[Sequence[int]] = (),
+    streams: Streams | None = None,
 ) -> Sequence[ThreadChannel]:
     """The connected ends of a Program's ranks.
 
     Every rank is connected with every other: besides the Program's edges there is a place for the step's result, and
-    one for the gradients of each stage of which both hold a copy.
+    one for the gradients of whatever both hold.
 
     Args:
         program: whose edges they are.
         timeout: the longest a send or receive waits, in seconds.
+        holders: ranks that hold the same parameters and add up their gradients, by what they hold.
         streams: on which the ranks compute; None on the CPU.
     """
     ranks = range(program.schedule.ranks)
@@ -131,7 +135,7 @@ def thread_channels(
             if source != target:
                 edge = program.edges.get((source, target))
                 places: _Places = queue.SimpleQueue()
-                both = sum(source in h and target in h for h in program.schedule.placement.holders)
+                both = sum(source in group and target in group for group in holders)
                 for _ in range((edge.capacity if edge else 0) + both + 1):
                     places.put(None)
                 edges[source, target] = (queue.SimpleQueue(), places)

@@ -1,0 +1,166 @@
+"""A process's stages put together: built, copied, tied, compiled, and told what to hand on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.runtime.executor import Executor
+from penstock.runtime.shared import Bundle, Shared, alias, bundles, groups_of_holders
+from penstock.runtime.ties import Ties
+from penstock.runtime.transport.base import Channel
+from penstock.runtime.wiring import Wires, gathered, names_of
+from penstock.runtime.world import World
+from penstock.schedule.check import check
+from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+from penstock.schedule.schedule import Schedule
+from penstock.stage.layers import Layer
+from penstock.stage.module import StageModule
+from penstock.stage.runner import LossFunction, Settings
+from penstock.stage.stage import Stage
+
+Modules = dict[tuple[int, int], StageModule]
+"""(rank, stage) → the stage's module on that rank."""
+
+
+class Assembly:
+    """The stages of this process's ranks, and what they share with other ranks.
+
+    Args:
+        schedule: proved.
+        program: it lowers to.
+        runs: the layers of each stage.
+        local_ranks: the ranks of this process.
+        device: where the modules go; None leaves them where they are built.
+        loss_fn: of the last stage.
+        settings: how stages compute.
+        compile: what ``torch.compile`` gets; see `compile_modules`.
+        world: the other processes, joined; None if there are none.
+
+    Attributes:
+        ties: the tied weights.
+        wires: the named values.
+        program: of a training step, with the skips.
+        stages: (rank, stage) → the stage at work.
+        bundles: for each local rank the parameters it holds together with others.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        program: Program,
+        runs: Sequence[Sequence[Layer]],
+        local_ranks: Sequence[int],
+        device: torch.device | None,
+        loss_fn: LossFunction,
+        settings: Settings,
+        compile: str,
+        world: World | None,
+    ) -> None:
+        self.schedule = schedule
+        placement, last = schedule.placement, schedule.stages - 1
+        self.ties = Ties([layer for run in runs for layer in run], runs, placement)
+        seed = settings.random.seed if settings.random is not None else 0
+        modules = build_modules(runs, placement, local_ranks, device, seed)
+        self.ties.apply(modules)
+        if compile == "stage" and settings.recompute != "none":
+            raise ConfigError(
+                "compile='stage' makes one of all layers, so none can be recomputed on its own; use compile='block'"
+            )
+        compile_modules(modules, compile)
+        names = {s: names_of(module) for (_, s), module in modules.items()}
+        self.wires = Wires(gathered(world.gather_dict(names) if world else names))
+        self.program = replace(program, skips=self.wires.skips)
+        self.stages = {
+            (rank, s): Stage(s, module, loss_fn if s == last else None, settings, self.wires.stages[s])
+            for (rank, s), module in modules.items()
+        }
+        self.bundles: dict[int, list[Bundle]] = {
+            rank: bundles(placement, self.ties, {s: m for (r, s), m in modules.items() if r == rank}, rank)
+            for rank in local_ranks
+        }
+
+    @cached_property
+    def own_stages(self) -> dict[int, Stage]:
+        """By number, the stage that counts: the one of its first holder in this process."""
+        return {s: self.stages[rank, s] for rank, s in reversed(self.stages)}
+
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        """The ranks that hold the same parameters, by what they hold."""
+        return groups_of_holders(self.schedule.placement, self.ties)
+
+    @cached_property
+    def evaluate_program(self) -> Program:
+        """Of a step of forwards only."""
+        forwards = check(self.schedule.forwards(), forward_only=True).program
+        return replace(forwards, skips=self.wires.skips)
+
+    def executor(self, trains: bool, rank: int, channel: Channel | None, one_memory: bool) -> Executor:
+        """A rank's executor.
+
+        Args:
+            trains: of a training step; else of an evaluation.
+            rank: which.
+            channel: its end of the transport; None for a single rank.
+            one_memory: the ranks are threads of one process.
+        """
+        program = self.program if trains else self.evaluate_program
+        stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
+        shared = None
+        if trains and self.bundles[rank] and channel is not None:
+            tags = program.tags + 1  # the one before is that of the step's end
+            shared = Shared(self.bundles[rank], rank, tags, channel, one_memory)
+        return Executor(program, rank, stages, channel, shared)
+
+
+def build_modules(
+    runs: Sequence[Sequence[Layer]],
+    placement: Placement,
+    local_ranks: Sequence[int],
+    device: torch.device | None,
+    seed: int,
+) -> Modules:
+    """Build the stages of this process's ranks, each once.
+
+    A stage that several of them hold is built for the first holder; the others get modules that share its memory.
+
+    Args:
+        runs: the layers of each stage.
+        placement: which rank holds which stage.
+        local_ranks: the ranks of this process.
+        device: where the modules go; None leaves them where they are built.
+        seed: of the layers that are given as functions: what they draw depends on it and on their names alone.
+    """
+    modules: Modules = {}
+    for stage, holders in enumerate(placement.holders):
+        here = [rank for rank in holders if rank in local_ranks]
+        for rank in here:
+            first = modules.get((here[0], stage))
+            modules[rank, stage] = StageModule(runs[stage], device, seed) if first is None else alias(first)
+    return modules
+
+
+def compile_modules(modules: Mapping[tuple[int, int], StageModule], what: str) -> None:
+    """Give the modules to ``torch.compile``.
+
+    Args:
+        modules: of this process.
+        what: "none", "block" (each layer on its own) or "stage" (each stage's layers together).
+
+    Raises:
+        ConfigError: `what` is none of these.
+    """
+    if what not in ("none", "block", "stage"):
+        raise ConfigError(f"compile must be 'none', 'block' or 'stage', not {what!r}")
+    for module in modules.values():
+        if what == "block":
+            for layer in module.layers:
+                layer.compile()
+        elif what == "stage":
+            module.compile_run()

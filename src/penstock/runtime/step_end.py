@@ -1,0 +1,192 @@
+"""How a step ends: on every rank or on none, with every loss known to all.
+
+Each rank reports to the collector, which holds the last stage, that its ops are done, with the losses it saw and
+with the first number it found that is not finite; the collector answers with all losses and one verdict. A rank that
+failed has sent its failure instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import BatchError, NonFiniteError, PenstockError
+from penstock.runtime.transport.base import Channel
+from penstock.stage.stage import Stage
+from penstock.stage.values import Parcel
+
+_ROWS, _LOSS, _GRADIENT, _WEIGHT = range(4)
+
+
+class Finding(NamedTuple):
+    """Why a step is refused on every rank; the smaller one of two is nearer to where it began.
+
+    Attributes:
+        kind: rows of input and target that differ, or NaN or infinity in a loss, a gradient handed back, or a
+            weight's gradient.
+        depth: how many stages before the last one.
+        microbatch: which; -1 for a weight.
+    """
+
+    kind: int
+    depth: int
+    microbatch: int
+
+
+@dataclass
+class Losses:
+    """What the last stage reported.
+
+    Attributes:
+        total: by microbatch id, 0-d tensors.
+        parts: by microbatch id, and by name.
+        weights: how much each microbatch counts, by microbatch id; they sum to 1, unless losses are summed.
+        rows_in, rows_out: rows of the input and of the target by microbatch; empty where they are not known.
+    """
+
+    total: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
+    rows_in: tuple[int, ...] = ()
+    rows_out: tuple[int, ...] = ()
+
+    def update(self, other: Losses) -> None:
+        """Add those of another rank."""
+        self.total.update(other.total)
+        self.parts.update(other.parts)
+        self.weights.update(other.weights)
+        self.rows_in = self.rows_in or other.rows_in
+        self.rows_out = self.rows_out or other.rows_out
+
+    @property
+    def uneven(self) -> list[Finding]:
+        """The first microbatch whose input and target differ in rows."""
+        pairs = zip(self.rows_in, self.rows_out, strict=False)
+        return [Finding(_ROWS, 0, n) for n, (a, b) in enumerate(pairs) if a != b][:1]
+
+
+def find_nonfinite(stages: Mapping[int, Stage], losses: Losses, last: int) -> Finding | None:
+    """The first number of a rank's step that is NaN or infinite; forgets the stages' suspects.
+
+    Args:
+        stages: of this rank, by number.
+        losses: those it saw.
+        last: number of the last stage.
+    """
+    found: list[Finding] = []
+    counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
+    found += [Finding(_LOSS, 0, n) for n in _nonfinite(counting.items())]
+    for s, stage in stages.items():
+        found += [Finding(_GRADIENT, last - s, n) for n in _nonfinite(stage.suspects)]
+        stage.suspects.clear()
+        grads = [p.grad for p in stage.module.parameters() if p.grad is not None]
+        if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
+            found.append(Finding(_WEIGHT, last - s, -1))
+    return min(found, default=None)
+
+
+def _nonfinite(numbers: Iterable[tuple[int, Tensor]]) -> list[int]:
+    """The microbatches whose number is not finite; looked at all at once, which waits for a device only once."""
+    pairs = list(numbers)
+    if not pairs:
+        return []
+    finite = torch.stack([number.float() for _, number in pairs]).isfinite().tolist()
+    return [n for (n, _), good in zip(pairs, finite, strict=True) if not good]
+
+
+def explain(finding: Finding, losses: Losses, last: int, step: int) -> PenstockError:
+    """The error that every rank raises."""
+    if finding.kind == _ROWS:
+        return BatchError(
+            f"step {step}: the target's microbatches have {list(losses.rows_out)} rows, the input's "
+            f"{list(losses.rows_in)}; both are cut along dimension 0, the batch. No weight was changed; zero the "
+            "gradients before the next step"
+        )
+    stage = last - finding.depth
+    what = {
+        _LOSS: f"the loss of microbatch {finding.microbatch}",
+        _GRADIENT: f"the gradient that stage {stage} handed back for microbatch {finding.microbatch}",
+        _WEIGHT: f"the gradient of a weight of stage {stage}",
+    }[finding.kind]
+    return NonFiniteError(
+        f"step {step}: {what} is NaN or infinite. No weight was changed; zero the gradients before the next step. A "
+        "lower learning rate, a longer warm-up or clipping usually helps; with float16 use a GradScaler",
+        stage,
+        finding.microbatch,
+    )
+
+
+def agree(
+    channel: Channel | None,
+    rank: int,
+    collector: int,
+    ranks: int,
+    tag: int,
+    losses: Losses,
+    finding: Finding | None,
+) -> Finding | None:
+    """End the step: `losses` become those of all ranks; returns the finding that is nearest to where it began.
+
+    Args:
+        channel: to the other ranks; None if there are none.
+        rank, collector, ranks: this rank, the one that collects, and how many there are.
+        tag: of the messages.
+        losses: those this rank saw; filled in.
+        finding: this rank's.
+    """
+    if channel is None:
+        return finding
+    # Of one process all ranks have what they need to know already, and to read a loss would be to wait for a GPU.
+    told = Losses() if channel.one_process else losses
+    if rank != collector:
+        channel.send(collector, tag, _pack(told, finding))
+        return _unpack(channel.recv(collector, tag), losses)
+    others = [r for r in range(ranks) if r != collector]
+    found = [finding, *(_unpack(channel.recv(r, tag), losses) for r in others)]
+    verdict = min((f for f in [*losses.uneven, *found] if f is not None), default=None)
+    if not channel.one_process:
+        told = losses
+    for r in others:
+        channel.send(r, tag, _pack(told, verdict))
+    return verdict
+
+
+def _pack(losses: Losses, finding: Finding | None) -> Parcel:
+    """Names are plain leaves, which travel only when they change; everything else is in tensors."""
+    ids = sorted(losses.total)
+    names = sorted({name for part in losses.parts.values() for name in part})
+    leaves = (
+        torch.tensor(ids, dtype=torch.int64),
+        _column([losses.total[n] for n in ids]),
+        torch.tensor([losses.weights.get(n, 1.0) for n in ids], dtype=torch.float64),
+        torch.tensor(finding if finding is not None else (), dtype=torch.int64),
+        torch.tensor(losses.rows_in, dtype=torch.int64),
+        torch.tensor(losses.rows_out, dtype=torch.int64),
+        *(_column([losses.parts[n].get(name, _ABSENT) for n in ids]) for name in names),
+        *names,
+    )
+    return Parcel(leaves, None, (False,) * len(leaves))
+
+
+_ABSENT = torch.tensor(0.0)
+
+
+def _column(losses: Sequence[Tensor]) -> Tensor:
+    return torch.cat([loss.cpu().reshape(1) for loss in losses]) if losses else torch.empty(0)
+
+
+def _unpack(parcel: Parcel, losses: Losses) -> Finding | None:
+    ids, total, weights, finding, rows_in, rows_out, *rest = parcel.leaves
+    losses.rows_in = losses.rows_in or tuple(rows_in.tolist())
+    losses.rows_out = losses.rows_out or tuple(rows_out.tolist())
+    names = rest[len(rest) // 2 :]
+    numbers = ids.tolist()
+    losses.total.update(zip(numbers, total, strict=True))
+    losses.weights.update(zip(numbers, weights.tolist(), strict=True))
+    for at, n in enumerate(numbers):
+        losses.parts[n] = {name: column[at] for name, column in zip(names, rest, strict=False)}
+    return Finding(*finding.tolist()) if len(finding) else None

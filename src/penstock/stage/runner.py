@@ -1,0 +1,280 @@
+"""A run of a stage's layers on one microbatch: from parcels to parcels, or to the loss.
+
+What a stage takes and hands on are tuples of parcels: first the value of the stage before or for the stage after, then
+one for each skip, in the order of the Program's ports. Gradients travel back through the same ports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+
+from penstock.errors import PenstockError
+from penstock.stage.module import StageModule
+from penstock.stage.named import Context, Draw, enter
+from penstock.stage.random_state import RandomState
+from penstock.stage.recompute import Policy, Segment
+from penstock.stage.values import Carried, Parcel, pack, unpack
+from penstock.stage.weight_grad import Queue, deferring
+
+LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
+Parcels = tuple[Parcel, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the stages of a pipeline compute; see `penstock.Pipeline` for what each means.
+
+    Attributes:
+        recompute: which layers drop what they saved.
+        offload: keep what is saved for the backward in host memory.
+        autocast: the dtype of mixed precision; None for none.
+        random: the layers' random numbers; None leaves them to torch's default generators.
+    """
+
+    recompute: Policy = "none"
+    offload: bool = False
+    autocast: torch.dtype | None = None
+    random: RandomState | None = None
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a stage hands on besides its output.
+
+    Attributes:
+        onward: names of the values that travel on with the output.
+        skips: for each skip that begins here, the names that travel in it.
+    """
+
+    onward: frozenset[str] = frozenset()
+    skips: tuple[tuple[str, ...], ...] = ()
+
+
+class Share(NamedTuple):
+    """How much of a microbatch's loss counts.
+
+    Attributes:
+        factor: the loss is multiplied with it; 0 leaves the microbatch out.
+        divisor: the loss is divided by it, as plain gradient accumulation divides.
+        scale: the loss scale of half precision.
+    """
+
+    factor: float = 1.0
+    divisor: int = 1
+    scale: float = 1.0
+
+    def of(self, loss: Tensor) -> Tensor:
+        """The part that the backward starts from."""
+        if self.divisor != 1:
+            loss = loss / self.divisor
+        if self.factor != 1.0:
+            loss = loss * self.factor
+        return loss if self.scale == 1.0 else loss * self.scale
+
+    @property
+    def weight(self) -> float:
+        """What the loss is weighed with in the step's."""
+        return self.factor / self.divisor
+
+
+class Report(NamedTuple):
+    """What the last stage says of a microbatch: losses are 0-d tensors without a graph.
+
+    Attributes:
+        loss: the sum of `parts`.
+        parts: by name; ``"loss"`` is what a `loss_fn` without names returned.
+        output: the stage's output without a graph, if it was wanted.
+    """
+
+    loss: Tensor | None
+    parts: dict[str, Tensor]
+    output: object
+
+
+class Ends(NamedTuple):
+    """What the last stage needs to end a microbatch: its target, its share, and whether its output is wanted."""
+
+    target: object
+    share: Share = Share()
+    keep_output: bool = False
+
+
+class Advanced(NamedTuple):
+    """What a segment's forward made."""
+
+    parcels: Parcels
+    roots: tuple[Tensor, ...]
+    report: Report | None
+
+
+class Runner:
+    """A stage's layers, ready to run.
+
+    Args:
+        index: the stage's number in the whole model.
+        module: its layers.
+        loss_fn: on the last stage ``loss_fn(output, target)``: a scalar, or scalars by name, whose sum is the loss.
+        settings: how it computes.
+        wiring: what it hands on besides its output.
+
+    Attributes:
+        step: which step it is.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: StageModule,
+        loss_fn: LossFunction | None,
+        settings: Settings,
+        wiring: Wiring,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.loss_fn = loss_fn
+        self.settings = settings
+        self.wiring = wiring
+        self.step = 0
+        self._shared: set[int] = set()
+
+    def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, tuple[Tensor, ...]]:
+        """The parcels put together for a segment; returns the value and its leaves that now collect a gradient."""
+        value, collecting = unpack(inputs[0])
+        state = value if isinstance(value, Carried) else Carried(value, {}, {})
+        for parcel in inputs[1:]:
+            named, more = unpack(parcel)
+            assert isinstance(named, dict)
+            state = Carried(state.value, state.named | named, state.losses)
+            collecting += more
+        # Autograd lets nobody write into a leaf, and what is to be run again must stay: who begins so gets a copy.
+        if (
+            self._begins_in_place[segment.start]
+            and isinstance(state.value, Tensor)
+            and (state.value.requires_grad or segment.recompute)
+        ):
+            state = state._replace(value=state.value.clone())
+        return state, collecting
+
+    @cached_property
+    def _begins_in_place(self) -> list[bool]:
+        """By layer, whether its first innermost module writes into its input."""
+        first = [
+            next((m for m in layer.modules() if next(m.children(), None) is None), None)
+            for layer in self.module.layers
+        ]
+        return [bool(getattr(module, "inplace", False)) for module in first]
+
+    def advance(
+        self, segment: Segment, microbatch: int, state: Carried, ends: Ends | None, queue: Queue | None
+    ) -> Advanced:
+        """Run a segment's layers, and at the end of the last stage the loss.
+
+        Args:
+            segment: which layers.
+            microbatch: which.
+            state: what `join` made.
+            ends: on the last stage; None elsewhere, and where there is no target.
+            queue: takes the weight gradients if the backward is split.
+        """
+        draw = self._draw(microbatch)
+        context = Context(dict(state.named), dict(state.losses), self.module.gives, draw)
+        before = enter(context)
+        try:
+            if queue is None and self.settings.autocast is None:
+                value = self.module.run(state.value, context, segment.start, segment.stop)
+            else:
+                with self._autocast(), deferring(queue, self._shared) if queue else nullcontext():
+                    value = self.module.run(state.value, context, segment.start, segment.stop)
+        finally:
+            enter(before)
+        if segment.stop < len(self.module.layers):
+            parcel, roots = pack(Carried(value, context.named, context.losses))
+            return Advanced((parcel,), roots, None)
+        if self.loss_fn is None:
+            return self._hand_on(value, context)
+        if ends is None:
+            return Advanced((), (), Report(None, {}, _detached(value)))
+        with self._autocast():
+            call = partial(self._losses, value, ends.target)
+            parts: dict[str, Tensor] = call() if draw is None else draw("loss", self.loss_fn, call)
+        for name, loss in context.losses.items():
+            parts[name] = parts[name] + loss if name in parts else loss
+        losses = list(parts.values())
+        loss = losses[0] if len(losses) == 1 else reduce(torch.add, losses)
+        # A microbatch that does not count (no valid token, say) may have a loss of 0/0, and has no backward.
+        roots = (ends.share.of(loss),) if ends.share.factor and loss.requires_grad else ()
+        report = Report(
+            loss.detach(),
+            {name: part.detach() for name, part in parts.items()},
+            _detached(value) if ends.keep_output else None,
+        )
+        return Advanced((), roots, report)
+
+    def _draw(self, microbatch: int) -> Draw | None:
+        random, step = self.settings.random, self.step
+        if random is None:
+            return None
+        return lambda name, layer, call: random.run(name, layer, step, microbatch, call)
+
+    def _hand_on(self, value: object, context: Context) -> Advanced:
+        onward = {n: context.named[n] for n in sorted(self.wiring.onward) if n in context.named}
+        whole = Carried(value, onward, context.losses) if onward or context.losses else value
+        parcel, roots = pack(whole)
+        parcels = [parcel]
+        for names in self.wiring.skips:
+            if missing := [n for n in names if n not in context.named]:
+                raise PenstockError(
+                    f"no layer of stage {self.index} gave {', '.join(map(repr, missing))}, which a later layer takes"
+                )
+            skip, more = pack({n: context.named[n] for n in names})
+            parcels.append(skip)
+            roots += more
+        return Advanced(tuple(parcels), roots, None)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.settings.autocast
+        return nullcontext() if dtype is None else torch.autocast(self._device_type, dtype=dtype)
+
+    @cached_property
+    def _device_type(self) -> str:
+        return next((p.device.type for p in self.module.parameters()), "cpu")
+
+    def offloading(self) -> AbstractContextManager[Any]:
+        """Within it what is saved for the backward goes to host memory, if the settings say so."""
+        return save_on_cpu(self._device_type != "cpu") if self.settings.offload else nullcontext()
+
+    def _losses(self, output: object, target: object) -> dict[str, Tensor]:
+        """The microbatch's losses by name, each checked to be a scalar tensor."""
+        assert self.loss_fn is not None
+        found = self.loss_fn(output, target)
+        parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        for name, loss in parts.items():
+            if not isinstance(loss, Tensor) or loss.dim() != 0:
+                given = (
+                    f"a tensor of shape {tuple(loss.shape)}"
+                    if isinstance(loss, Tensor)
+                    else type(loss).__name__
+                )
+                where = f" for {name!r}" if isinstance(found, Mapping) else ""
+                raise PenstockError(
+                    "loss_fn must return a scalar tensor, the mean over its microbatch, or several by name; it "
+                    f"returned {given}{where}"
+                )
+        if not parts:
+            raise PenstockError(
+                "loss_fn returned no loss; it must return a scalar tensor, or several by name"
+            )
+        return parts
+
+
+def _detached(value: object) -> object:
+    packed = pack(value)[0]
+    return unpack(packed._replace(needs_grad=(False,) * len(packed.leaves)))[0]

@@ -1,0 +1,70 @@
+"""Tied weights: one parameter under several names, found by identity or declared by the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.stage.layers import Layer
+from penstock.stage.module import StageModule
+
+
+def find_ties(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
+    """Groups of whole-model names that are one parameter, each in model order; the first name is the parameter's.
+
+    Found by identity among layers given as modules, and by what `Layer.tied` declares.
+
+    Raises:
+        SplitError: a layer declares a tie with itself alone, or with a name no layer before it can have.
+    """
+    place = {layer.name: n for n, layer in enumerate(layers)}
+    group: dict[str, list[str]] = {}
+
+    def join(first: str, second: str) -> None:
+        one, other = group.setdefault(first, [first]), group.setdefault(second, [second])
+        if one is not other:
+            one += other
+            group.update(dict.fromkeys(other, one))
+
+    names: dict[int, str] = {}
+    for layer in layers:
+        if layer.module is not None:
+            for inner, parameter in layer.module.named_parameters(remove_duplicate=False):
+                name = f"{layer.name}.{inner}"
+                join(names.setdefault(id(parameter), name), name)
+    for layer in layers:
+        for inner, other in layer.tied.items():
+            owner = owner_of(other, layers)
+            if owner is None or place[owner] > place[layer.name]:
+                raise SplitError(
+                    f"layer {layer.name!r} says that its {inner} is tied to {other!r}, which no layer before it has"
+                )
+            join(other, f"{layer.name}.{inner}")
+    unique = {id(found): found for found in group.values() if len(found) > 1}
+    return [tuple(sorted(found, key=lambda n: place[owner_of(n, layers) or ""])) for found in unique.values()]
+
+
+def owner_of(name: str, layers: Sequence[Layer]) -> str | None:
+    """The name of the layer that a parameter of this whole-model name belongs to: the longest that fits."""
+    fitting = [layer.name for layer in layers if name == layer.name or name.startswith(f"{layer.name}.")]
+    return max(fitting, key=len, default=None)
+
+
+def set_parameter(module: StageModule, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Put a parameter in the place of the one of this whole-model name; returns what was there.
+
+    Raises:
+        SplitError: they differ in shape or dtype, so they cannot be one.
+    """
+    owner, inner = module.find(name)
+    before = getattr(owner, inner)
+    if before.shape != parameter.shape or before.dtype != parameter.dtype:
+        raise SplitError(
+            f"{name} cannot be tied: it is {before.dtype} of shape {tuple(before.shape)}, and what it is tied to is "
+            f"{parameter.dtype} of shape {tuple(parameter.shape)}"
+        )
+    setattr(owner, inner, parameter)
+    found: nn.Parameter = before
+    return found

@@ -1,0 +1,514 @@
+"""Models that do more than pass one tensor on: against plain PyTorch, bit for bit where the order allows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import BatchError, ConfigError, NonFiniteError, PenstockError, SplitError, StageError
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.pipeline import Pipeline
+
+WIDTH, ROWS, M = 8, 2, 4
+SCHEDULES = ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe"]
+IN_ORDER = [name for name in SCHEDULES if name != "dualpipe"]
+
+
+class Masked(nn.Module):
+    """Takes a mask and a scale by name, and has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        y = torch.tanh(self.inner(x)) * scale
+        return y if mask is None else y * mask[:, None] + x
+
+
+class Giver(nn.Module):
+    """Hands a part of its value on, past the layers between."""
+
+    gives = ("detour",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        penstock.give("detour", {"half": y * 0.5, "ids": torch.arange(len(x)), "none": None})
+        return torch.tanh(y)
+
+
+class Taker(nn.Module):
+    """Takes what was given, and raises an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, detour: dict) -> Tensor:
+        y = self.inner(x + detour["half"] * (1 + detour["ids"][:, None]))
+        penstock.add_loss(0.1 * y.square().mean(), "energy")
+        return y
+
+
+class Fields(nn.Module):
+    """Dictionary in, dictionary out, of tensors with and without gradients and of plain values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor | dict) -> dict:
+        if isinstance(x, Tensor):
+            x = {"h": x, "ids": torch.arange(len(x)), "deep": (None, 3, "text"), "twice": x}
+        h = self.inner(x["h"]) + x["twice"] * x["deep"][1]
+        return {**x, "h": torch.tanh(h), "twice": h}
+
+
+def plain(
+    layers: list[nn.Module], batches, loss_fn, shares, named=None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and gradients of the unsplit layers over given microbatches, with the values passed by hand."""
+    losses = []
+    for n, (x, y) in enumerate(batches):
+        values = {k: v[n] for k, v in (named or {}).items()}
+        extra = []
+        for layer in layers:
+            if isinstance(layer, Masked):
+                x = layer(x, **{k: v for k, v in values.items() if k in ("mask", "scale")})
+            elif isinstance(layer, Giver):
+                h = layer.inner(x)
+                values["detour"] = {"half": h * 0.5, "ids": torch.arange(len(x)), "none": None}
+                x = torch.tanh(h)
+            elif isinstance(layer, Taker):
+                d = values["detour"]
+                x = layer.inner(x + d["half"] * (1 + d["ids"][:, None]))
+                extra.append(0.1 * x.square().mean())
+            else:
+                x = layer(x)
+        loss = loss_fn(x["h"] if isinstance(x, dict) else x, y)
+        if extra:
+            loss = loss + sum(extra)
+        shares[n](loss).backward()
+        losses.append(loss.detach())
+    return losses, gradients(nn.Sequential(*layers))
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+
+
+def data(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, WIDTH, generator=generator), torch.randn(size, WIDTH, generator=generator)
+
+
+def divided(m: int) -> list[Callable[[Tensor], Tensor]]:
+    return [lambda loss: loss / m] * m
+
+
+def build(*kinds: type[nn.Module], seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[kind() if kind is not nn.Linear else nn.Linear(WIDTH, WIDTH) for kind in kinds])
+
+
+def compare(net: nn.Module, expected, result, exact: bool) -> None:
+    losses, grads = expected
+    found = gradients(net)
+    assert found.keys() == grads.keys()
+    for name in grads:
+        if exact:
+            assert torch.equal(found[name], grads[name]), name
+        else:
+            torch.testing.assert_close(found[name], grads[name], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(result.losses, torch.stack(losses), rtol=0 if exact else 1e-6, atol=0)
+
+
+def in_order(name: str) -> bool:
+    return name != "dualpipe"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [2, 4])
+def test_masks_reach_every_layer_that_names_them(name, p):
+    net, other = build(*[Masked] * 8), build(*[Masked] * 8)
+    x, y = data(ROWS * M)
+    mask = (torch.arange(ROWS * M) % 3 > 0).float()
+    named = {"mask": mask.chunk(M), "scale": [0.5] * M}
+    expected = plain(list(other), zip(x.chunk(M), y.chunk(M), strict=True), F.mse_loss, divided(M), named)
+    with Pipeline(net, F.mse_loss, ranks=p, microbatches=M, schedule=name) as pipe:
+        result = pipe.step(x, y, mask=mask, scale=0.5)
+        evaluated = pipe.evaluate(x, y, mask=mask, scale=0.5)
+    compare(net, expected, result, in_order(name))
+    assert torch.equal(evaluated.losses, result.losses)
+
+
+def skipping(seed: int = 0) -> nn.Sequential:
+    return build(Giver, nn.Linear, nn.Linear, Taker, nn.Linear, nn.Linear, Taker, nn.Linear, seed=seed)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_a_value_skips_stages_and_its_gradient_comes_back_and_added_losses_count(name, p):
+    net, other = skipping(), skipping()
+    x, y = data(ROWS * M)
+    expected = plain(list(other), zip(x.chunk(M), y.chunk(M), strict=True), F.mse_loss, divided(M))
+    with Pipeline(net, F.mse_loss, ranks=p, microbatches=M, schedule=name if p > 1 else "1f1b") as pipe:
+        result = pipe.step(x, y)
+        evaluated = pipe.evaluate(x, y)
+    # A value with several uses has its gradients added up in another order where stages lie between.
+    compare(net, expected, result, exact=p == 1)
+    assert set(result.parts) == {"loss", "energy"}
+    torch.testing.assert_close(result.parts["loss"] + result.parts["energy"], result.loss)
+    assert torch.equal(evaluated.parts["energy"], result.parts["energy"])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_dictionaries_of_anything_travel_between_stages(name):
+    net, other = build(*[Fields] * 8), build(*[Fields] * 8)
+    x, y = data(ROWS * M)
+    expected = plain(list(other), zip(x.chunk(M), y.chunk(M), strict=True), F.mse_loss, divided(M))
+    with Pipeline(
+        net, lambda out, y: F.mse_loss(out["h"], y), ranks=2, microbatches=M, schedule=name
+    ) as pipe:
+        compare(net, expected, pipe.step(x, y), in_order(name))
+
+
+def rows_of(size: int) -> list[int]:
+    return [len(part) for part in torch.tensor_split(torch.empty(size), M)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_uneven_batch_gives_the_whole_batchs_gradient(name):
+    net, other = build(*[nn.Linear] * 8), build(*[nn.Linear] * 8)
+    x, y = data(7)
+    shares = [lambda loss, n=n: loss * (n / 7) for n in rows_of(7)]
+    parts = zip(torch.tensor_split(x, M), torch.tensor_split(y, M), strict=True)
+    expected = plain(list(other), parts, F.mse_loss, shares)
+    with Pipeline(net, F.mse_loss, ranks=2, microbatches=M, schedule=name) as pipe:
+        result = pipe.step(x, y)
+    compare(net, expected, result, in_order(name))
+    whole = F.mse_loss(other(x), y)
+    torch.testing.assert_close(result.loss, whole.detach())
+    other.zero_grad()
+    whole.backward()
+    for found, want in zip(gradients(net).values(), gradients(other).values(), strict=True):
+        torch.testing.assert_close(found, want)
+
+
+def counted_loss(out: Tensor, y: Tensor) -> Tensor:
+    valid = y[:, 0] > -0.5
+    return F.mse_loss(out[valid], y[valid])
+
+
+def test_weighing_by_a_count_gives_the_whole_batchs_gradient_even_where_a_microbatch_counts_nothing():
+    net, other = build(*[nn.Linear] * 4), build(*[nn.Linear] * 4)
+    x, y = data(ROWS * M)
+    y[:ROWS, 0] = -1.0  # the first microbatch has no valid row: its mean is 0/0
+    with Pipeline(
+        net, counted_loss, ranks=2, microbatches=M, reduction=lambda y: (y[:, 0] > -0.5).sum()
+    ) as pipe:
+        result = pipe.step(x, y)
+        evaluated = pipe.evaluate(x, y)
+    whole = counted_loss(other(x), y)
+    whole.backward()
+    torch.testing.assert_close(result.loss, whole.detach())
+    assert torch.equal(evaluated.loss, result.loss)
+    for found, want in zip(gradients(net).values(), gradients(other).values(), strict=True):
+        torch.testing.assert_close(found, want)
+
+
+def test_losses_are_summed_when_asked_and_several_are_reported_by_name():
+    net, other = build(*[nn.Linear] * 4), build(*[nn.Linear] * 4)
+    x, y = data(ROWS * M)
+
+    def loss_fn(out: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"fit": F.mse_loss(out, y), "size": 0.01 * out.square().sum()}
+
+    shares = [lambda loss: loss] * M
+    expected = plain(
+        list(other),
+        zip(x.chunk(M), y.chunk(M), strict=True),
+        lambda out, y: sum(loss_fn(out, y).values()),
+        shares,
+    )
+    with Pipeline(net, loss_fn, ranks=2, microbatches=M, reduction="sum") as pipe:
+        result = pipe.step(x, y)
+    compare(net, expected, result, exact=True)
+    assert set(result.parts) == {"fit", "size"}
+    torch.testing.assert_close(result.loss, result.losses.sum())
+
+
+def test_microbatches_may_differ_in_shape():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(11, WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    other = nn.Sequential(nn.Embedding(11, WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    other.load_state_dict(net.state_dict())
+    xs = [torch.arange(2 * n).view(2, n) % 11 for n in (3, 5, 2, 7)]
+    ys = [torch.zeros(*x.shape, WIDTH) for x in xs]
+    expected = plain(list(other), zip(xs, ys, strict=True), F.mse_loss, divided(M))
+    with Pipeline(net, F.mse_loss, ranks=2, microbatches=M) as pipe:
+        for _ in range(2):
+            net.zero_grad()
+            result = pipe.step(penstock.Microbatches(xs), penstock.Microbatches(ys))
+    compare(net, expected, result, exact=True)
+
+
+class Head(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def tied_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(11, WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(6)], Head(11))
+    net[7].weight = net[0].weight
+    return net
+
+
+def tied_factories() -> list[penstock.Layer]:
+    net = tied_model()
+    copies = [lambda n=n: tied_model()[n] for n in range(8)]  # each built anew: no identity to be found
+    return [
+        penstock.Layer(str(n), build, tied={"weight": "0.weight"} if n == 7 else {})
+        for n, (build, _) in enumerate(zip(copies, net, strict=True))
+    ]
+
+
+def next_tokens(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 11, (ROWS * M, 6), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def train_tied(rank: int, name: str, p: int, declared: bool, steps: int = 3) -> tuple:
+    model = tied_factories() if declared else tied_model()
+    with Pipeline(model, next_tokens, ranks=p, microbatches=M, schedule=name, timeout=60) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        norms = []
+        for step in range(steps):
+            pipe.step(*tokens(step))
+            norms.append(pipe.clip_grad_norm_(0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        names = [name for name, _ in pipe.named_parameters()]
+        weights = {n: q.detach().clone() for n, q in pipe.named_parameters()}
+        return names, weights, torch.stack(norms), list(pipe.state_dict())
+
+
+def plain_tied(steps: int = 3) -> tuple[dict[str, Tensor], Tensor]:
+    net = tied_model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    norms = []
+    for step in range(steps):
+        x, y = tokens(step)
+        for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+            (next_tokens(net(a), b) / M).backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: q.detach() for n, q in net.named_parameters()}, torch.stack(norms)
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["found", "declared"])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [2, 4])
+def test_tied_weights_stay_one_in_threads(name, p, declared):
+    names, weights, norms, state = train_tied(0, name, p, declared)
+    want, want_norms = plain_tied()
+    assert names == list(want) == state
+    torch.testing.assert_close(norms, want_norms)
+    for key in want:
+        torch.testing.assert_close(weights[key], want[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["found", "declared"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_tied_weights_stay_one_in_processes(processes: LocalProcesses, name, declared):
+    told = processes.run(2, train_tied, name, 2, declared)
+    want, want_norms = plain_tied()
+    assert [n for _, _, _, state in told for n in state].count("0.weight") == (2 if name == "dualpipe" else 1)
+    for names, weights, norms, _ in told:
+        torch.testing.assert_close(norms, want_norms)
+        for key in names:
+            torch.testing.assert_close(weights[key], want[key], rtol=1e-4, atol=1e-5)
+    if name in ("1f1b", "zb-h1"):
+        assert torch.equal(told[0][1]["0.weight"], told[1][1]["0.weight"])
+
+
+def test_the_users_model_is_tied_again_when_the_pipeline_is_closed():
+    net = tied_model()
+    with Pipeline(net, next_tokens, ranks=2, microbatches=M) as pipe:
+        pipe.step(*tokens(0))
+        assert net[0].weight is not net[7].weight
+        assert net[0].weight.data_ptr() == net[7].weight.data_ptr()
+    assert net[0].weight is net[7].weight
+
+
+def test_weights_that_cannot_be_tied_are_refused():
+    layers = tied_factories()
+    layers[7] = penstock.Layer("7", lambda: Head(12), tied={"weight": "0.weight"})
+    with pytest.raises(SplitError, match=r"7\.weight cannot be tied: .*\(12, 8\).*\(11, 8\)"):
+        Pipeline(layers, next_tokens, ranks=2, microbatches=M)
+    layers[7] = penstock.Layer("7", lambda: Head(11), tied={"weight": "nowhere.weight"})
+    with pytest.raises(SplitError, match=r"tied to 'nowhere\.weight', which no layer before it has"):
+        Pipeline(layers, next_tokens, ranks=2, microbatches=M)
+
+
+def test_values_that_do_not_fit_the_layers_are_refused_by_name():
+    x, y = data(ROWS * M)
+    with Pipeline(build(*[Masked] * 4), F.mse_loss, ranks=2, microbatches=M) as pipe:
+        with pytest.raises(BatchError, match=r"no layer takes 'masks' \(did you mean 'mask'\?\)"):
+            pipe.step(x, y, masks=torch.ones(ROWS * M))
+        with pytest.raises(
+            BatchError, match=re.escape("keyword input mask has 6 rows ([2, 2, 1, 1] by microbatch)")
+        ):
+            pipe.step(x, y, mask=torch.ones(6))
+        pipe.step(x, y, mask=torch.ones(ROWS * M))
+    with (
+        Pipeline(build(nn.Linear, Taker), F.mse_loss, ranks=2, microbatches=M) as pipe,
+        pytest.raises(BatchError, match="layer '1' needs 'detour'; pass it to the step as detour="),
+    ):
+        pipe.step(x, y)
+    with pytest.raises(SplitError, match="layer '0' takes 'detour', which only the later layer '2' gives"):
+        Pipeline(build(Taker, nn.Linear, Giver), F.mse_loss, ranks=3, microbatches=M)
+    with pytest.raises(SplitError, match="both '0' and '1' give 'detour'"):
+        Pipeline(build(Giver, Giver, Taker), F.mse_loss, ranks=3, microbatches=M)
+
+
+class Forgets(nn.Module):
+    gives = ("detour",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Undeclared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        penstock.give("surprise", x)
+        return x
+
+
+def test_a_layer_that_gives_what_it_does_not_say_or_says_what_it_does_not_give_is_named():
+    x, y = data(ROWS * M)
+    with (
+        Pipeline(build(Forgets, nn.Linear, Taker), F.mse_loss, ranks=3, microbatches=M) as pipe,
+        pytest.raises(StageError, match="no layer of stage 0 gave 'detour', which a later layer takes"),
+    ):
+        pipe.step(x, y)
+    with (
+        Pipeline(build(nn.Linear, Undeclared), F.mse_loss, ranks=2, microbatches=M) as pipe,
+        pytest.raises(StageError, match=r"give\('surprise', ...\) by a layer that does not say so"),
+    ):
+        pipe.step(x, y)
+    with pytest.raises(PenstockError, match="outside the forward of a pipeline's layer"):
+        penstock.add_loss(torch.ones(()))
+
+
+class Spoils(nn.Module):
+    """Its gradient, or its output, is NaN for one row of the batch."""
+
+    def __init__(self, forward: bool, marked: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.in_forward, self.marked = forward, marked
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if (x == self.marked).any():
+            if self.in_forward:
+                return y * float("nan")
+            y.register_hook(lambda grad: grad * float("nan"))
+        return y
+
+
+def spoilt(forward: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Identity(), Spoils(forward, 7.0), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    )
+
+
+def step_spoilt(rank: int, forward: bool) -> list[tuple[str, int, int]]:
+    x, y = data(ROWS * M)
+    x[2 * ROWS, 0] = 7.0  # of microbatch 2
+    found = []
+    with Pipeline(spoilt(forward), F.mse_loss, ranks=2, microbatches=M, timeout=30) as pipe:
+        for _ in range(2):
+            try:
+                pipe.step(x, y, input_grads=True)
+            except NonFiniteError as error:
+                found.append((str(error), error.stage, error.microbatch))
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        x[2 * ROWS, 0] = 0.0
+        assert pipe.step(x, y).loss.isfinite()
+    return found
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["loss", "gradient"])
+def test_nan_is_refused_on_every_rank_with_stage_and_microbatch(processes: LocalProcesses, forward):
+    for found in (step_spoilt(0, forward), *processes.run(2, step_spoilt, forward)):
+        for text, stage, microbatch in found:
+            what = (
+                "the loss of microbatch 2"
+                if forward
+                else "the gradient that stage 0 handed back for microbatch 2"
+            )
+            assert f"{what} is NaN or infinite. No weight was changed" in text
+            assert (stage, microbatch) == ((1, 2) if forward else (0, 2))
+        assert len(found) == 2
+
+
+def skip_in_process(rank: int, name: str) -> tuple:
+    net = skipping()
+    x, y = data(ROWS * M)
+    with Pipeline(net, F.mse_loss, ranks=4, microbatches=M, schedule=name, timeout=60) as pipe:
+        first, last = pipe.holds_first, pipe.holds_last
+        for _ in range(2):
+            result = pipe.step(x if first else None, y if last else None)
+            evaluated = pipe.evaluate(x if first else None, y if last else None)
+        return result.loss, result.parts, evaluated.parts, {n: p.grad for n, p in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_skips_and_added_losses_in_processes(processes: LocalProcesses, name):
+    other = skipping()
+    x, y = data(ROWS * M)
+    for _ in range(2):
+        losses, grads = plain(list(other), zip(x.chunk(M), y.chunk(M), strict=True), F.mse_loss, divided(M))
+    for loss, parts, evaluated, own in processes.run(4, skip_in_process, name):
+        torch.testing.assert_close(loss, torch.stack(losses).mean())
+        torch.testing.assert_close(parts["loss"] + parts["energy"], loss)
+        torch.testing.assert_close(evaluated["energy"], parts["energy"])
+        for key, grad in own.items():
+            torch.testing.assert_close(grad, grads[key], rtol=1e-5, atol=1e-7)
+
+
+def test_what_reduction_and_autocast_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="reduction must be 'mean', 'sum' or a function"):
+        Pipeline(build(nn.Linear), F.mse_loss, microbatches=1, reduction="median")
+    with pytest.raises(ConfigError, match="autocast must be"):
+        Pipeline(build(nn.Linear), F.mse_loss, microbatches=1, autocast=torch.int8)
+    with (
+        Pipeline(build(nn.Linear), F.mse_loss, microbatches=2, reduction=lambda y: 0) as pipe,
+        pytest.raises(BatchError, match=r"reduction counted \[0.0, 0.0\]"),
+    ):
+        pipe.step(*data(4))
