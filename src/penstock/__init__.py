@@ -12,6 +12,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from penstock.errors import PenstockError as PenstockError
+    from penstock.parallel.buckets import GradientBuckets as GradientBuckets
+    from penstock.parallel.mesh import make_mesh as make_mesh
+    from penstock.parallel.order import parameter_order as parameter_order
+    from penstock.parallel.reducer import GroupReducer as GroupReducer
+    from penstock.parallel.tensor import tensor_parallel as tensor_parallel
+    from penstock.parallel.threads import thread_reducers as thread_reducers
+    from penstock.parallel.zero import ShardedOptimizer as ShardedOptimizer
     from penstock.runtime.grad_scaler import GradScaler as GradScaler
     from penstock.runtime.optimizer import OptimizerStep as OptimizerStep
     from penstock.runtime.optimizer import PipelineOptimizer as PipelineOptimizer
@@ -40,11 +47,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "GradScaler": "penstock.runtime.grad_scaler",
+    "GradientBuckets": "penstock.parallel.buckets",
+    "GroupReducer": "penstock.parallel.reducer",
+    "Kind": "penstock.schedule.ops",
     "Layer": "penstock.stage.layers",
     "Microbatches": "penstock.stage.values",
-    "add_loss": "penstock.stage.named",
-    "give": "penstock.stage.named",
-    "Kind": "penstock.schedule.ops",
     "Op": "penstock.schedule.ops",
     "OptimizerStep": "penstock.runtime.optimizer",
     "Pair": "penstock.schedule.ops",
@@ -54,15 +61,23 @@ _HOME = {
     "Placement": "penstock.schedule.placement",
     "Program": "penstock.schedule.program",
     "Schedule": "penstock.schedule.schedule",
+    "ShardedOptimizer": "penstock.parallel.zero",
+    "StepResult": "penstock.runtime.pipeline",
     "StepResult": "penstock.runtime.result",
     "Trace": "penstock.trace.events",
+    "add_loss": "penstock.stage.named",
     "build_schedule": "penstock.schedule.families",
     "causal_lm_loss": "penstock.train.models.transformers.loss",
     "check": "penstock.schedule.check",
     "from_transformers": "penstock.train.models.transformers.split",
+    "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",
+    "make_mesh": "penstock.parallel.mesh",
+    "parameter_order": "penstock.parallel.order",
     "read_csv": "penstock.schedule.text",
     "save_transformers": "penstock.train.models.transformers.save",
+    "tensor_parallel": "penstock.parallel.tensor",
+    "thread_reducers": "penstock.parallel.threads",
     "valid_tokens": "penstock.train.models.transformers.loss",
     "write_csv": "penstock.schedule.text",
 }

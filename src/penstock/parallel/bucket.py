@@ -142,7 +142,7 @@ class Bucket:
     def start(self, reducer: Reducer) -> None:
         """Begin the reduction, after everything that the streams which filled it have been given."""
         self.streams.add(self._lane.here())
-        self._lane.wait_for(self.streams)
+        self._lane.admit(self.flat, self.streams)
         self.streams.clear()
         with self._lane.inside():
             self._wire = self.flat if self._reduce_dtype is None else self.flat.to(self._reduce_dtype)

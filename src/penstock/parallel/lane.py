@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 
 class Lane:
@@ -21,11 +22,14 @@ class Lane:
         """The stream that computes now; None where there are no streams."""
         return torch.cuda.current_stream(self.device) if self.stream is not None else None
 
-    def wait_for(self, streams: Iterable[torch.cuda.Stream | None]) -> None:
-        """What enters the lane from now on runs after what these streams have been given until now."""
+    def admit(self, flat: Tensor, streams: Iterable[torch.cuda.Stream | None]) -> None:
+        """What enters the lane from now on runs after what these streams, which used `flat`, have been given so far."""
         for stream in streams:
             if self.stream is not None and stream is not None:
                 self.stream.wait_stream(stream)
+                # Its memory is not used again, once it is freed, before these are done with it.
+                flat.record_stream(stream)
+                flat.record_stream(self.stream)
 
     def inside(self) -> AbstractContextManager[object]:
         """Within it, work goes into the lane."""

@@ -199,7 +199,7 @@ class ShardedOptimizer:
         self.zero_grad()
         for number in reversed(range(len(self._flats))):  # the first layers' are in the last buckets
             lane, flat = self._lanes[number], self._flats[number]
-            lane.wait_for([lane.here()])
+            lane.admit(flat, [lane.here()])
             with lane.inside():
                 self._coming[number] = self.reducer.gather(flat)
         for number in self._at_once:
