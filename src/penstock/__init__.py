@@ -62,7 +62,6 @@ _HOME = {
     "Program": "penstock.schedule.program",
     "Schedule": "penstock.schedule.schedule",
     "ShardedOptimizer": "penstock.parallel.zero",
-    "StepResult": "penstock.runtime.pipeline",
     "StepResult": "penstock.runtime.result",
     "Trace": "penstock.trace.events",
     "add_loss": "penstock.stage.named",
