@@ -12,7 +12,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
-from penstock.show.colours import KINDS
+from penstock.show.colours import CAUSES, KINDS
 from penstock.show.page_data import odd_chunk
 from penstock.show.report import write
 from penstock.show.run import read_run, write_report
@@ -127,6 +127,18 @@ def test_hovering_a_block_tells_its_times(chromium: Browser, tmp_path: Path):
         f"takes {end - start:.9g} ms",
         "then 0 B held (0 B)",
     ]
+
+
+def test_an_idle_stretch_has_its_causes_colour_and_tells_it(chromium: Browser, tmp_path: Path):
+    chromium.open(write(tmp_path / "r.html", {"a": timed(built("1f1b", 2, 3), 1, 1, 1)}, title="idle"))
+    frame, screen = chromium.frame("measured"), chromium.screenshot()
+    # Rank 0 waits from 2 to 4 for its first backward, on white.
+    x, y = round(frame.x(3)), round(frame.y(0))
+    cause = np.array(rgb(CAUSES["warm_up"][0]))
+    assert np.abs(screen[y, x] - (0.3 * cause + 0.7 * 255)).max() <= 2
+    chromium.move(x, y)
+    chromium.settle()
+    assert chromium.tooltip().split("\n") == ["rank 0 idle: warm-up", "for 2"]
 
 
 def zoomed(before: Frame, after: Frame, x: float) -> bool:

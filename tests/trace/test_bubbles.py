@@ -9,7 +9,7 @@ from penstock.schedule.families import FAMILIES
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.engine import simulate
-from penstock.trace.bubbles import CAUSES, bubble_fraction, bubbles, busy, longest, makespan
+from penstock.trace.bubbles import CAUSES, bubble_fraction, bubbles, busy, idle_spans, longest, makespan
 from tests.simulate.cases import built, timed, timeline, written
 from tests.trace.cases import trace_of
 
@@ -158,3 +158,33 @@ def test_in_seconds_they_add_up_to_rounding():
 def test_causes_that_are_only_rounding_are_not_named():
     split = bubbles(trace_of("0F0@0.0-0.1 0B0@0.30000000000000004-0.4", "1F0@0.1-0.2 1B0@0.2-0.3"))
     assert split.causes == ["warm_up", "cool_down"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_idle_spans_fill_what_is_not_busy_and_overlap_no_op(family):
+    trace = timed(built(family, 4, 8), 3, 4, 5, 2)
+    split, spans = bubbles(trace), idle_spans(trace)
+    length = spans.end - spans.start
+    assert (length > 0).all()
+    for rank, rows in enumerate(trace.rank_slices()):
+        mine = spans.rank == rank
+        assert length[mine].sum() == split.makespan - split.busy[rank]
+        for start, end in zip(spans.start[mine], spans.end[mine], strict=True):
+            assert not ((trace.start[rows] < end) & (trace.end[rows] > start)).any()
+    # Imbalance is taken from the other causes, and these have their spans.
+    for number, cause in enumerate(CAUSES):
+        took = np.array([length[(spans.rank == rank) & (spans.cause == number)].sum() for rank in range(4)])
+        assert (took >= split.idle[cause]).all() or cause == "imbalance"
+
+
+def test_a_gap_is_a_wait_and_then_a_message():
+    spans = idle_spans(timed(written(Placement.loop(2), 1, "0F0 0B0", "1F0 1B0"), 2, 2, 2, 1))
+    named = [(r, s, e, CAUSES[c]) for r, s, e, c in zip(*(column.tolist() for column in spans), strict=True)]
+    assert sorted(named) == [
+        (0, 2, 9, "warm_up"), (0, 9, 10, "communication"),
+        (1, 0, 2, "warm_up"), (1, 2, 3, "communication"), (1, 9, 14, "cool_down"),
+    ]  # fmt: skip
+
+
+def test_nothing_is_idle_in_nothing():
+    assert len(idle_spans(trace_of("", "")).rank) == 0

@@ -89,6 +89,8 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
     plot = _figure(figure, name, x, y, height, unit)
     plot.xgrid.visible = plot.ygrid.visible = False
     source = ColumnDataSource({column: [] for column in BLOCKS}, name=name)
+    if name == "measured":
+        _gaps(plot)
     colours = [shade for kind in palette()["kinds"] for shade in (kind["full"], kind["light"])]
     quads = plot.quad(
         left="start", right="end", top="top", bottom="bottom", source=source, name=f"{name}-blocks",
@@ -114,6 +116,33 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
         )
     )
     return plot
+
+
+def _gaps(plot: Any) -> None:
+    """The idle stretches, pale in the colour of their cause, under the blocks."""
+    from bokeh.models import ColumnDataSource, CustomJSHover, HoverTool
+    from bokeh.transform import linear_cmap
+
+    columns = ("start", "end", "top", "bottom", "what", "length", "rank")
+    source = ColumnDataSource({column: [] for column in columns}, name="gaps")
+    colours = [what["colour"] for what in palette()["what"]]
+    spans = plot.quad(
+        left="start", right="end", top="top", bottom="bottom", source=source, line_color=None, fill_alpha=0.3,
+        fill_color=linear_cmap("what", colours, -0.5, len(colours) - 0.5),
+    )  # fmt: skip
+    said: Any = {
+        "@what": CustomJSHover(code="return penstock.palette.what[value].meaning"),
+        "@length": CustomJSHover(code="return penstock.tell('length', value)"),
+    }
+    plot.add_tools(
+        HoverTool(
+            renderers=[spans],
+            tooltips='<div class="tip">rank @rank idle: <b>@what{custom}</b><br>for @length{custom}</div>',
+            formatters=said,
+            point_policy="follow_mouse",
+            visible=False,
+        )
+    )
 
 
 def _memory(x: Any, unit: Unit, label: str) -> Any:

@@ -39,6 +39,12 @@ window.penstock = (() => {
     return { ...own, top, bottom, length, fill, held, several: packed.several, usual: last(own.end) / Math.max(1, count / (last(own.rank) + 1)) };
   }
 
+  function gaps(packed) {
+    const own = Object.fromEntries(Object.entries(packed).map(([name, values]) => [name, column(values)]));
+    const offset = (by) => Float64Array.from(own.rank, (rank) => rank + by);
+    return { ...own, top: offset(-ROWS.top), bottom: offset(ROWS.top), length: own.end.map((end, n) => end - own.start[n]) };
+  }
+
   function step(index) {
     if (!decoded.has(index)) {
       const packed = page.steps[index];
@@ -73,6 +79,7 @@ window.penstock = (() => {
     window_of(find("measured-figure").x_range, 0, end * 1.005);
     window_of(find("measured-figure").y_range, packed.ranks - 0.5, -0.5);
     fill("bars", packed.bars);
+    fill("gaps", gaps(packed.gaps));
     window_of(bars.x_range, 0, last(packed.bars.right) || 1);
     window_of(bars.y_range, packed.ranks - 0.5, -0.5);
     memory(packed);

@@ -150,7 +150,8 @@ def _legend(step: Step) -> str:
     note = "<span>the lighter shade: every second stage of a rank</span>" if several else ""
     planned = step.plan is not None and step.trace.info.get("source") == "measured"
     above = "<span>above: measured; below: planned from the usual time of each op</span>" if planned else ""
-    return f'<div class="legend">{swatches}{note}{above}</div>'
+    idle = "<span>pale: idle, in the colour of the cause below</span>"
+    return f'<div class="legend">{swatches}{note}{idle}{above}</div>'
 
 
 def _causes(steps: Sequence[Step]) -> str:

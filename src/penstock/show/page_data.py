@@ -14,7 +14,7 @@ from penstock.show.colours import BUSY, CAUSES, KINDS
 from penstock.show.planned import Plan, plan
 from penstock.simulate.memory import memory_curve, peaks
 from penstock.trace.bubbles import CAUSES as ALL_CAUSES
-from penstock.trace.bubbles import Bubbles, bubbles
+from penstock.trace.bubbles import Bubbles, bubbles, idle_spans
 from penstock.trace.events import Activity, Trace
 
 MOST_CURVES = 12
@@ -80,6 +80,7 @@ def step_data(step: Step, unit: Unit) -> dict[str, Any]:
         "ranks": trace.ranks,
         "blocks": _blocks(trace, unit),
         "planned": None if planned is None else _blocks(planned, unit),
+        "gaps": _gaps(trace, unit),
         "bars": _bars(step.split, unit),
         "memory": _memory(trace, planned, unit),
     }
@@ -124,6 +125,17 @@ def odd_chunk(trace: Trace) -> npt.NDArray[np.bool_]:
 
 def _most_stages(trace: Trace) -> int:
     return max(len(np.unique(trace.stage[rows][trace.stage[rows] >= 0])) for rows in trace.rank_slices())
+
+
+def _gaps(trace: Trace, unit: Unit) -> dict[str, Any]:
+    spans, origin = idle_spans(trace), _origin(trace)
+    return {
+        "start": _column((spans.start - origin) * unit.each, "<f8"),
+        "end": _column((spans.end - origin) * unit.each, "<f8"),
+        "rank": _column(spans.rank, "<i4"),
+        # As in the bars, where computing comes first.
+        "what": _column(spans.cause + 1, "u1"),
+    }
 
 
 def _bars(split: Bubbles, unit: Unit) -> dict[str, Any]:

@@ -112,6 +112,43 @@ def bubbles(trace: Trace) -> Bubbles:
     return Bubbles(finish - begin, spent, idle)
 
 
+class IdleSpans(NamedTuple):
+    """The stretches in which ranks are idle, as columns of equal length.
+
+    Attributes:
+        rank: int32.
+        start, end: in the trace's unit of time.
+        cause: int8, the place in `CAUSES`; never imbalance, which has no place in time.
+    """
+
+    rank: npt.NDArray[np.int32]
+    start: Times
+    end: Times
+    cause: npt.NDArray[np.int8]
+
+
+def idle_spans(trace: Trace) -> IdleSpans:
+    """When every rank was idle, and why: in each gap first the wait for what was not computed yet, then the rest."""
+    real = trace.only(_NOT_MESSAGES)
+    none = real.start[:0]
+    found = [IdleSpans(np.zeros(0, np.int32), none, none, np.zeros(0, np.int8))]
+    if not len(real):
+        return found[0]
+    begin, finish = real.start.min(), real.end.max()
+    work, reductions = trace.only(_BUSY), trace.only([Activity.REDUCE])
+    givers = _givers(work, finish)
+    for rank, (rows, reducing) in enumerate(zip(work.rank_slices(), reductions.rank_slices(), strict=True)):
+        gaps = _gaps(work.select(rows), rank, givers, begin, finish)
+        reduced = _reduced(reductions.select(reducing), gaps)
+        until = gaps.start + np.minimum(gaps.waited, gaps.length - reduced)
+        rest = np.where(gaps.message | (reduced > 0), CAUSES.index("communication"), CAUSES.index("overhead"))
+        for start, end, cause in ((gaps.start, until, gaps.cause), (until, gaps.start + gaps.length, rest)):
+            there = end > start
+            ranks = np.full(int(there.sum()), rank, np.int32)
+            found.append(IdleSpans(ranks, start[there], end[there], cause[there].astype(np.int8)))
+    return IdleSpans(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+
+
 class _Givers(NamedTuple):
     """Who computed what: when it was there, for forwards and backwards, and on which rank.
 
