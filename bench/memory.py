@@ -38,11 +38,11 @@ CONFIG = ModelConfig(vocabulary=256, width=64, layers=16, heads=4, kv_heads=4, h
 
 
 class Live(TorchDispatchMode):
-    """Bytes of memory made within the mode and not yet given back."""
+    """Bytes of memory made within the mode and not yet given back, and the most there have been."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.most = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,6 +56,7 @@ class Live(TorchDispatchMode):
                     self.bytes += storage.nbytes()
                     size = storage.nbytes()
                     self._storages[key] = weakref.ref(storage, lambda _, k=key, n=size: self._gone(k, n))
+        self.most = max(self.most, self.bytes)
         return out
 
     def _gone(self, key: int, size: int) -> None:
@@ -94,8 +95,8 @@ def measured(name: str, count: int) -> list[int]:
     return peaks
 
 
-def instrument(executor: Executor, peaks: list[int]) -> None:
-    """Run every op of a rank within `Live`, and note the most that is alive between ops."""
+def instrument(executor: Executor, peaks: list[int], within: list[int] | None = None) -> None:
+    """Run every op of a rank within `Live`, and note the most that is alive between ops, and within them."""
     live = Live()
 
     def wrap(op: Callable[[], None]) -> Callable[[], None]:
@@ -103,6 +104,8 @@ def instrument(executor: Executor, peaks: list[int]) -> None:
             with live:
                 op()
             peaks[executor.rank] = max(peaks[executor.rank], live.bytes)
+            if within is not None:
+                within[executor.rank] = live.most
 
         return run
 

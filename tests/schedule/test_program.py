@@ -180,3 +180,53 @@ def test_levels_are_an_order_that_respects_every_wait(name: str):
         rows = schedule.rows(rank)
         step = program.level[rows][1:] - program.level[rows][:-1]
         assert (step >= 1 - schedule.paired[rows][:-1]).all()
+
+
+def test_a_skip_has_a_port_of_its_own_there_and_back():
+    program = replace(lower(build_schedule("1f1b", 3, 1)), skips=((0, 2),))
+    assert [program.describe(i) for i in program.instructions(0)] == [
+        "post #0 for 0B0 from rank 1",
+        "post #0 for 0B0 (skip 1) from rank 2",
+        "run 0F0",
+        "send #0 of 0F0 to rank 1",
+        "send #0 of 0F0 (skip 1) to rank 2",
+        "recv #0 for 0B0 from rank 1",
+        "recv #0 for 0B0 (skip 1) from rank 2",
+        "run 0B0",
+        "free 0B0",
+        "reduce stage 0 after 0B0",
+    ]
+    assert [program.describe(i) for i in program.instructions(2)][2:] == [
+        "recv #0 for 2F0 from rank 1",
+        "recv #0 for 2F0 (skip 1) from rank 0",
+        "run 2F0",
+        "run 2B0",
+        "send #0 of 2B0 to rank 1",
+        "send #0 of 2B0 (skip 1) to rank 0",
+        "free 2B0",
+        "reduce stage 2 after 2B0",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpipe"])
+def test_every_skip_is_given_once_and_taken_once_and_fits_its_edge(name):
+    schedule = build_schedule(name, 4, 8)
+    last = schedule.stages - 1
+    skips = ((0, last), (1, last)) if last > 2 else ((0, last),)
+    program = replace(lower(schedule), skips=skips)
+    given, taken = Counter(), Counter()
+    for rank in range(schedule.ranks):
+        for line in program.instructions(rank):
+            if line.port and line.action in (Action.SEND, Action.HAND):
+                taker = next(t for t, port in program.takers(line.row) if port == line.port)
+                given[program.tag(taker, line.port)] += 1
+            elif line.port and line.action in (Action.RECV, Action.TAKE):
+                taken[program.tag(line.row, line.port)] += 1
+    assert given == taken
+    assert set(given.values()) == {1}
+    assert len(given) == 2 * len(skips) * schedule.microbatches
+    assert max(given) < program.tags
+    for (source, target), edge in program.edges.items():
+        # Even if nothing were taken before the backward, what is under way at once fits.
+        assert edge.capacity >= edge.slots
+        assert (source, target) == (edge.source, edge.target)

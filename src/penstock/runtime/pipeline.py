@@ -81,6 +81,7 @@ class Pipeline:
         autocast: torch.bfloat16 or torch.float16 for mixed precision in the stages and the loss.
         seed: of layers given as functions, and of the random numbers that layers draw (dropout): both depend on it, on the
             layer's name, and the latter on step and microbatch, and not on the split.
+        check_finite: refuse a step in which a loss or a gradient is NaN or infinite; on a GPU the end of a step waits for it.
         compile: "block" gives every layer to ``torch.compile``, "stage" every stage's layers together.
 
     Attributes:
@@ -110,6 +111,7 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         compile: str = "none",
         seed: int = 0,
+        check_finite: bool = True,
     ) -> None:
         require_count("microbatches", microbatches)
         require_count("virtual_stages", virtual_stages)
@@ -124,6 +126,7 @@ class Pipeline:
         self.microbatches = microbatches
         self.ranks = self.schedule.ranks
         self.steps = 0
+        self._check_finite = check_finite
         self.scaler: LossScale | None = None
         program = check(self.schedule).program
         self.layers = as_layers(model)
@@ -346,7 +349,7 @@ class Pipeline:
                     executor.channel.open(self._step)
                     executor.channel.fail(Failure(executor.rank, self._step, str(error)))
             raise
-        finite = self.scaler is None
+        finite = self._check_finite and self.scaler is None
         works = [cut.work(outputs, input_grads, finite, self.steps) for _ in executors]
         try:
             with self._random.watching():

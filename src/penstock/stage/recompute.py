@@ -63,38 +63,6 @@ def segments(recomputed: Sequence[bool]) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def fewest(kept_bytes: Sequence[int], input_bytes: Sequence[int], in_flight: int, limit: int) -> list[bool]:
-    """Which layers to recompute so that a stage stays below a limit, with as little work as possible.
-
-    Layers are taken for recompute by the bytes they free, the largest first; one of them at a time is back in memory.
-
-    Args:
-        kept_bytes: by layer, bytes a microbatch keeps from its forward to its backward.
-        input_bytes: by layer, bytes of its inputs, which are what a recomputed layer keeps.
-        in_flight: the most microbatches the stage holds at once.
-        limit: bytes the stage may hold.
-
-    Returns:
-        By layer; all of them if even that is above the limit.
-    """
-    recomputed = [False] * len(kept_bytes)
-    order = sorted(range(len(kept_bytes)), key=lambda n: (input_bytes[n] - kept_bytes[n], n))
-    for n in order:
-        if held(kept_bytes, input_bytes, recomputed, in_flight) <= limit:
-            break
-        recomputed[n] = True
-    return recomputed
-
-
-def held(
-    kept_bytes: Sequence[int], input_bytes: Sequence[int], recomputed: Sequence[bool], in_flight: int
-) -> int:
-    """The most bytes a stage holds: every microbatch in flight, and the largest layer that is back for its backward."""
-    each = sum(i if again else k for k, i, again in zip(kept_bytes, input_bytes, recomputed, strict=True))
-    back = max((k for k, again in zip(kept_bytes, recomputed, strict=True) if again), default=0)
-    return in_flight * each + back
-
-
 @contextmanager
 def nothing_saved() -> Iterator[None]:
     """Within it a forward knows what would need a gradient, but keeps nothing for a backward.

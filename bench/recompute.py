@@ -1,0 +1,136 @@
+"""What recompute costs and saves: the step's time and the activations held, for none, full and every second block.
+
+Two ranks in threads, 1F1B, the built-in model. Memory is the allocator's truth (see bench.memory): the most that is alive
+between ops, which is what recompute makes small, and the most at any moment, which adds the block that is back in
+memory and what a backward needs on the way. Beside it the unsplit model with and without ``torch.utils.checkpoint``
+around every block, and what is alive there after the forward of as many microbatches as the first rank holds.
+
+    python -m bench.recompute [--rounds N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bench.compare import alternate, emit, machine, ratio
+from bench.memory import Live, instrument
+from penstock.runtime.pipeline import Pipeline
+from penstock.stage.module import StageModule
+from penstock.stage.recompute import Policy
+from penstock.train.config import ModelConfig
+from penstock.train.models.llama import layers, next_token_loss
+
+RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 8, 4, 128
+CONFIG = ModelConfig(width=128, layers=8, heads=4, kv_heads=4, hidden=352)
+POLICIES: tuple[Policy, ...] = ("none", "full", 2)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """A step's tokens."""
+    size = (MICROBATCHES * ROWS, SEQUENCE + 1)
+    tokens = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def pipeline(policy: Policy) -> Pipeline:
+    """Two ranks of the built-in model."""
+    return Pipeline(layers(CONFIG), next_token_loss, microbatches=MICROBATCHES, ranks=RANKS, recompute=policy)
+
+
+def memory(policy: Policy) -> tuple[int, int]:
+    """Bytes of the rank that holds most: between ops, and at any moment; the gradients exist before."""
+    with pipeline(policy) as pipe:
+        pipe.step(*batch())
+        between, within = [0] * RANKS, [0] * RANKS
+        for executor in pipe._executors[True]:
+            instrument(executor, between, within)
+        pipe.step(*batch())
+    return max(between), max(within)
+
+
+def unsplit(checkpointed: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of the whole model in plain PyTorch, with or without ``torch.utils.checkpoint`` around every block."""
+    module = StageModule(layers(CONFIG))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        value: Tensor = x
+        for layer in module.layers:
+            value = checkpoint(layer, value, use_reentrant=False) if checkpointed else layer(value)
+        return next_token_loss(value, y)
+
+    return loss
+
+
+def plain_step(checkpointed: bool) -> Callable[[], float]:
+    """Seconds of a step of the unsplit model."""
+    loss, (x, y) = unsplit(checkpointed), batch()
+    parts = list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))
+
+    def step() -> float:
+        begin = perf_counter()
+        for a, b in parts:
+            (loss(a, b) / MICROBATCHES).backward()
+        return perf_counter() - begin
+
+    return step
+
+
+def plain_memory(checkpointed: bool) -> int:
+    """Bytes alive after the forwards of as many microbatches as the first rank holds, of its half of the model."""
+    loss, (x, y) = unsplit(checkpointed), batch()
+    live, kept = Live(), []
+    with live:
+        for a, b in list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))[:RANKS]:
+            kept.append(loss(a, b))
+        return live.bytes // 2
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(RANKS)
+    x, y = batch()
+    pipes = {policy: pipeline(policy) for policy in POLICIES}
+
+    def timed(pipe: Pipeline) -> float:
+        begin = perf_counter()
+        pipe.step(x, y)
+        return perf_counter() - begin
+
+    runs: dict[str, Callable[[], float]] = {
+        f"recompute={policy}": (lambda pipe=pipe: timed(pipe)) for policy, pipe in pipes.items()
+    }
+    runs |= {"plain": plain_step(False), "plain, checkpointed": plain_step(True)}
+    times = alternate(runs, options.rounds)
+    for pipe in pipes.values():
+        pipe.close()
+    rows, lines = [], [f"{'':22}{'time':>7}{'held between ops':>18}{'at any moment':>16}   (over none)"]
+    base = memory("none")
+    for policy in POLICIES:
+        between, within = memory(policy)
+        slower = ratio(times[f"recompute={policy}"], times["recompute=none"])
+        rows.append({"recompute": policy, "time": slower, "between": between, "within": within})
+        lines.append(
+            f"{f'recompute={policy}':22}{slower:7.3f}{between / base[0]:8.3f} {between / 2**20:6.2f} MB"
+            f"{within / base[1]:6.3f} {within / 2**20:6.2f} MB"
+        )
+    peer, kept = ratio(times["plain, checkpointed"], times["plain"]), plain_memory(True) / plain_memory(False)
+    lines.append(f"{'plain, checkpointed':22}{peer:7.3f}{kept:8.3f}              (over plain)")
+    lines.append(f"{options.rounds} rounds; {machine()}")
+    ours = rows[1]["time"]
+    emit({"ours": ours, "peer": peer, "ratio": ours / peer, "rows": rows}, lines, options.json)
+
+
+if __name__ == "__main__":
+    main()
