@@ -14,7 +14,9 @@ from penstock.parallel.order import parameter_order
 from penstock.parallel.reducer import GroupReducer
 from penstock.runtime.local import LocalProcesses
 from penstock.stage.layers import Layer
-from penstock.stage.stage import Stage, StageModule
+from penstock.stage.module import StageModule
+from penstock.stage.runner import Ends, Share
+from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 from tests.parallel.replicas import WIDTH, batch, each, gradients, loss_of, model, plain, share, together
 
@@ -196,8 +198,8 @@ def test_a_parameter_is_ready_after_the_contributions_announced_for_it():
 def split_backwards(reducer, spread: bool):
     """Two stages on a replica, three microbatches; the weights' halves come last, in an order of their own."""
     net = model()
-    stages = [Stage(0, StageModule([Layer("0", lambda: net[:2])]), None, 3)]
-    stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss, 3))
+    stages = [Stage(0, StageModule([Layer("0", lambda: net[:2])]))]
+    stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss))
     buckets = GradientBuckets(net, reducer, **SMALL)
     buckets.attach()
     for n in range(2):
@@ -206,8 +208,8 @@ def split_backwards(reducer, spread: bool):
         with buckets.step(contributions=3):
             grads = {}
             for m, (a, b) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
-                middle = stages[0].forward(m, Parcel((a,), None, (False,)), split=True)
-                stages[1].forward_with_loss(m, middle, b, False, split=True)
+                middle = stages[0].forward(m, (Parcel((a,)),), split=True)
+                stages[1].forward_with_loss(m, middle, Ends(b, Share(divisor=3)), split=True)
                 grads[m] = stages[1].backward_input(m, None)
             for m in range(3):
                 stages[0].backward_input(m, grads[m])

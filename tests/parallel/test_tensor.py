@@ -13,7 +13,9 @@ from penstock.parallel.mesh import make_mesh, replica_rows
 from penstock.parallel.reducer import GroupReducer
 from penstock.parallel.tensor import plan_of, tensor_parallel
 from penstock.runtime.local import LocalProcesses
-from penstock.stage.stage import Stage, StageModule
+from penstock.stage.module import StageModule
+from penstock.stage.runner import Ends, Share
+from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 from penstock.train.config import ModelConfig
 from penstock.train.models.llama import layers, next_token_loss
@@ -182,11 +184,11 @@ def test_buckets_reduce_what_is_cut_and_replicas_stay_bit_identical(processes: L
 def stage_backward(rank: int, sequence: bool, split: bool):
     module = StageModule(layers(CONFIG))
     tensor_parallel(module.named_layers(), make_mesh(tp=2).axis("tp"), sequence=sequence)
-    stage = Stage(0, module, next_token_loss, microbatches=2)
+    stage = Stage(0, module, next_token_loss)
     x, y = tokens()
     for m in range(2):
         rows = slice(2 * m, 2 * m + 2)
-        stage.forward_with_loss(m, Parcel((x[rows],), None, (False,)), y[rows], False, split)
+        stage.forward_with_loss(m, (Parcel((x[rows],)),), Ends(y[rows], Share(divisor=2)), split)
     held = stage.held_bytes
     for m in range(2):
         stage.backward_input(m, None)

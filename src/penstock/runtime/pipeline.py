@@ -81,7 +81,7 @@ class Pipeline:
         autocast: torch.bfloat16 or torch.float16 for mixed precision in the stages and the loss.
         seed: of layers given as functions, and of the random numbers that layers draw (dropout): both depend on it, on the
             layer's name, and the latter on step and microbatch, and not on the split.
-        check_finite: refuse a step in which a loss or a gradient is NaN or infinite; on a GPU the end of a step waits for it.
+        check_finite: refuse a step in which a loss or a gradient is NaN or infinite; on a GPU a step then ends by waiting.
         compile: "block" gives every layer to ``torch.compile``, "stage" every stage's layers together.
 
     Attributes:
