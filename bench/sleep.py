@@ -30,7 +30,8 @@ from penstock.schedule.program import lower
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.stage.layers import Layer
-from penstock.stage.stage import Stage, StageModule
+from penstock.stage.module import StageModule
+from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 from penstock.trace.bubbles import makespan
 

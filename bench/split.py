@@ -19,7 +19,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from bench.compare import alternate, emit, machine, ratio
 from penstock.stage.layers import Layer
-from penstock.stage.stage import Stage, StageModule
+from penstock.stage.module import StageModule
+from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 from penstock.train.config import ModelConfig
 from penstock.train.models.llama import Block

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import group, main
-from penstock.stage.stage import StageModule
+from penstock.stage.module import StageModule
 from penstock.train import config_file
 from penstock.train.config import from_mapping
 from penstock.train.models.llama import layers

@@ -9,8 +9,8 @@ from torch import nn
 from penstock.errors import ConfigError, SplitError
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import Layer, as_layers
+from penstock.stage.module import StageModule
 from penstock.stage.split import split_layers
-from penstock.stage.stage import StageModule
 
 
 def named(count: int) -> list[Layer]:

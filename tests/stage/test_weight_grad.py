@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from penstock.errors import PenstockError
 from penstock.stage.layers import Layer
-from penstock.stage.stage import Stage, StageModule
+from penstock.stage.module import StageModule
+from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 from penstock.stage.weight_grad import Queue, deferring
 

@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.runtime.local import LocalProcesses
 from penstock.schedule.families import FAMILIES
-from penstock.stage.stage import StageModule
+from penstock.stage.module import StageModule
 from penstock.train import weights
 from penstock.train.config import Config
 from penstock.train.config_file import load

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, DataError
-from penstock.stage.stage import StageModule
+from penstock.stage.module import StageModule
 from penstock.train import config_file
 from penstock.train.codec import Bytes
 from penstock.train.config import Config, ModelConfig, SampleConfig, from_mapping

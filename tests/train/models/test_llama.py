@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.stage.module import StageModule
 from penstock.stage.split import split_layers
-from penstock.stage.stage import StageModule
 from penstock.train.config import ModelConfig
 from penstock.train.models.llama import Attention, layers, next_token_loss, rotary_table, rotate
 
