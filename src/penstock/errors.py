@@ -58,7 +58,7 @@ class NonFiniteError(StageError):
     """A loss or a gradient is NaN or infinite.
 
     Attributes:
-        stage: where it was seen first, looking back from the loss.
+        stage: where it was seen first, looking back from the loss; -1 for the norm of all gradients.
         microbatch: of which; -1 for a weight's gradient.
     """
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, NonFiniteError
 from penstock.runtime.local import LocalProcesses
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -218,7 +218,7 @@ def test_a_norm_that_overflows_is_refused_before_any_weight_changes():
         for parameter in pipe.parameters():
             parameter.grad.fill_(1e30)
         with pytest.raises(
-            PenstockError, match="norm of the gradients of update 0 is inf, so no weight was changed"
+            NonFiniteError, match="norm of the gradients of update 0 is inf, so no weight was changed"
         ):
             optimizer.step()
         pipe.step(*plain.batch(0, 8))

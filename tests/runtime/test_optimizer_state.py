@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from penstock.errors import ConfigError
+from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.local import LocalProcesses
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -206,3 +207,16 @@ def test_a_state_with_gradients_waiting_is_refused():
             False,
             True,
         ]
+
+
+def test_the_scale_is_part_of_the_state():
+    with pipe_of(2) as pipe:
+        optimizer = optimizer_of(pipe, scaler=GradScaler(init_scale=4.0, growth_interval=1))
+        steps(pipe, optimizer, range(2), torch.float32)
+        state = optimizer.state_dict()
+    with pipe_of(4) as pipe:
+        optimizer = optimizer_of(pipe, scaler=GradScaler())
+        optimizer.load_state_dict(state)
+        assert pipe.scaler.scale == 16.0
+        with pytest.raises(ConfigError, match="scaler: scale must be a positive float32 number, not 0"):
+            optimizer.load_state_dict({**state, "scaler": {**state["scaler"], "scale": 0}})

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.errors import ConfigError, NonFiniteError, nearest
 from penstock.runtime import optimizer_state
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.main_weights import MainWeights, keep_gradients_in_float32
@@ -121,10 +121,7 @@ class PipelineOptimizer:
         if lr_factor is not None:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
         self.schedulers = [_scheduler(lr_scheduler, o) for o in self.optimizers.values() if lr_scheduler]
-        if hasattr(pipe, "scaler"):
-            pipe.scaler = self.scaler
-        elif self.scaler is not None:
-            raise ConfigError("this pipeline does not scale its loss")
+        pipe.scaler = self.scaler
 
     def step(self) -> OptimizerStep:
         """Take the gradients of the ``pipe.step`` before; on every `accumulate`-th call update, and drop them.
@@ -133,8 +130,8 @@ class PipelineOptimizer:
         update leaves weights, optimizer state and learning rate as they are.
 
         Raises:
-            PenstockError: without a scaler, the norm of the gradients is an inf or a NaN; the weights are as before, the
-                gradients are dropped.
+            NonFiniteError: `clip` is given and the norm is an inf or a NaN, with no such gradient for a scaler to see; the
+                weights are as before, the gradients are dropped.
         """
         rates = tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
         self._waiting += 1
@@ -157,7 +154,7 @@ class PipelineOptimizer:
             norm = self.pipe.clip_grad_norm_(self.clip)
             if not math.isfinite(float(norm)):
                 self.zero_grad()
-                raise PenstockError(
+                raise NonFiniteError(
                     f"the norm of the gradients of update {self.steps} is {float(norm)}, so no weight was changed; a lower "
                     "learning rate or a longer warm-up usually helps"
                 )
