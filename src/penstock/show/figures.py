@@ -39,13 +39,14 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
         raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
     x, y = Range1d(start=0, end=1), Range1d(start=ranks - 0.5, end=-0.5)
     row = max(7, min(34, 620 // max(1, ranks)))
-    rows: list[Any] = [_timeline("measured", x, y, 48 + row * ranks, unit)]
+    tall = 48 + min(900, row * ranks)
+    rows: list[Any] = [_timeline("measured", x, y, tall, unit)]
     if planned:
-        rows.append(_timeline("planned", x, y, 48 + row * ranks, unit))
+        rows.append(_timeline("planned", x, y, tall, unit))
     if memory:
         rows.append(_memory(x, unit, memory))
     time = column(rows, sizing_mode="stretch_width", name="time")
-    bars = _bars(y, 48 + max(22, row) * ranks if ranks < 30 else 48 + row * ranks, unit)
+    bars = _bars(y, tall, unit)
     return {"time": dict(json_item(time)), "bars": dict(json_item(bars))}
 
 

@@ -36,7 +36,7 @@ window.penstock = (() => {
       fill[n] = 2 * own.kind[n] + own.shade[n];
     }
     const held = packed.held ? column(packed.held) : new Float64Array(count).fill(NaN);
-    return { ...own, top, bottom, length, fill, held, several: packed.several, usual: last(own.end) / Math.max(1, count / (last(own.rank) + 1)) };
+    return { ...own, top, bottom, length, fill, held, several: packed.several, usual: length.slice().sort()[count >> 1] ?? 0 };
   }
 
   function gaps(packed) {
