@@ -238,3 +238,27 @@ def test_gradients_kept_in_float16_are_refused():
         ),
     ):
         PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, scaler=GradScaler())
+
+
+def test_float16_autocast_is_scaled_as_torch_would():
+    net, other = plain.model(4), plain.model(4)
+    reference = torch.optim.AdamW(other.parameters(), lr=0.01)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2)
+    scaler, skips = GradScaler(init_scale=2.0**24, growth_interval=2), []
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=2, autocast=torch.float16) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, scaler=scaler)
+        for n in range(12):
+            x, y = plain.batch(n, 8)
+            pipe.step(x, y)
+            skips.append(optimizer.step().skipped)
+            for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = nn.functional.mse_loss(other(a), b)
+                theirs.scale(loss / 4).backward()
+            theirs.step(reference)
+            theirs.update()
+            reference.zero_grad()
+            assert scaler.scale == theirs.get_scale()
+    assert 0 < sum(skips) < 12
+    for ours, their in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, their)
