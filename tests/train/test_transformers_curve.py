@@ -21,7 +21,7 @@ from tests.train.tiny import WORDS, text_folder, tiny
 from tests.train.unsplit import adamw
 
 STEPS = 50
-MODELS = {"llama": False}
+MODELS = {"gpt2": True, "llama": False}
 """Family, and whether embedding and head are one."""
 
 
@@ -79,7 +79,7 @@ def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, t
     assert set(outcome.sample.split()) <= set(WORDS) | {"<unknown>"}
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("llama", 2)])
+@pytest.mark.parametrize(("family", "ranks"), [("gpt2", 4), ("llama", 2)])
 def test_processes_under_torchrun_give_the_curve_of_plain_transformers(
     family: str, ranks: int, tmp_path: Path
 ):

@@ -57,7 +57,7 @@ def test_processes_write_a_part_each_and_an_index(processes: LocalProcesses, tmp
     net.save_pretrained(source)
     folder.mkdir()
     save_file({"old": torch.zeros(1)}, folder / "model.safetensors")  # a reader would take it for the weights
-    held = processes.run(4, save_from_processes, str(source), str(folder))
+    held = processes.run(4, save_from_processes, str(source), str(folder), timeout=300)
     assert sum(map(len, held)) == len(net.state_dict())
     assert len(list(folder.glob("*.safetensors"))) == 4
     tokens, _, mask = tiny.batch()

@@ -187,6 +187,10 @@ def test_a_tied_weight_stored_twice_must_be_the_same(tmp_path: Path):
     save_file({**state, "lm_head.weight": net.lm_head.weight + 1}, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match=r"lm_head.weight and model.embed_tokens.weight .* differ"):
         penstock.from_transformers(tmp_path)
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    found = tiny.parameters(penstock.from_transformers(tmp_path))
+    assert torch.equal(found["model.embed_tokens.weight"], net.lm_head.weight)
 
 
 def test_a_name_that_is_no_folder_is_refused_without_asking_the_network():
