@@ -21,7 +21,7 @@ def align_clocks(world: World) -> Alignment:
 
     Returns:
         The same on every rank: what to add to each clock to read rank 0's, and how far that can be off. The error is half
-        of the quickest meeting, some tens of microseconds on one machine.
+        of the quickest meeting: 0.3 ms among four processes on two busy cores, less where every process has a core.
     """
     token = torch.zeros(1)
     met = []
