@@ -94,6 +94,19 @@ def test_other_schedules_do_too(schedule: str):
         assert_close({name: p.grad for name, p in pipe.named_parameters()}, gradients)
 
 
+def test_weights_that_a_user_has_tied_stay_tied():
+    net = tiny.model("llama", tied=True)
+    net.model.layers[3].mlp.up_proj.weight = net.model.layers[0].mlp.up_proj.weight
+    loss, gradients = whole_batch(net, 12, "right")
+    with pipeline(net, 4) as pipe:
+        tokens, labels, mask = tiny.batch()
+        result = pipe.step(tokens, labels, attention_mask=mask)
+        assert_close({name: p.grad for name, p in pipe.named_parameters()}, gradients)
+    assert abs(result.loss.item() - loss.item()) < 1e-6
+    assert net.model.layers[3].mlp.up_proj.weight is net.model.layers[0].mlp.up_proj.weight
+    assert net.lm_head.weight is net.model.embed_tokens.weight
+
+
 DROPOUT = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,13 @@ def _of_model(model: Any) -> list[Layer]:
         raise SplitError(
             f"a {type(model).__name__} is no causal language model; give what AutoModelForCausalLM makes"
         )
-    return _layers(model, model.get_submodule)
+    built = [(layer, layer.build()) for layer in _layers(model, model.get_submodule)]
+    # With its module a layer tells which weights are one, also where that is no custom of the family.
+    return [replace(layer, build=partial(_itself, module), module=module) for layer, module in built]
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _of_folder(folder: Path) -> list[Layer]:
