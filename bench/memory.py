@@ -87,7 +87,7 @@ def measured(name: str, count: int) -> list[int]:
     """Peak bytes a rank, between the ops of a step; the gradients exist before it, so none is made in it."""
     with pipeline(name, count) as pipe:
         pipe.step(*microbatches(count))
-        executors: list[Executor] = pipe._executors[True]
+        executors: list[Executor] = pipe._engine._executors[True]
         peaks = [0] * RANKS
         for executor in executors:
             instrument(executor, peaks)

@@ -48,7 +48,7 @@ def memory(policy: Policy) -> tuple[int, int]:
     with pipeline(policy) as pipe:
         pipe.step(*batch())
         between, within = [0] * RANKS, [0] * RANKS
-        for executor in pipe._executors[True]:
+        for executor in pipe._engine._executors[True]:
             instrument(executor, between, within)
         pipe.step(*batch())
     return max(between), max(within)

@@ -104,7 +104,7 @@ def ranks(device):
     """(crew, channels) of two ranks on the modelled device."""
     streams = Streams([DEVICE, DEVICE], [DEVICE, OTHER])
     crew = Crew(2, 5.0, streams)
-    yield crew, thread_channels(lower(build_schedule("1f1b", 2, 4)), 5.0, streams)
+    yield crew, thread_channels(lower(build_schedule("1f1b", 2, 4)), 5.0, streams=streams)
     crew.close()
 
 

@@ -14,6 +14,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_cut(tensor: Tensor) -> bool:
+    """Whether processes hold different parts of it."""
+    return is_sharded(tensor) and any(not p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
 def local(tensor: Tensor) -> Tensor:
     """The memory this process holds of a tensor; shared with it."""
     if not is_sharded(tensor):
@@ -53,3 +58,27 @@ def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
             return None
         expected *= size
     return tensor.stride()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor put together, where it is cut: its ranks all call it then."""
+    if not is_sharded(tensor):
+        return tensor
+    found: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return found
+
+
+def cut_like(tensor: Tensor, model: Tensor) -> Tensor:
+    """A whole tensor cut as `model` is; its ranks all call it then."""
+    if not is_sharded(model) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, model.device_mesh, model.placements)  # type: ignore[attr-defined]
+
+
+def settle(parameter: Tensor) -> None:
+    """Let ``.grad`` be cut as its parameter is, where autograd left it otherwise; its ranks all call it then."""
+    grad = parameter.grad
+    if grad is not None and is_sharded(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+        parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]

@@ -21,18 +21,37 @@ Reduction = str | Callable[[object], object]
 
 
 class Cut(NamedTuple):
-    """By microbatch: what the first stage takes, what the last one compares with and how much it counts, and rows."""
+    """This pipeline's part of a batch, by microbatch.
+
+    Attributes:
+        inputs: what the first stage takes.
+        targets, shares: what the last one compares with, and how much it counts.
+        rows_in, rows_out: rows of both; empty where they are not known.
+        first: the number in the global batch of what is microbatch 0 here.
+    """
 
     inputs: list[object]
     targets: list[object]
     shares: list[Share]
     rows_in: tuple[int, ...]
     rows_out: tuple[int, ...]
+    first: int
 
-    def work(self, outputs: bool, input_grads: bool, finite: bool, turn: int) -> Work:
+    def work(self, outputs: bool, input_grads: bool, finite: bool, turn: int, reduces: bool) -> Work:
         """A rank's work on it; see `Work`."""
         losses = Losses(rows_in=self.rows_in, rows_out=self.rows_out)
-        return Work(self.inputs, self.targets, self.shares, outputs, input_grads, finite, turn, losses=losses)
+        return Work(
+            self.inputs,
+            self.targets,
+            self.shares,
+            outputs,
+            input_grads,
+            finite,
+            turn,
+            self.first,
+            reduces,
+            losses,
+        )
 
 
 def require_reduction(reduction: object) -> Reduction:
@@ -52,16 +71,25 @@ class Cutter:
     """Cuts the batches of one pipeline.
 
     Args:
-        microbatches: how many a batch makes.
+        microbatches: how many of the global batch are this pipeline's.
+        replicas: how many pipelines share the global batch.
+        replica: which of them this is.
         device: where the parts are to be; None leaves them.
         reduction: how the microbatches' losses make the step's.
         wires: the named values that the layers take.
     """
 
     def __init__(
-        self, microbatches: int, device: torch.device | None, reduction: Reduction, wires: Wires
+        self,
+        microbatches: int,
+        replicas: int,
+        replica: int,
+        device: torch.device | None,
+        reduction: Reduction,
+        wires: Wires,
     ) -> None:
-        self.microbatches = microbatches
+        self.microbatches = microbatches * replicas
+        self.own = slice(replica * microbatches, (replica + 1) * microbatches)
         self.device = device
         self.reduction = reduction
         self.wires = wires
@@ -106,7 +134,8 @@ class Cutter:
             if rows and found != rows:
                 raise BatchError(_unequal("target y", found, rows))
             shares = shares_of(targets, found, self.reduction, scale)
-        return Cut(inputs, targets, shares, tuple(rows), tuple(found))
+        own = self.own
+        return Cut(inputs[own], targets[own], shares[own], tuple(rows[own]), tuple(found[own]), own.start)
 
     def _with_named(
         self, inputs: Sequence[object], rows: Sequence[int], named: Mapping[str, object]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from penstock.errors import ConfigError
+from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.executor import Executor
+from penstock.runtime.replicas import Replicas
 from penstock.runtime.shared import Bundle, Shared, alias, bundles, groups_of_holders
 from penstock.runtime.ties import Ties
 from penstock.runtime.transport.base import Channel
@@ -28,6 +31,13 @@ Modules = dict[tuple[int, int], StageModule]
 """(rank, stage) → the stage's module on that rank."""
 
 
+class TensorOptions(NamedTuple):
+    """How tensor parallelism cuts; see `penstock.parallel.tensor.tensor_parallel`."""
+
+    family: str = "penstock"
+    sequence: bool = False
+
+
 class Assembly:
     """The stages of this process's ranks, and what they share with other ranks.
 
@@ -41,6 +51,8 @@ class Assembly:
         settings: how stages compute.
         compile: what ``torch.compile`` gets; see `compile_modules`.
         world: the other processes, joined; None if there are none.
+        tensor: how tensor parallelism cuts the modules.
+        bucket_bytes: the most bytes in a bucket of gradients.
 
     Attributes:
         ties: the tied weights.
@@ -61,6 +73,8 @@ class Assembly:
         settings: Settings,
         compile: str,
         world: World | None,
+        tensor: TensorOptions,
+        bucket_bytes: int,
     ) -> None:
         self.schedule = schedule
         placement, last = schedule.placement, schedule.stages - 1
@@ -68,6 +82,9 @@ class Assembly:
         seed = settings.random.seed if settings.random is not None else 0
         modules = build_modules(runs, placement, local_ranks, device, seed)
         self.ties.apply(modules)
+        if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
+            for module in modules.values():
+                tensor_parallel(module.named_layers(), world.mesh.axis("tp"), tensor.family, tensor.sequence)
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
                 "compile='stage' makes one of all layers, so none can be recomputed on its own; use compile='block'"
@@ -84,6 +101,21 @@ class Assembly:
             rank: bundles(placement, self.ties, {s: m for (r, s), m in modules.items() if r == rank}, rank)
             for rank in local_ranks
         }
+
+        self._modules = modules
+        self._world = world
+        self._bucket_bytes = bucket_bytes
+        self.replicas: Replicas | None = None
+
+    def replicate(self) -> None:
+        """Make the buckets of this process's gradients, once all its parameters are as they are to be."""
+        world = self._world
+        if world is None or world.mesh is None:
+            return
+        (bundles,) = self.bundles.values()
+        shared = [p for bundle in bundles for p in bundle.parameters]
+        modules = {s: module for (_, s), module in self._modules.items()}
+        self.replicas = Replicas(world.replicas(), world.exchange_beside, modules, shared, self._bucket_bytes)
 
     @cached_property
     def own_stages(self) -> dict[int, Stage]:
@@ -116,7 +148,7 @@ class Assembly:
         if trains and self.bundles[rank] and channel is not None:
             tags = program.tags + 1  # the one before is that of the step's end
             shared = Shared(self.bundles[rank], rank, tags, channel, one_memory)
-        return Executor(program, rank, stages, channel, shared)
+        return Executor(program, rank, stages, channel, shared, self.replicas)
 
 
 def build_modules(

@@ -9,21 +9,23 @@ what a stage does of itself at the end of B or W.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from penstock.errors import PeerError, StageError, TransportError
+from penstock.runtime.backwards import Backwards
 from penstock.runtime.clocks import clock
 from penstock.runtime.crew import Crew
+from penstock.runtime.replicas import Replicas
 from penstock.runtime.shared import Shared
 from penstock.runtime.step_end import Finding, agree, explain, find_nonfinite
 from penstock.runtime.streams import device_of
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.work import Work
-from penstock.schedule.ops import Kind, Op
+from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action, Instruction, Program
 from penstock.stage.runner import Ends, Parcels, Report
 from penstock.stage.stage import Stage
@@ -44,6 +46,7 @@ class Executor:
         stages: the stages this rank holds, by number.
         channel: its end of the transport; None for a single rank, which needs none.
         shared: the sums of the gradients of parameters that other ranks hold, too; None if there are none.
+        replicas: the sums over the pipeline's replicas; None if there are none.
     """
 
     def __init__(
@@ -53,12 +56,14 @@ class Executor:
         stages: Mapping[int, Stage],
         channel: Channel | None,
         shared: Shared | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
         self.stages = stages
         self.channel = channel
         self.shared = shared
+        self.replicas = replicas
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
@@ -73,6 +78,7 @@ class Executor:
         self._handed: dict[int, Parcel] = {}
         self._ops: list[Callable[[], None]] = []
         self._op_rows: list[tuple[int, ...]] = []
+        self._backwards = Backwards.of(program, rank)
         self._compile()
         self._collector = program.schedule.placement.holders[-1][0]
 
@@ -93,19 +99,23 @@ class Executor:
         at = 0
         finding = None
         for stage in self.stages.values():
-            stage.begin(work.turn)
+            stage.begin(work.turn, work.first_microbatch)
         if self.channel is not None:
             self.channel.open(step)
         try:
-            if self.shared is not None:
-                self.shared.begin()
-            with torch.set_grad_enabled(self.trains):
+            with self._reducing(step, work.reduces), torch.set_grad_enabled(self.trains):
+                if self.shared is not None:
+                    self.shared.begin()
                 for at, op in enumerate(self._ops):  # noqa: B007 - read when an op fails
                     op()
                 at = len(self._ops)
                 if self.shared is not None:
                     self.shared.finish()
+                if self.replicas is not None and self.trains:
+                    self.replicas.finish()
                 finding = self._agree()
+            if self.replicas is not None:
+                work.losses, finding = self.replicas.gather(work.losses, finding)
         except BaseException as error:
             told = self._explain(error, at, step)
             self._clean_up()
@@ -123,6 +133,18 @@ class Executor:
         if finding is not None:
             raise explain(finding, work.losses, self.program.schedule.stages - 1, step)
         return work
+
+    def _reducing(self, step: int, reduces: bool) -> AbstractContextManager[None]:
+        if self.replicas is None or not self.trains:
+            return nullcontext()
+        return self.replicas.step(step, reduces)
+
+    def _complete(self, stage: int) -> None:
+        """The rank's gradients of a stage are complete."""
+        if self.shared is not None:
+            self.shared.complete(stage)
+        if self.replicas is not None:
+            self.replicas.complete(stage)
 
     def _clean_up(self) -> None:
         self._handed.clear()
@@ -152,7 +174,8 @@ class Executor:
         work, schedule = self._work, self.program.schedule
         finding = None
         if work.finite and self.trains:
-            finding = find_nonfinite(self.stages, work.losses, schedule.stages - 1)
+            last = schedule.stages - 1
+            finding = find_nonfinite(self.stages, work.losses, last, work.first_microbatch)
         return agree(
             self.channel, self.rank, self._collector, schedule.ranks, self.program.tags, work.losses, finding
         )
@@ -195,8 +218,8 @@ class Executor:
     ) -> None:
         rows = tuple(range(run.row, run.row + run.number))
         parts = [self._compute(row, takes.get(row, []), gives.get(row, [])) for row in rows]
-        if self.shared is not None:
-            parts += [partial(self.shared.complete, stage) for stage in complete]
+        if self.shared is not None or self.replicas is not None:
+            parts += [partial(self._complete, stage) for stage in complete]
         self._op_rows.append(rows)
         self._ops.append(parts[0] if len(parts) == 1 else partial(_one_after_another, parts))
 
@@ -232,40 +255,15 @@ class Executor:
             return self._timed(partial(stage.backward_weight, op.microbatch), stage, slot)
         if op.kind == Kind.R:
             return self._timed(partial(stage.recompute, op.microbatch), stage, slot)
-        half = op.kind == Kind.I and op not in self._merged
+        half = op.kind == Kind.I and op not in self._backwards.merged
         run = stage.backward_input if half else stage.backward
         give = _all_given([self._input_gradient(op.microbatch), *gives] if op.stage == 0 else gives)
         return self._backward(op.microbatch, stage, run, slot, _all_taken(takes) if takes else None, give)
 
-    @cached_property
-    def _merged(self) -> frozenset[Op]:
-        """I whose W follows at once and for whose result nobody waits: one full backward is cheaper than two halves."""
-        schedule, rows = self.program.schedule, self.program.schedule.rows(self.rank)
-        inputs = [r for r in range(rows.start, rows.stop - 1) if schedule.kind[r] == Kind.I]
-        return frozenset(
-            schedule.op(r)
-            for r in inputs
-            if self.program.target[r] < 0 and schedule.op(r + 1) == replace(schedule.op(r), kind=Kind.W)
-        )
-
-    @cached_property
-    def _split(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) whose backward comes in two halves on this rank."""
-        schedule, rows = self.program.schedule, self.program.schedule.rows(self.rank)
-        halves = [schedule.op(r) for r in range(rows.start, rows.stop) if schedule.kind[r] == Kind.I]
-        return frozenset((op.stage, op.microbatch) for op in halves if op not in self._merged)
-
-    @cached_property
-    def _dropped(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) that an R of this rank computes again, so that its forward keeps the inputs only."""
-        schedule, rows = self.program.schedule, self.program.schedule.rows(self.rank)
-        again = [schedule.op(r) for r in range(rows.start, rows.stop) if schedule.kind[r] == Kind.R]
-        return frozenset((op.stage, op.microbatch) for op in again)
-
     def _how(self, stage: Stage, microbatch: int) -> dict[str, Any]:
         """How a forward is to run."""
         key = (stage.index, microbatch)
-        return {"split": key in self._split, "drop": key in self._dropped}
+        return {"split": key in self._backwards.split, "drop": key in self._backwards.dropped}
 
     def _input(self, microbatch: int) -> Take:
         return lambda: self._work.input(microbatch)
@@ -312,9 +310,10 @@ class Executor:
             end[slot] = now()
             held[slot] = stage.held_bytes
             if report.loss is not None:
-                work.losses.total[microbatch] = report.loss
-                work.losses.parts[microbatch] = report.parts
-                work.losses.weights[microbatch] = ends.share.weight
+                number = work.first_microbatch + microbatch
+                work.losses.total[number] = report.loss
+                work.losses.parts[number] = report.parts
+                work.losses.weights[number] = ends.share.weight
             if work.keep_outputs:
                 work.outputs[microbatch] = report.output
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.parallel.local import cut_like, whole
 from penstock.runtime.ties import Ties
 from penstock.runtime.world import World
 from penstock.schedule.placement import Placement
@@ -76,11 +77,11 @@ class Holdings:
         return {name: n for n, name in enumerate(order)}, len(order)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers."""
+        """Parameters and buffers, those that tensor parallelism has cut put together (its ranks all call it then)."""
         state: dict[str, Any] = {}
         for index in sorted(self.stages):
             state.update(self.stages[index].module.whole_model_state())
-        return {name: value for name, value in state.items() if name not in self.ties.first}
+        return {name: whole(value) for name, value in state.items() if name not in self.ties.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers; entries of stages held elsewhere are left alone.
@@ -112,15 +113,15 @@ class Holdings:
         ]
         if problems:
             raise ConfigError("the state does not fit the model: " + "; ".join(problems[:12]))
-        whole = dict(state)
+        given = dict(state)
         for name, first in self.ties.first.items():
             if first in state:
-                whole[name] = state[first]
+                given[name] = state[first]
         for stage in self.stages.values():
             for name, layer in stage.module.named_layers():
-                wanted = layer.state_dict().keys()
+                wanted = layer.state_dict()
                 layer.load_state_dict(
-                    {inner: whole[f"{name}.{inner}"] for inner in wanted},
+                    {inner: cut_like(given[f"{name}.{inner}"], own) for inner, own in wanted.items()},
                     assign=any(p.is_meta for p in layer.parameters()),
                 )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.parallel.local import is_cut, local
 from penstock.runtime.world import World
 
 
@@ -29,15 +30,30 @@ def clip_(
     """
     held = [p for _, p, _ in parameters if p.grad is not None]
     places = torch.zeros(count, dtype=torch.float64)
+    squares = torch.zeros(count, dtype=torch.float64)  # of parameters that are cut, by this process's part
     present = torch.zeros(count, dtype=torch.float64)
     for place, parameter, counts in parameters:
         if parameter.grad is None or not counts:
             continue
-        places[place] = torch.linalg.vector_norm(parameter.grad).double()
+        norm = torch.linalg.vector_norm(local(parameter.grad)).double()
+        if is_cut(parameter.grad):
+            squares[place] = norm.square()
+        else:
+            places[place] = norm
         present[place] = 1.0
     if world is not None:
-        world.add_up(places)
-        world.add_up(present)
+        world.add_up_tensor_parallel(squares)
+        for column in (places, squares, present):
+            world.add_up(column)
+    places += squares.sqrt()
     total: Tensor = torch.linalg.vector_norm(places[present > 0].float())
-    nn.utils.clip_grads_with_norm_(held, max_norm, total)
+    parts = [_Held(local(p.grad)) for p in held if p.grad is not None]
+    nn.utils.clip_grads_with_norm_(parts, max_norm, total)  # type: ignore[arg-type]
     return total
+
+
+class _Held:
+    """The part of a gradient that this process holds, where torch looks for it."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad = grad

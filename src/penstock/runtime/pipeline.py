@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import BatchError, PenstockError
+from penstock.errors import PenstockError
+from penstock.parallel.layout import BUCKET_BYTES
+from penstock.parallel.mesh import MeshShape
 from penstock.runtime import norms
 from penstock.runtime.batch import Cut, Cutter, Reduction, require_reduction
-from penstock.runtime.build import Assembly
-from penstock.runtime.crew import Crew
-from penstock.runtime.executor import Executor, run_step
+from penstock.runtime.build import Assembly, TensorOptions
+from penstock.runtime.engine import Engine
 from penstock.runtime.holdings import Holdings
 from penstock.runtime.memory import choose_recompute
-from penstock.runtime.recorder import measured_trace
 from penstock.runtime.result import StepResult, step_result
 from penstock.runtime.setup import (
     LossScale,
@@ -31,12 +31,9 @@ from penstock.runtime.setup import (
     require_loss,
     require_seed,
     require_timeout,
+    resolve_mesh,
     resolve_schedule,
 )
-from penstock.runtime.shared import equalise
-from penstock.runtime.streams import Streams
-from penstock.runtime.transport.base import Channel, Failure
-from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
@@ -83,8 +80,15 @@ class Pipeline:
             layer's name, and the latter on step and microbatch, and not on the split.
         check_finite: refuse a step in which a loss or a gradient is NaN or infinite; on a GPU a step then ends by waiting.
         compile: "block" gives every layer to ``torch.compile``, "stage" every stage's layers together.
+        mesh: several such pipelines side by side (dp), each with matrices cut over processes (tp); a step then takes the
+            global batch, dp * microbatches microbatches, on every process, and each pipeline does its part.
+        family, sequence_parallel: which model it is that is cut, and whether also along the sequence; see
+            `penstock.parallel.tensor.tensor_parallel`.
+        bucket_bytes: gradients are reduced over the pipelines in buckets of so many bytes, while the backward runs.
 
     Attributes:
+        replicas, replica: how many pipelines share the batch, and which this is.
+        reduce_gradients: set to False, steps leave their gradients to be reduced with those of a later one.
         steps: training steps done; random numbers in layers depend on it, so set it when a run continues.
         scaler: a `GradScaler` for float16, or None; its ``scale`` multiplies the loss, and it looks for NaN and infinity.
 
@@ -112,6 +116,10 @@ class Pipeline:
         compile: str = "none",
         seed: int = 0,
         check_finite: bool = True,
+        mesh: MeshShape | None = None,
+        family: str = "penstock",
+        sequence_parallel: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         require_count("microbatches", microbatches)
         require_count("virtual_stages", virtual_stages)
@@ -122,7 +130,8 @@ class Pipeline:
         settings = make_settings(recompute, memory, offload, autocast, self._random)
         self.reduction = require_reduction(reduction)
         world = current_world()
-        self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, world)
+        ranks, processes = resolve_mesh(mesh, ranks, world)
+        self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
         self.microbatches = microbatches
         self.ranks = self.schedule.ranks
         self.steps = 0
@@ -131,11 +140,15 @@ class Pipeline:
         program = check(self.schedule).program
         self.layers = as_layers(model)
         runs = split_layers(self.layers, self.schedule.stages, split)
-        self.in_processes = world is not None and world.size > 1
-        self.rank = world.rank if world is not None and self.in_processes else 0
-        self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
+        self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
-        self._world = world.join(self.timeout) if world is not None and self.in_processes else None
+        self._world = world.join(self.timeout, mesh) if world is not None and self.in_processes else None
+        self.rank = self._world.rank if self._world is not None else 0
+        self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
+        self.replicas, self.replica = 1 if mesh is None else mesh.dp, 0
+        if self._world is not None and self._world.mesh is not None:
+            self.replica = self._world.mesh.coordinate("dp")
+        self.reduce_gradients = True
         self._parts = Assembly(
             self.schedule,
             program,
@@ -146,6 +159,8 @@ class Pipeline:
             settings,
             compile,
             self._world,
+            TensorOptions(family, sequence_parallel),
+            bucket_bytes,
         )
         self.stages = self._parts.own_stages
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
@@ -156,28 +171,9 @@ class Pipeline:
             self._parts.ties,
             self.rank if self.in_processes else None,
         )
-        self._crew: Crew | None = None
-        self._streams: Streams | None = None
-        if self._world is not None:
-            on_cpu = self.device is None or self.device.type == "cpu"
-            channel = self._world.connect(
-                self._parts.program, self._parts.holders, None if on_cpu else self.device
-            )
-            modules = {s: stage.module for s, stage in self.stages.items()}
-            equalise(self._parts.bundles[self.rank], modules, self.rank, channel, self.schedule.stages)
-        elif self.ranks > 1:
-            of_rank = self.schedule.placement.stages_of
-            self._streams = Streams.of(
-                [[self._parts.stages[r, s].module for s in of_rank[r]] for r in self.local_ranks]
-            )
-            self._crew = Crew(self.ranks, self.timeout, self._streams)
+        self._engine = Engine(self._parts, self.local_ranks, self.timeout, self._world, self.device)
         self._memory = memory if recompute == "auto" else None
-        self._executors: dict[bool, list[Executor]] = {}
         self._places: tuple[dict[str, int], int] | None = None
-        self._step = 0
-        self._closed = False
-        self._failed = False
-        self._traced: list[Executor] | None = None
 
     def step(
         self,
@@ -285,36 +281,24 @@ class Pipeline:
             What the calls returned, in the order of the ranks. What one of them raised is raised here.
         """
         self._require_open()
-        if self._crew is None:
-            return [job(rank) for rank in self.local_ranks]
-        found: dict[int, T] = {}
-        jobs = [lambda r=r: found.__setitem__(r, job(r)) for r in self.local_ranks]
-        self._crew.run(jobs, lambda: None)
-        return [found[rank] for rank in self.local_ranks]
+        return self._engine.on_ranks(job)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum of a float64 tensor over the processes, which all call it; the tensor itself if there is one."""
         if self._world is None:
             return values
         total = values.clone()
+        self._world.add_up_tensor_parallel(total)
         self._world.add_up(total)
         return total
 
     def trace(self) -> Trace | None:
         """What the last step did and when: all ranks in threads, this rank's part in processes."""
-        return measured_trace(self._traced) if self._traced else None
+        return self._engine.trace()
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model stays as it is."""
-        if self._closed:
-            return
-        self._closed = True
-        self._executors.clear()
-        self._parts.ties.undo()
-        if self._crew is not None:
-            self._crew.close()
-        if self._world is not None:
-            self._world.disconnect(failed=self._failed)
+        self._engine.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -325,7 +309,7 @@ class Pipeline:
         self.close()
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._engine.closed:
             raise PenstockError("this pipeline is closed; build a new one")
 
     def _run(
@@ -338,51 +322,23 @@ class Pipeline:
         named: Mapping[str, object],
     ) -> StepResult:
         self._require_open()
-        self._step += 1
-        self._failed = True
-        executors = self._ready(trains)
-        try:
-            cut = self._cut(trains, x, y, named)
-        except BatchError as error:
-            for executor in executors if self.in_processes else ():
-                if executor.channel is not None:
-                    executor.channel.open(self._step)
-                    executor.channel.fail(Failure(executor.rank, self._step, str(error)))
-            raise
-        finite = self._check_finite and self.scaler is None
-        works = [cut.work(outputs, input_grads, finite, self.steps) for _ in executors]
-        try:
-            with self._random.watching():
-                run_step(executors, works, self._step, self._crew)
-        except BaseException:
-            if not self.in_processes:
-                # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
-                self._executors.clear()
-            raise
-        self._failed = False
-        self._traced = executors
+        finite, reduces = self._check_finite and self.scaler is None, self.reduce_gradients
+        with self._random.watching():
+            works = self._engine.run(
+                trains,
+                lambda: self._cut(trains, x, y, named),
+                lambda cut: cut.work(outputs, input_grads, finite, self.steps, reduces),
+            )
         self.steps += trains
         if trains and self._memory is not None:
             self._choose_recompute(self._memory)
             self._memory = None
-        return step_result(works, self.microbatches)
-
-    def _ready(self, trains: bool) -> list[Executor]:
-        if trains not in self._executors:
-            channels: list[Channel | None] = [None]
-            if self._world is not None:
-                channels = [self._world.channel]
-            elif self.ranks > 1:
-                program = self._parts.program if trains else self._parts.evaluate_program
-                channels = list(thread_channels(program, self.timeout, self._parts.holders, self._streams))
-            self._executors[trains] = [
-                self._parts.executor(trains, rank, channel, one_memory=not self.in_processes)
-                for rank, channel in zip(self.local_ranks, channels, strict=True)
-            ]
-        return self._executors[trains]
+        return step_result(works, self.microbatches * self.replicas)
 
     def _cut(self, trains: bool, x: object, y: object, named: Mapping[str, object]) -> Cut:
-        cutter = Cutter(self.microbatches, self.device, self.reduction, self._parts.wires)
+        cutter = Cutter(
+            self.microbatches, self.replicas, self.replica, self.device, self.reduction, self._parts.wires
+        )
         scale = self.scaler.scale if self.scaler is not None and trains else 1.0
         return cutter.cut(x, y, named, self.holds_first, self.holds_last, trains, scale)
 

@@ -36,7 +36,12 @@ class StepResult:
 
 
 def step_result(works: Sequence[Work], microbatches: int) -> StepResult:
-    """Join what the ranks of this process have made of a step."""
+    """Join what the ranks of this process have made of a step.
+
+    Args:
+        works: by rank.
+        microbatches: of the global batch, whose losses are known.
+    """
     losses = Losses()
     outputs: dict[int, object] = {}
     grads: dict[int, Any] = {}
@@ -59,8 +64,8 @@ def step_result(works: Sequence[Work], microbatches: int) -> StepResult:
         total,
         values,
         parts,
-        tuple(outputs[n] for n in order) if outputs else None,
-        tuple(g[0] if len(g := grads[n].leaves) == 1 else g for n in order) if grads else None,
+        tuple(outputs[n] for n in sorted(outputs)) if outputs else None,
+        tuple(g[0] if len(g := grads[n].leaves) == 1 else g for n in sorted(grads)) if grads else None,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.parallel.mesh import MeshShape, require_fit
 from penstock.runtime.world import World
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.schedule import Schedule
@@ -43,11 +44,11 @@ def resolve_schedule(
     ranks: int | None,
     microbatches: int,
     virtual_stages: int,
-    world: World | None,
+    processes: int | None,
 ) -> Schedule:
-    """The schedule that is meant, with the number of ranks checked against the processes there are."""
-    if ranks is None and world is not None and world.size > 1:
-        ranks = world.size
+    """The schedule that is meant, with the number of ranks checked against the processes there are for a pipeline."""
+    if ranks is None and processes is not None:
+        ranks = processes
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
         family = FAMILIES.get(schedule)
         # One virtual stage is what a Pipeline says when it is not told; a family that always has more keeps its own.
@@ -66,11 +67,35 @@ def resolve_schedule(
             raise ScheduleError(
                 f"the schedule {found.name} has {found.microbatches} microbatches, but microbatches={microbatches}"
             )
-    if world is not None and world.size > 1 and found.ranks != world.size:
+    if processes is not None and found.ranks != processes:
         raise ConfigError(
-            f"{found.ranks} pipeline ranks, but {world.size} processes were started; start one process a rank"
+            f"{found.ranks} pipeline ranks, but {processes} processes were started; start one process a rank"
         )
     return found
+
+
+def resolve_mesh(
+    mesh: MeshShape | None, ranks: int | None, world: World | None
+) -> tuple[int | None, int | None]:
+    """The pipeline ranks that are given, and how many processes there are for one pipeline; None where nothing says.
+
+    Raises:
+        ConfigError: a mesh that has another number of pipeline ranks than `ranks`, does not fit the processes, or is
+            for one process alone.
+    """
+    processes = world.size if world is not None and world.size > 1 else None
+    if mesh is None:
+        return ranks, processes
+    if ranks is not None and ranks != mesh.pp:
+        raise ConfigError(f"the mesh has {mesh.pp} pipeline ranks, but ranks={ranks}; leave ranks out")
+    if processes is not None:
+        require_fit(mesh, processes)
+        return mesh.pp, mesh.pp
+    if mesh.dp > 1 or mesh.tp > 1:
+        raise ConfigError(
+            f"a mesh of {mesh} needs {mesh.ranks} processes; start them with torchrun --nproc-per-node {mesh.ranks}"
+        )
+    return mesh.pp, None
 
 
 def local_device(device: torch.device | str | None, in_processes: bool) -> torch.device | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.parallel.local import like, local, settle
 from penstock.runtime.ties import Ties
 from penstock.runtime.transport.base import Channel
 from penstock.schedule.placement import Placement
@@ -98,7 +99,10 @@ class Shared:
     def begin(self) -> None:
         """Set aside what the gradients hold from earlier steps."""
         self._incomplete = [set(bundle.stages) for bundle in self.bundles]
-        self._before = [[p.grad for p in bundle.parameters] for bundle in self.bundles]
+        # Copies, since a gradient may live in a bucket's buffer, which this step's gradients are written to.
+        self._before = [
+            [None if p.grad is None else p.grad.clone() for p in bundle.parameters] for bundle in self.bundles
+        ]
         for bundle in self.bundles:
             for parameter in bundle.parameters:
                 parameter.grad = None
@@ -112,7 +116,9 @@ class Shared:
                     self._send(bundle)
 
     def _send(self, bundle: Bundle) -> None:
-        leaves = tuple(p.grad for p in bundle.parameters)
+        for parameter in bundle.parameters:
+            settle(parameter)
+        leaves = tuple(None if p.grad is None else local(p.grad).clone() for p in bundle.parameters)
         for peer in bundle.holders:
             if peer != self.rank and (not self.one_memory or peer == bundle.holders[0]):
                 self.channel.send(
@@ -127,17 +133,19 @@ class Shared:
                     parameter.grad = None
                 continue
             parts: list[tuple[Any, ...]] = [
-                tuple(p.grad for p in bundle.parameters)
+                tuple(None if p.grad is None else local(p.grad) for p in bundle.parameters)
                 if peer == self.rank
                 else self.channel.recv(peer, self._tags + bundle.number).leaves
                 for peer in bundle.holders
             ]
             for n, (parameter, old) in enumerate(zip(bundle.parameters, before, strict=True)):
-                parameter.grad = old
                 found: list[Tensor] = [part[n] for part in parts if part[n] is not None]
+                parameter.grad = old
                 if found:
                     total = reduce(torch.add, found[1:], found[0])
-                    parameter.grad = total if old is None else old.add_(total)
+                    parameter.grad = (
+                        like(total, parameter) if old is None else old.add_(like(total, parameter))
+                    )
         self._before = []
 
     def abandon(self) -> None:
@@ -168,14 +176,14 @@ def equalise(
 
     for bundle in bundles:
         if bundle.holders[0] == rank:
-            leaves = tuple(t.detach() for t in state(bundle))
+            leaves = tuple(local(t.detach()) for t in state(bundle))
             for peer in bundle.holders[1:]:
                 channel.send(peer, bundle.number, Parcel(leaves, None, (False,) * len(leaves)))
     for bundle in bundles:
         if bundle.holders[0] != rank:
             values = channel.recv(bundle.holders[0], bundle.number).leaves
             for tensor, value in zip(state(bundle), values, strict=True):
-                tensor.detach().copy_(value)
+                local(tensor.detach()).copy_(value)
     channel.finish()
 
 

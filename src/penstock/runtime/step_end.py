@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BatchError, NonFiniteError, PenstockError
+from penstock.parallel.local import local
 from penstock.runtime.transport.base import Channel
 from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
@@ -69,21 +70,22 @@ class Losses:
         return [Finding(_ROWS, 0, n) for n, (a, b) in enumerate(pairs) if a != b][:1]
 
 
-def find_nonfinite(stages: Mapping[int, Stage], losses: Losses, last: int) -> Finding | None:
+def find_nonfinite(stages: Mapping[int, Stage], losses: Losses, last: int, first: int) -> Finding | None:
     """The first number of a rank's step that is NaN or infinite; forgets the stages' suspects.
 
     Args:
         stages: of this rank, by number.
         losses: those it saw.
         last: number of the last stage.
+        first: the number in the global batch of what is microbatch 0 here.
     """
     found: list[Finding] = []
     counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
     found += [Finding(_LOSS, 0, n) for n in _nonfinite(counting.items())]
     for s, stage in stages.items():
-        found += [Finding(_GRADIENT, last - s, n) for n in _nonfinite(stage.suspects)]
+        found += [Finding(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.suspects)]
         stage.suspects.clear()
-        grads = [p.grad for p in stage.module.parameters() if p.grad is not None]
+        grads = [local(p.grad) for p in stage.module.parameters() if p.grad is not None]
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
             found.append(Finding(_WEIGHT, last - s, -1))
     return min(found, default=None)

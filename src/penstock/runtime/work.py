@@ -24,6 +24,8 @@ class Work:
         input_grads: whether the gradients of the inputs are wanted.
         finite: whether NaN and infinity are looked for.
         turn: training steps done before.
+        first_microbatch: the number in the global batch of what is microbatch 0 here.
+        reduces: whether gradients are to be reduced over replicas in this step.
         losses: of all ranks at the end.
         outputs, grads: results by microbatch id, of the microbatches this rank saw.
     """
@@ -35,6 +37,8 @@ class Work:
     input_grads: bool = False
     finite: bool = True
     turn: int = 0
+    first_microbatch: int = 0
+    reduces: bool = True
     losses: Losses = field(default_factory=Losses)
     outputs: dict[int, object] = field(default_factory=dict)
     grads: dict[int, Parcel] = field(default_factory=dict)

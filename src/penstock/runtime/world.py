@@ -13,6 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import ConfigError
+from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
+from penstock.parallel.reducer import GroupReducer, Reducer
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.schedule.program import Program
@@ -24,34 +26,64 @@ class World:
     """This process among the others.
 
     Attributes:
-        rank, size: as in ``torch.distributed``.
+        rank, size: as in ``torch.distributed``; once joined, of this process's pipeline alone.
         channel: its end of the edges between ranks, once connected.
+        mesh: all processes on their axes, once joined; None for one pipeline.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.channel: ProcessChannel | None = None
+        self.mesh: Mesh | None = None
+        self._ranks = list(range(size))
         self._messages: dist.ProcessGroup | None = None
         self._reductions: dist.ProcessGroup | None = None
+        self._buckets: dist.ProcessGroup | None = None
+        self._beside: dist.ProcessGroup | None = None
         self._lanes: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=60)
 
-    def join(self, timeout: float) -> World:
-        """Open the communicators, one for messages and one for reductions; every rank calls it.
+    def join(self, timeout: float, shape: MeshShape | None = None) -> World:
+        """Open the communicators; every process calls it.
 
         Args:
             timeout: the longest a wait may last, in seconds.
+            shape: where every process is, if there are several pipelines or tensors are cut.
+
+        Raises:
+            ConfigError: a shape that does not fit the number of processes.
         """
         self._timeout = timedelta(seconds=timeout)
         if not dist.is_initialized():
             _stay_local()
             both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(both, timeout=self._timeout)
-        ranks = list(range(self.size))
-        self._messages = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
-        self._reductions = dist.new_group(ranks, timeout=self._timeout)
+        if shape is not None and (shape.dp > 1 or shape.tp > 1):
+            self.mesh = make_mesh(shape.pp, shape.dp, shape.tp, order=shape.order, device=_kind())
+            here = self.rank
+            self._ranks = shape.line(here, "pp")
+            self.rank, self.size = self._ranks.index(here), shape.pp
+            self._buckets = self._group(shape.line(here, "dp"))
+            beside = [shape.line(rank, "tp") for rank in shape.line(here, "dp")]
+            self._beside = self._group([rank for line in beside for rank in line])
+        self._messages = self._group(self._ranks, "gloo")
+        self._reductions = self._group(self._ranks)
         return self
+
+    def _group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+        """A communicator of these processes, which all call it; where there are others, they do not."""
+        some = len(ranks) < dist.get_world_size()
+        found: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=some
+        )
+        return found
+
+    def replicas(self) -> Reducer | None:
+        """This process's end of what reduces gradients over its replicas; None if there are none."""
+        if self.mesh is None or self.mesh.shape.dp == 1:
+            return None
+        return GroupReducer(self._buckets, self._timeout.total_seconds())
 
     def connect(
         self,
@@ -87,7 +119,8 @@ class World:
         bulk = {}
         if device is not None:
             for pair in sorted(sizes):  # every rank makes all of them, in this order
-                lane = dist.new_group(list(pair), timeout=self._timeout, backend=backend)
+                if self.rank in pair or self.mesh is None:
+                    lane = self._lane(pair, backend)
                 if self.rank in pair:
                     self._lanes.append(lane)
                     peer = pair[0] if self.rank == pair[1] else pair[1]
@@ -103,6 +136,13 @@ class World:
         )
         return self.channel
 
+    def _lane(self, pair: tuple[int, int], backend: str) -> dist.ProcessGroup:
+        ranks = [self._ranks[r] for r in pair]
+        if self.mesh is not None:
+            return self._group(ranks, backend)
+        found: dist.ProcessGroup = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        return found
+
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; every rank calls it."""
         values: list[Any] = [None] * self.size
@@ -113,9 +153,20 @@ class World:
         """Join every rank's dictionary; every rank calls it."""
         return {key: value for one in self.exchange(part) for key, value in one.items()}
 
+    def exchange_beside(self, value: Any) -> list[Any]:
+        """The values of all processes with this one's place in their pipeline; they all call it."""
+        values: list[Any] = [None] * dist.get_world_size(self._beside)
+        dist.all_gather_object(values, value, group=self._beside)
+        return values
+
     def add_up(self, values: Tensor) -> None:
         """Sum a tensor over all ranks, in place; every rank calls it."""
         dist.all_reduce(values, group=self._reductions)
+
+    def add_up_tensor_parallel(self, values: Tensor) -> None:
+        """Sum a tensor over the processes that have cut the same matrices, in place; they all call it."""
+        if self.mesh is not None and self.mesh.shape.tp > 1:
+            dist.all_reduce(values, group=self.mesh.group("tp"))
 
     def disconnect(self, failed: bool = False) -> None:
         """Close what `connect` opened; after a sound run once every rank is here, so that nothing in flight is cut."""
@@ -128,7 +179,7 @@ class World:
                 dist.barrier(group=self._reductions)
         self.channel.close()
         self.channel = None
-        for group in (*self._lanes, self._messages, self._reductions):
+        for group in (*self._lanes, self._messages, self._reductions, self._buckets, self._beside):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -147,6 +198,10 @@ def current_world() -> World | None:
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise ConfigError(f"RANK={rank!r} and WORLD_SIZE={size!r} are not a rank below a number of processes")
     return World(int(rank), int(size))
+
+
+def _kind() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _stay_local() -> None:

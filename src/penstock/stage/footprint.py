@@ -59,4 +59,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     if to_local is not None:
         with torch.no_grad():
             tensor = to_local()
+    wait = getattr(tensor, "trigger_wait", None)  # of the result of a collective that may still be under way
+    if wait is not None:
+        tensor = wait()
     return tensor.untyped_storage()

@@ -127,6 +127,7 @@ class Runner:
 
     Attributes:
         step: which step it is.
+        first_microbatch: the number in the global batch of what is microbatch 0 here.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Runner:
         self.settings = settings
         self.wiring = wiring
         self.step = 0
+        self.first_microbatch = 0
         self._shared: set[int] = set()
 
     def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, tuple[Tensor, ...]]:
@@ -222,7 +224,8 @@ class Runner:
         random, step = self.settings.random, self.step
         if random is None:
             return None
-        return lambda name, layer, call: random.run(name, layer, step, microbatch, call)
+        number = self.first_microbatch + microbatch
+        return lambda name, layer, call: random.run(name, layer, step, number, call)
 
     def _hand_on(self, value: object, context: Context) -> Advanced:
         onward = {n: context.named[n] for n in sorted(self.wiring.onward) if n in context.named}

@@ -111,9 +111,15 @@ class Stage:
         """How many microbatches' activations the stage holds, those that wait for W included."""
         return len(self._saved) + len(self._waiting)
 
-    def begin(self, step: int) -> None:
-        """A step begins; random draws depend on its number."""
+    def begin(self, step: int, first_microbatch: int = 0) -> None:
+        """A step begins; random draws depend on its number, and on the microbatch's in the global batch.
+
+        Args:
+            step: its number.
+            first_microbatch: the number in the global batch of what is microbatch 0 here.
+        """
         self._runner.step = step
+        self._runner.first_microbatch = first_microbatch
 
     def forward(self, microbatch: int, inputs: Parcels, split: bool = False, drop: bool = False) -> Parcels:
         """Run the layers on a microbatch, keep what its backward needs, and return the output.

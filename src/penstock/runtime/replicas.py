@@ -1,0 +1,146 @@
+"""Replicas of a pipeline: the same ranks several times over, each with its own microbatches of one global batch.
+
+A rank's gradients live in buckets, whose reduction over its replicas begins while the backward still runs. When a
+gradient is complete is known in two ways. At the Program's REDUCE of a stage all its gradients are: that is enough for the
+first step, in which the buckets count how many contributions each parameter gets. From then on a parameter is complete
+with its last contribution, in the middle of the stage's last backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError, TransportError
+from penstock.parallel.buckets import GradientBuckets
+from penstock.parallel.local import is_sharded, settle
+from penstock.parallel.reducer import Reducer
+from penstock.runtime.step_end import Finding, Losses
+from penstock.stage.module import StageModule
+
+_UNKNOWN = 1 << 60
+
+
+class Replicas:
+    """One rank's part.
+
+    Args:
+        reducer: to the same rank of the other replicas; None if there is one, whose tensors are cut.
+        exchange: gives the values of all processes with this one's place in their pipeline to each of them.
+        modules: of the rank's stages, by number.
+        shared: parameters whose gradients are complete only when those of other ranks are added (see `shared`).
+        bucket_bytes: the most bytes in a bucket.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer | None,
+        exchange: Callable[[Any], list[Any]],
+        modules: Mapping[int, StageModule],
+        shared: Sequence[nn.Parameter],
+        bucket_bytes: int,
+    ) -> None:
+        self.exchange = exchange
+        named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
+        # Microbatches were given their share of the whole batch's loss, so the replicas' gradients are only added.
+        self.buckets: GradientBuckets | None = None
+        if reducer is not None:
+            self.buckets = GradientBuckets(
+                named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=bucket_bytes
+            )
+            self.buckets.attach()
+        self._cut = [p for _, p in named.values() if is_sharded(p)]
+        self._late = [p for p in shared if p.requires_grad]
+        late = {id(p) for p in self._late}
+        self._stages: dict[int, list[nn.Parameter]] = {
+            s: [p for p in module.parameters() if p.requires_grad and id(p) not in late]
+            for s, module in modules.items()
+        }
+        self._of = {
+            id(p): {s for s in modules if any(p is q for q in modules[s].parameters())}
+            for _, p in named.values()
+        }
+        self._entries = {id(e.parameter): e for e in self.buckets.entries} if self.buckets else {}
+        self._expected: dict[Tensor, int] = {}
+        self._incomplete: dict[int, set[int]] = {}
+
+    @contextlib.contextmanager
+    def step(self, number: int, reduces: bool) -> Iterator[None]:
+        """Around a step: `complete` and `finish` come within.
+
+        Args:
+            number: of the step.
+            reduces: False leaves the gradients as they are, to be reduced with those of a later step.
+        """
+        if self.buckets is None:
+            yield
+            return
+        if not reduces:
+            with self.buckets.accumulating():
+                yield
+            return
+        every = {e.parameter: self._expected.get(e.parameter, _UNKNOWN) for e in self.buckets.entries}
+        self.buckets.begin(every, number)
+        self._incomplete = {key: set(stages) for key, stages in self._of.items()}
+        try:
+            yield
+        except Exception as error:
+            # What another rank of this pipeline said, this rank's replicas have not heard; buckets only tell what is no
+            # failure of a transport, which theirs would notice.
+            told = PenstockError(str(error)) if isinstance(error, TransportError) else error
+            self.buckets.abandon(told)
+            raise
+        except BaseException:  # who interrupts does not wait for the other replicas
+            self.buckets.reset()
+            raise
+
+    def complete(self, stage: int) -> None:
+        """This rank's gradients of a stage are complete."""
+        for parameter in self._stages.get(stage, ()):
+            waiting = self._incomplete.get(id(parameter))
+            if waiting is not None:
+                waiting.discard(stage)
+                if not waiting:
+                    self._ready(parameter)
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        entry = self._entries[id(parameter)]
+        if self.buckets is not None and not entry.ready and parameter.grad is not None:
+            self.buckets.ready(parameter)
+
+    def finish(self) -> None:
+        """All gradients of the rank are complete: wait until they are the sums over the replicas.
+
+        Raises:
+            PeerError: another replica failed.
+        """
+        if self.buckets is None:
+            for parameter in self._cut:
+                settle(parameter)
+        if self.buckets is None or not self._incomplete:
+            return
+        counted = {e.parameter: e.counted for e in self.buckets.entries}
+        for parameter in self._late:
+            self._ready(parameter)
+        late = {id(p) for p in self._late}
+        self.buckets.finish()
+        self._expected = {p: n for p, n in counted.items() if n and id(p) not in late}
+        self._incomplete = {}
+
+    def gather(self, losses: Losses, finding: Finding | None) -> tuple[Losses, Finding | None]:
+        """End the step on every replica: the losses of all, by microbatch of the global batch, and one verdict."""
+        parts = self.exchange(
+            (
+                {n: loss.cpu() for n, loss in losses.total.items()},
+                {n: {k: v.cpu() for k, v in part.items()} for n, part in losses.parts.items()},
+                losses.weights,
+                finding,
+            )
+        )
+        whole = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
+        for total, named, weights, _ in parts:
+            whole.update(Losses(total, named, weights))
+        return whole, min((found for *_, found in parts if found is not None), default=None)
