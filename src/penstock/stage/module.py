@@ -57,10 +57,14 @@ class StageModule(nn.Module):
         named, draw = context.named, context.draw
         if self.together is not None:
             return _drawing(draw, "all layers", self.together, partial(self.together, value, named))
-        for n in range(start, stop):
-            layer, takes = self.layers[n], self.takes[n]
-            given = {k: named[k] for k in takes if k in named} if takes else {}
-            value = _drawing(draw, self.names[n], layer, partial(layer, value, **given))
+        quiet = context.quiet
+        for n, layer in enumerate(self.layers):
+            if not start <= n < stop:
+                continue
+            takes, name = self.takes[n], self.names[n]
+            given = {k: named[k] for k in takes if k in named} if takes and named else {}
+            call = partial(layer, value, **given)
+            value = call() if name in quiet else _drawing(draw, name, layer, call)
         return value
 
     def compile_run(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,9 +26,10 @@ class Context:
         losses: auxiliary losses so far, by name: 0-d tensors.
         gives: the names that the stage's layers say they give.
         draw: calls a layer so that its random numbers are its own: ``draw(name, layer, call)``; None leaves them.
+        quiet: names of layers that are known to draw nothing in this step, and are called as they are.
     """
 
-    __slots__ = ("draw", "gives", "losses", "named")
+    __slots__ = ("draw", "gives", "losses", "named", "quiet")
 
     def __init__(
         self,
@@ -36,11 +37,13 @@ class Context:
         losses: dict[str, Tensor],
         gives: frozenset[str] = frozenset(),
         draw: Draw | None = None,
+        quiet: Collection[str] = (),
     ) -> None:
         self.named = named
         self.losses = losses
         self.gives = gives
         self.draw = draw
+        self.quiet = quiet
 
     def add(self, name: str, value: Tensor) -> None:
         """Add to a named loss."""

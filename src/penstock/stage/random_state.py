@@ -195,6 +195,11 @@ class RandomState:
             _warn_of_late_draws(name)
         return result
 
+    def quiet(self, layer: Any, step: int) -> bool:
+        """Whether a layer that has run in this step is known to draw nothing, so that the step may call it as it is."""
+        known = self._known.get((layer, isinstance(layer, nn.Module) and layer.training))
+        return known is not None and self._trusts and known.audited and known.step == step and not known.draws
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around a step: notices if a default generator was drawn from although no layer is known to draw so.

@@ -24,6 +24,9 @@ from penstock.stage.recompute import Policy, Segment
 from penstock.stage.values import Carried, Parcel, pack, unpack
 from penstock.stage.weight_grad import Queue, deferring
 
+_LOSS = "(loss)"
+"""Under which name the loss function draws random numbers; no layer is called so."""
+
 LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 Parcels = tuple[Parcel, ...]
 
@@ -126,8 +129,7 @@ class Runner:
         wiring: what it hands on besides its output.
 
     Attributes:
-        step: which step it is.
-        first_microbatch: the number in the global batch of what is microbatch 0 here.
+        step, first_microbatch: as `begin` was told.
     """
 
     def __init__(
@@ -145,7 +147,14 @@ class Runner:
         self.wiring = wiring
         self.step = 0
         self.first_microbatch = 0
+        self._quiet: set[str] = set()
         self._shared: set[int] = set()
+
+    def begin(self, step: int, first_microbatch: int) -> None:
+        """A step begins; see `Stage.begin`."""
+        self.step = step
+        self.first_microbatch = first_microbatch
+        self._quiet.clear()
 
     def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, tuple[Tensor, ...]]:
         """The parcels put together for a segment; returns the value and its leaves that now collect a gradient."""
@@ -187,7 +196,7 @@ class Runner:
             queue: takes the weight gradients if the backward is split.
         """
         draw = self._draw(microbatch)
-        context = Context(dict(state.named), dict(state.losses), self.module.gives, draw)
+        context = Context(dict(state.named), dict(state.losses), self.module.gives, draw, self._quiet)
         before = enter(context)
         try:
             if queue is None and self.settings.autocast is None:
@@ -205,8 +214,10 @@ class Runner:
         if ends is None:
             return Advanced((), (), Report(None, {}, _detached(value)))
         with self._autocast():
-            call = partial(self._losses, value, ends.target)
-            parts: dict[str, Tensor] = call() if draw is None else draw("loss", self.loss_fn, call)
+            if draw is None or _LOSS in self._quiet:
+                parts = self._losses(value, ends.target)
+            else:
+                parts = draw(_LOSS, self.loss_fn, partial(self._losses, value, ends.target))
         for name, loss in context.losses.items():
             parts[name] = parts[name] + loss if name in parts else loss
         losses = list(parts.values())
@@ -224,8 +235,15 @@ class Runner:
         random, step = self.settings.random, self.step
         if random is None:
             return None
-        number = self.first_microbatch + microbatch
-        return lambda name, layer, call: random.run(name, layer, step, number, call)
+        number, quiet = self.first_microbatch + microbatch, self._quiet
+
+        def draw(name: str, layer: Any, call: Callable[[], Any]) -> Any:
+            result = random.run(name, layer, step, number, call)
+            if random.quiet(layer, step):
+                quiet.add(name)
+            return result
+
+        return draw
 
     def _hand_on(self, value: object, context: Context) -> Advanced:
         onward = {n: context.named[n] for n in sorted(self.wiring.onward) if n in context.named}

@@ -118,8 +118,7 @@ class Stage:
             step: its number.
             first_microbatch: the number in the global batch of what is microbatch 0 here.
         """
-        self._runner.step = step
-        self._runner.first_microbatch = first_microbatch
+        self._runner.begin(step, first_microbatch)
 
     def forward(self, microbatch: int, inputs: Parcels, split: bool = False, drop: bool = False) -> Parcels:
         """Run the layers on a microbatch, keep what its backward needs, and return the output.

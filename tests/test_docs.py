@@ -1,0 +1,21 @@
+"""The code in the guide runs as it is printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.mark.parametrize("page", ["models.md"])
+def test_the_code_of_a_page_runs_from_top_to_bottom(page):
+    torch.manual_seed(0)
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M)
+    assert blocks
+    names: dict[str, object] = {"__name__": "a_page"}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
