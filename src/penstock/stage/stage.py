@@ -105,6 +105,9 @@ class Stage:
         """Say for each layer whether it is recomputed; between two steps."""
         self._segments = segments(recomputed)
         self._saved_bytes.clear()
+        self._plain = (
+            len(self._segments) == 1 and not self._segments[0].recompute and not self.settings.offload
+        )
 
     @property
     def held(self) -> int:
@@ -151,18 +154,29 @@ class Stage:
             )
         queue = Queue() if split and self.splits else None
         measured = self.compiled is not None or (queue is not None, drop) in self._saved_bytes
-        footprint = None if measured else Footprint(self.module)
-        saved = _Saved([], tuple(sum(p.needs_grad) for p in inputs), queue)
-        passed: Parcels = inputs
-        for segment in (self._whole,) if drop else self._segments:
-            record, found = self._first_time(segment, microbatch, passed, ends, queue, footprint)
-            saved.parts.append(record)
-            passed = found.parcels
-        if footprint is not None:
-            self._saved_bytes[queue is not None, drop] = footprint.bytes
+        saved = _Saved([], tuple([sum(p.needs_grad) for p in inputs]), queue)
+        if measured and not drop and self._plain:
+            # The usual case, without what the others need: one segment, kept, nothing to be measured any more.
+            state, collecting = self._runner.join(inputs, self._segments[0])
+            found = self._runner.advance(self._segments[0], microbatch, state, ends, queue)
+            saved.parts.append(self._graph(collecting, found))
+        else:
+            found = self._by_segments(saved, microbatch, inputs, ends, drop, measured)
         self.held_bytes += self._saved_bytes.get((queue is not None, drop), 0)
         self._saved[microbatch] = saved
-        return found._replace(roots=())
+        return found
+
+    def _by_segments(
+        self, saved: _Saved, microbatch: int, inputs: Parcels, ends: Ends | None, drop: bool, measured: bool
+    ) -> Advanced:
+        footprint = None if measured else Footprint(self.module)
+        for segment in (self._whole,) if drop else self._segments:
+            record, found = self._first_time(segment, microbatch, inputs, ends, saved.queue, footprint)
+            saved.parts.append(record)
+            inputs = found.parcels
+        if footprint is not None:
+            self._saved_bytes[saved.queue is not None, drop] = footprint.bytes
+        return found
 
     def _first_time(
         self,
