@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from penstock.errors import PenstockError as PenstockError
     from penstock.parallel.buckets import GradientBuckets as GradientBuckets
+    from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
     from penstock.parallel.order import parameter_order as parameter_order
     from penstock.parallel.reducer import GroupReducer as GroupReducer
@@ -51,6 +52,7 @@ _HOME = {
     "GroupReducer": "penstock.parallel.reducer",
     "Kind": "penstock.schedule.ops",
     "Layer": "penstock.stage.layers",
+    "MeshShape": "penstock.parallel.mesh",
     "Microbatches": "penstock.stage.values",
     "Op": "penstock.schedule.ops",
     "OptimizerStep": "penstock.runtime.optimizer",
