@@ -55,6 +55,7 @@ class Assembly:
         bucket_bytes: the most bytes in a bucket of gradients.
 
     Attributes:
+        split: the names of every stage's layers.
         ties: the tied weights.
         wires: the named values.
         program: of a training step, with the skips.
@@ -77,6 +78,7 @@ class Assembly:
         bucket_bytes: int,
     ) -> None:
         self.schedule = schedule
+        self.split = [[layer.name for layer in run] for run in runs]
         placement, last = schedule.placement, schedule.stages - 1
         self.ties = Ties([layer for run in runs for layer in run], runs, placement)
         seed = settings.random.seed if settings.random is not None else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from penstock.runtime.batch import Cut
 from penstock.runtime.build import Assembly
 from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor, run_step
+from penstock.runtime.gather import gather_trace
 from penstock.runtime.recorder import measured_trace
 from penstock.runtime.shared import equalise
 from penstock.runtime.streams import Streams
@@ -130,7 +132,15 @@ class Engine:
 
     def trace(self) -> Trace | None:
         """What the last step of this process's ranks did and when; None before the first."""
-        return measured_trace(self._traced) if self._traced else None
+        if not self._traced:
+            return None
+        trace = measured_trace(self._traced)
+        return replace(trace, info={**trace.info, "split": self.parts.split})
+
+    def gather_trace(self) -> Trace | None:
+        """What all ranks did in the last step; see `Pipeline.gather_trace`."""
+        part = self.trace()
+        return part if part is None or self._world is None else gather_trace(self._world, part)
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice."""

@@ -88,6 +88,7 @@ class Pipeline:
 
     Attributes:
         replicas, replica: how many pipelines share the batch, and which this is.
+        is_first: whether this is the mesh's first pipeline: the first replica, and the first parts of cut matrices.
         reduce_gradients: set to False, steps leave their gradients to be reduced with those of a later one.
         steps: training steps done; random numbers in layers depend on it, so set it when a run continues.
         scaler: a `GradScaler` for float16, or None; its ``scale`` multiplies the loss, and it looks for NaN and infinity.
@@ -148,6 +149,7 @@ class Pipeline:
         self.replicas, self.replica = 1 if mesh is None else mesh.dp, 0
         if self._world is not None and self._world.mesh is not None:
             self.replica = self._world.mesh.coordinate("dp")
+        self.is_first = self._world is None or self._world.is_first
         self.reduce_gradients = True
         self._parts = Assembly(
             self.schedule,
@@ -293,8 +295,18 @@ class Pipeline:
         return total
 
     def trace(self) -> Trace | None:
-        """What the last step did and when: all ranks in threads, this rank's part in processes."""
+        """What the last step did and when: all ranks in threads, this rank's part in processes; None before the first."""
         return self._engine.trace()
+
+    def gather_trace(self) -> Trace | None:
+        """What all ranks did in the last step; in processes every one of the pipeline calls it, between two steps.
+
+        Returns:
+            The same on every process: what each recorded, on one clock; ``info["clock_error"]`` is how far the times of two
+            ranks can be off, in seconds. In threads what `trace` returns; None before the first step.
+        """
+        self._require_open()
+        return self._engine.gather_trace()
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model stays as it is."""

@@ -44,6 +44,11 @@ class World:
         self._lanes: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=60)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is at the start of every axis but that of the pipeline."""
+        return self.mesh is None or not any(self.mesh.coordinate(axis) for axis in ("dp", "tp"))
+
     def join(self, timeout: float, shape: MeshShape | None = None) -> World:
         """Open the communicators; every process calls it.
 
