@@ -9,6 +9,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedule.placement import Placement
 from penstock.show.picture import draw_picture
+from tests.show.cases import measured
 from tests.simulate.cases import built, timed, written
 from tests.trace.cases import trace_of
 
@@ -22,6 +23,11 @@ def test_a_vector_picture_has_a_bar_an_op_and_its_microbatch(tmp_path: Path):
     for word in ("forward", "backward", "rank", "time", "1f1b"):
         assert f"<!-- {word} -->" in text
     assert all(text.count(f"<!-- {microbatch} -->") >= 4 for microbatch in range(3))
+
+
+def test_a_measured_step_is_drawn_in_a_unit_that_suits(tmp_path: Path):
+    draw_picture(measured(scale=0.01), tmp_path / "a.svg")
+    assert "<!-- time (ms) -->" in (tmp_path / "a.svg").read_text()
 
 
 def test_the_same_trace_gives_the_same_file(tmp_path: Path):

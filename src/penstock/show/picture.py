@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.show.colours import KINDS, Colour
-from penstock.show.page_data import odd_chunk
+from penstock.show.page_data import odd_chunk, unit_of
 from penstock.trace.events import Activity, Trace
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ConfigError("pictures need matplotlib: pip install 'penstock[pictures]'") from error
+    unit = unit_of([trace])
     shown = trace.only(_DRAWN)
+    shown = replace(shown, start=shown.start * unit.each, end=shown.end * unit.each)
     figure = Figure(figsize=(12, 1.2 + 0.3 * min(trace.ranks, 64)), layout="constrained")
     axes = figure.add_subplot()
     drawn = [kind for kind in _DRAWN if (shown.kind == kind).any()]
@@ -57,7 +60,7 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
     axes.set_ylim(trace.ranks - 0.5, -0.5)
     axes.set_xlim(float(shown.start.min(initial=0)), float(shown.end.max(initial=0)) or 1.0)
     axes.set_ylabel("rank")
-    axes.set_xlabel("time")
+    axes.set_xlabel(f"time ({unit.name})" if unit.name else "time")
     axes.set_title(str(trace.info.get("schedule", "")))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     keys = [Patch(color=_DRAWN[kind].full, label=_DRAWN[kind].meaning) for kind in drawn]
