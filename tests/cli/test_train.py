@@ -37,6 +37,8 @@ def test_it_trains_and_tells_both_baselines(tmp_path: Path, monkeypatch: pytest.
     assert "held-out bits/byte: " in result.output
     assert "; a bigram table: " in result.output
     assert "kept in runs/first" in result.output
+    assert result.output.endswith("\nreport: runs/first/report.html\n")
+    assert (tmp_path / "runs" / "first" / "report.html").exists()
     assert (tmp_path / "runs" / "first" / "model.safetensors").exists()
 
 

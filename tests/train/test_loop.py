@@ -87,7 +87,9 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
         "config.toml",
         "metrics.jsonl",
         "model.safetensors",
+        "report.html",
         "sample.txt",
+        "traces",
     ]
     kept = load(folder / "config.toml")
     assert (kept.parallel.pp, kept.parallel.virtual_stages, kept.sample.prompt) == (2, 1, "def ")
@@ -100,7 +102,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     (final,) = lines(folder, "final")
     assert outcome is not None
     assert final == {
-        k: v for k, v in vars(outcome).items() if k not in ("folder", "steps", "unit", "sample")
+        k: v for k, v in vars(outcome).items() if k not in ("folder", "steps", "unit", "sample", "report")
     } | {"step": 3}
     assert (folder / "sample.txt").read_text() == outcome.sample + "\n"
     assert outcome.sample.startswith("def ")

@@ -25,13 +25,19 @@ import click
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, the rest to stderr."
 )
-def command(words: tuple[str, ...], overrides: tuple[str, ...], ranks: int | None, as_json: bool) -> None:
+@click.option(
+    "--profile", is_flag=True, help="Profile one step with torch.profiler: RUN/profile, for ui.perfetto.dev."
+)
+def command(
+    words: tuple[str, ...], overrides: tuple[str, ...], ranks: int | None, as_json: bool, profile: bool
+) -> None:
     """Train a model through a pipeline.
 
     Without a config a small model learns the text of Python's own standard library on two ranks, in a few minutes.
     model.path=FOLDER trains a Hugging Face model from its local folder instead, model.config=FILE one from nothing.
     The ranks are threads of one process; under torchrun every process is a rank. The run's folder keeps the config
-    with every default filled in, metrics.jsonl, the weights as safetensors and a sample of generated text.
+    with every default filled in, metrics.jsonl, the weights as safetensors, a sample of generated text, and report.html,
+    which shows where the time of the steps went.
     """
     from penstock.train.config_file import load
     from penstock.train.loop import train
@@ -44,7 +50,9 @@ def command(words: tuple[str, ...], overrides: tuple[str, ...], ranks: int | Non
     if ranks is not None:
         pairs.append(f"parallel.pp={ranks}")
     config = load(Path(files[0]) if files else None, pairs)
-    outcome = train(config, lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json))
+    outcome = train(
+        config, lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json), profile=profile
+    )
     if outcome is None:
         return
     if as_json:
@@ -56,3 +64,5 @@ def command(words: tuple[str, ...], overrides: tuple[str, ...], ranks: int | Non
         f"{outcome.steps} steps in {outcome.seconds:.0f} s, {outcome.tokens_per_second:,.0f} tokens/s\n"
         f"kept in {outcome.folder}\n\n{outcome.sample}"
     )
+    if outcome.report is not None:
+        click.echo(f"\nreport: {outcome.report}")

@@ -25,12 +25,24 @@ class Allowed:
     words: str
 
 
+# What each takes to be installed.
+LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
+
+
+def logger_names(text: str) -> list[str]:
+    """The names in ``train.loggers``."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 COUNT = Allowed(lambda v: 1 <= v < 2**31, "at least 1 and below 2^31")
 NOT_NEGATIVE = Allowed(lambda v: 0 <= v < 2**31, "0 or more and below 2^31")
 POSITIVE = Allowed(lambda v: v > 0, "more than 0")
 FRACTION = Allowed(lambda v: 0 < v < 1, "between 0 and 1, both excluded")
 SHARE = Allowed(lambda v: 0 <= v <= 1, "from 0 to 1")
 MOMENTUM = Allowed(lambda v: 0 <= v < 1, "from 0 to 1, 1 excluded")
+KNOWN_LOGGERS = Allowed(
+    lambda v: set(logger_names(v)) <= set(LOGGERS), f"names out of {', '.join(LOGGERS)}, with commas between"
+)
 FOLDER_NAME = Allowed(lambda v: v == "" or Path(v).name == v, "a plain name without a path")
 
 
@@ -148,6 +160,10 @@ class TrainConfig:
         log_every: steps between two lines of metrics.
         eval_every: steps between two evaluations on held-out text; there is always one at the end.
         eval_batches: batches of held-out samples an evaluation reads, the same ones each time.
+        trace_every: steps between two whose trace is kept, for the report; always the first and the last, and with 0
+            these alone.
+        loggers: where metrics and timelines go beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both with a
+            comma between them.
     """
 
     steps: int = _key(600, COUNT)
@@ -158,6 +174,8 @@ class TrainConfig:
     log_every: int = _key(10, COUNT)
     eval_every: int = _key(150, COUNT)
     eval_batches: int = _key(16, COUNT)
+    trace_every: int = _key(100, NOT_NEGATIVE)
+    loggers: str = _key("", KNOWN_LOGGERS)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,15 @@ from penstock.train.corpus import Corpus, open_corpora
 from penstock.train.data import check_tokens, held_out_positions, train_batch, windows
 from penstock.train.fleet import Fleet
 from penstock.train.language import Language, language_of, require_readable, words
+from penstock.train.loggers import open_loggers, require_loggers
 from penstock.train.machine import choose_device, sharing_cores
 from penstock.train.models.transformers.save import save_transformers
 from penstock.train.optim import build_optimizer
+from penstock.train.profile import Profile
 from penstock.train.progress import Reporter
 from penstock.train.run_folder import Metrics
 from penstock.train.sample import sample_run
+from penstock.train.traces import Traces, write_page
 
 MakeReporter = Callable[[int, bool], Reporter]
 
@@ -46,6 +49,7 @@ class Outcome:
         tokens_per_second: trained tokens over the time of the steps alone.
         unit: what a token is called: ``byte`` or ``token``.
         sample: the generated text, with its prompt.
+        report: the run's page; None where Bokeh is not installed.
     """
 
     folder: str
@@ -57,6 +61,7 @@ class Outcome:
     tokens_per_second: float
     unit: str
     sample: str
+    report: str | None
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,13 @@ class Text:
     held_out: tuple[tuple[Tensor, Tensor], ...]
 
 
-def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
+def train(config: Config, make_reporter: MakeReporter, *, profile: bool = False) -> Outcome | None:
     """Train as told, in threads or as one of the processes that were started, and leave a run folder.
 
     Args:
         config: checked; what depends on the number of processes is filled in here.
         make_reporter: ``make_reporter(steps, leads)``.
+        profile: whether one step is seen by torch's profiler, too; see `Profile`.
 
     Returns:
         The outcome; None on every process but the leading one.
@@ -86,6 +92,7 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
     path = run_folder.choose(config.train)
     language = language_of(config)
     language.codec.encode(config.sample.prompt or "")
+    require_loggers(config)
     in_processes = world is not None
     device = choose_device(config.runtime.device, in_processes=in_processes)
     text = open_text(config, language)
@@ -100,11 +107,13 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
         path = Path(fleet.decide(lambda: str(run_folder.create(path, config))))
         with (
             make_reporter(config.train.steps, fleet.leads) as reporter,
-            Metrics(path if fleet.leads else None) as metrics,
+            Metrics(path, open_loggers(config, path)) if fleet.leads else Metrics(None) as metrics,
         ):
             if fleet.leads:
                 reporter.say(_opening(config, language, path, device, text))
-            result = _steps(config, language, text, pipe, fleet, reporter, metrics)
+            traces = Traces(path, config.train.steps, config.train.trace_every, metrics)
+            profiles = Profile(path if profile else None, config.train.steps, fleet.rank)
+            result = _steps(config, language, text, pipe, fleet, reporter, metrics, traces, profiles)
             _save(language, pipe, path, fleet)
             pipe.close()
             if not fleet.leads:
@@ -113,12 +122,14 @@ def train(config: Config, make_reporter: MakeReporter) -> Outcome | None:
             metrics.write("final", step=config.train.steps, bigram_bits=bigram, **vars(result))
             sample = sample_run(path)
             (path / "sample.txt").write_text(sample + "\n", "utf-8")
+            page = write_page(path, reporter.say)
             return Outcome(
                 str(path),
                 config.train.steps,
                 bigram_bits=bigram,
                 unit=language.codec.unit,
                 sample=sample,
+                report=str(page) if page else None,
                 **vars(result),
             )
 
@@ -209,6 +220,8 @@ def _steps(
     fleet: Fleet,
     reporter: Reporter,
     metrics: Metrics,
+    traces: Traces,
+    profiles: Profile,
 ) -> _Result:
     train = config.train
     optimizer = build_optimizer(pipe, config.optim, train.steps)
@@ -220,12 +233,13 @@ def _steps(
         done = step + 1
         started = perf_counter()
         x, y = batch_of(text, config, language, step)
-        before = perf_counter()
-        result = pipe.step(x, y)
-        in_pipe = perf_counter() - before
-        assert result.loss is not None, "a training step has a loss"
-        loss = float(result.loss)
-        update = optimizer.step()
+        with profiles.of(done):
+            before = perf_counter()
+            result = pipe.step(x, y)
+            in_pipe = perf_counter() - before
+            assert result.loss is not None, "a training step has a loss"
+            loss = float(result.loss)
+            update = optimizer.step()
         assert update.grad_norm is not None, "every step is applied, and measured"
         since_log += perf_counter() - started
         reporter.step(done, loss)
@@ -245,6 +259,7 @@ def _steps(
                 seconds=perf_counter() - began,
             )
             since_log = 0.0
+        traces.after(done, pipe)
         if done % train.eval_every == 0 or done == train.steps:
             bits = held_out_bits(pipe, text)
             reporter.say(f"step {done}: {bits:.3f} bits/{language.codec.unit} on held-out text")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
 from penstock.errors import ConfigError
+from penstock.show.picture import draw_picture
+from penstock.trace.events import Trace
 from penstock.train import config_file
 from penstock.train.config import Config, TrainConfig
+from penstock.train.loggers import Logger
 
 
 def choose(config: TrainConfig) -> Path:
@@ -45,9 +50,15 @@ class Metrics:
 
     Args:
         path: of the run folder; None writes nothing, as on every rank but the first.
+        loggers: get the same numbers, named ``kind/key``, and are closed with it.
+
+    Attributes:
+        writes: whether anything is written here.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, loggers: Sequence[Logger] = ()) -> None:
+        self.writes = path is not None
+        self._loggers = loggers
         self._file: TextIO | None = (path / "metrics.jsonl").open("w", encoding="utf-8") if path else None
 
     def write(self, kind: str, **values: int | float | None) -> None:
@@ -55,6 +66,21 @@ class Metrics:
         if self._file is not None:
             self._file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
             self._file.flush()
+        step = values.get("step")
+        if isinstance(step, int):
+            named = {f"{kind}/{key}": v for key, v in values.items() if key != "step" and v is not None}
+            for logger in self._loggers:
+                logger.scalars(step, named)
+
+    def timeline(self, step: int, trace: Trace) -> None:
+        """Give the loggers the picture of a step's timeline; without any nothing is drawn."""
+        if not self._loggers:
+            return
+        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+            path = Path(folder) / "timeline.png"
+            draw_picture(trace, path)
+            for logger in self._loggers:
+                logger.picture(step, "timeline", path)
 
     def __enter__(self) -> Self:
         return self
@@ -64,3 +90,5 @@ class Metrics:
     ) -> None:
         if self._file is not None:
             self._file.close()
+        for logger in self._loggers:
+            logger.close()
