@@ -173,3 +173,16 @@ def test_a_page_is_written_with_every_schedule(tmp_path: Path):
     assert '"limit":6' in text
     assert "memory-limit = 6" in text
     assert figures(*words)["schedules"][0]["schedule"] == "1f1b"
+
+
+def test_what_of_the_gradients_reduction_is_exposed():
+    found = figures("interleaved-1f1b", "-p", "4", "-m", "8", "-v", "2", "--reduce", "4")["reduction"]
+    assert found["exposed_in_one_bucket"] == [2.0] * 4
+    assert (
+        found["buckets"] == [16] * 4 + [1] * 4
+    )  # the later stage of each rank is reduced while the earlier one works
+    assert found["exposed"] == [1.0625] * 4
+    text = run("interleaved-1f1b", "-p", "4", "-m", "8", "-v", "2", "--reduce", "4")
+    assert "2 exposed after the last op" in text
+    result = CliRunner().invoke(command, ["--compare", "1f1b,zb-h1", "-p", "2", "-m", "4", "--reduce", "1"])
+    assert result.exit_code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -57,6 +57,10 @@ if TYPE_CHECKING:
     "--option", "-o", "options", multiple=True, metavar="NAME=VALUE",
     help="A further parameter of the family, as in group_size=4; several times.",
 )  # fmt: skip
+@click.option(
+    "--reduce", "reduction", type=click.FloatRange(0), metavar="R",
+    help="Seconds a rank reduces its gradients over replicas (a stage takes its share): shows what is exposed.",
+)  # fmt: skip
 @click.option("--compare", metavar="A,B,C", help="Schedules to put side by side.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -72,6 +76,7 @@ def command(
     latency: str | None,
     memory_limit: int | None,
     options: tuple[str, ...],
+    reduction: float | None,
     compare: str | None,
     html: Path | None,
     as_json: bool,
@@ -86,6 +91,8 @@ def command(
     names = [*([schedule] if schedule else []), *others]
     if not names:
         raise click.UsageError("name a schedule, or several with --compare")
+    if reduction is not None and compare is not None:
+        raise click.UsageError("--reduce is for one schedule, without --compare")
     values = named_values(options)
     if compare is not None:
         _check_options(values, names)
@@ -94,17 +101,50 @@ def command(
         fitting = (virtual_stages, values) if compare is None else _fitting(name, virtual_stages, values)
         found = _schedule(name, ranks, microbatches, *fitting, costs, latency, memory_limit)
         runs.append(_run(found, costs, latency, memory_limit))
+    exposed = None if reduction is None else _exposed(found, runs[0][1], reduction)
     if html is not None:
         _write_page(html, runs, costs, latency, memory_limit)
     if as_json:
         figures = [metrics.as_dict() for metrics, _ in runs]
+        if exposed is not None:
+            figures[0]["reduction"] = exposed
         click.echo(json.dumps(figures[0] if compare is None else {"schedules": figures}))
     elif compare is None:
         _show(*runs[0])
+        if exposed is not None:
+            _show_exposed(exposed)
     else:
         _show_side_by_side([metrics for metrics, _ in runs])
     if html is not None and not as_json:
         click.echo(f"\npage: {html}")
+
+
+def _exposed(schedule: Schedule, trace: Trace, seconds: float) -> dict[str, object]:
+    """What of the reduction of gradients is exposed, by how finely they are cut."""
+    from penstock.schedule.program import lower
+    from penstock.simulate.reduction import fewest_buckets, reduce_gradients
+
+    program = lower(schedule)
+    each = [seconds * schedule.ranks / schedule.stages] * schedule.stages
+    counts = fewest_buckets(program, trace, each)
+    return {
+        "seconds": seconds,
+        "exposed_in_one_bucket": [float(t) for t in reduce_gradients(program, trace, each).exposed],
+        "exposed": [float(t) for t in reduce_gradients(program, trace, each, counts).exposed],
+        "buckets": [counts[stage] for stage in range(schedule.stages)],
+    }
+
+
+def _show_exposed(found: Mapping[str, Any]) -> None:
+    def worst(name: str) -> str:
+        return f"{max(found[name]):.6g}"
+
+    click.echo(
+        f"\nreduction     {found['seconds']:.6g} a rank; {worst('exposed_in_one_bucket')} exposed after the last op if "
+        f"a stage's gradients are one bucket\n"
+        f"              {worst('exposed')} with {', '.join(map(str, found['buckets']))} buckets, stage by stage "
+        "(1: it hides anyway)"
+    )
 
 
 def _write_page(
