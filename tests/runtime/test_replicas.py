@@ -201,4 +201,53 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_process(processes: LocalPr
         assert "the mesh has 2 pipeline ranks, but ranks=1" in told[1]
         assert "'penstok' (did you mean 'penstock'?)" in told[2]
     with pytest.raises(ConfigError, match="needs 4 processes; start them with torchrun --nproc-per-node 4"):
-        penstock.Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, mesh=MeshShape(2, 2, 1))
+        penstock.Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, mesh=MeshShape(2, 1, 2))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("mesh", [MeshShape(1, 2, 1), MeshShape(2, 2, 1)], ids=["dp2", "pp2 dp2"])
+def test_replicas_may_be_threads(name, mesh):
+    if mesh.pp == 1 and name == "dualpipe":
+        name = "gpipe"
+    want_losses, want_norms, want = trained(0, None, "1f1b", M * mesh.dp, 3)
+    losses, norms, state = trained(0, mesh, name, M, 3)
+    torch.testing.assert_close(losses, want_losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=1e-5)
+    for key, value in state.items():
+        torch.testing.assert_close(value, want[key], rtol=1e-3, atol=1e-5)
+
+
+def test_replicas_as_threads_accumulate_whether_gradients_are_zeroed_or_dropped_and_reduced_or_not():
+    net, other = plain.model(4), plain.model(4)
+    x, y = plain.batch(0, 16)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=30) as pipe:
+        for zero in (True, False):
+            for reduces in (False, True, True):
+                pipe.reduce_gradients = reduces
+                result = pipe.step(x, y, outputs=True)
+            for _ in range(3):
+                nn.functional.mse_loss(other(x), y).backward()
+            for (name, a), b in zip(net.named_parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, msg=name)
+            for parameter in (*net.parameters(), *other.parameters()):
+                if zero:
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
+        assert len(result.outputs) == len(result.losses) == 8
+        evaluated = pipe.evaluate(x, y)
+        torch.testing.assert_close(evaluated.loss, result.loss)
+        assert len(pipe.on_ranks(lambda rank: rank)) == 2
+
+
+def test_when_a_replica_of_threads_fails_the_next_step_is_sound():
+    torch.manual_seed(0)
+    net = nn.Sequential(Tired(), nn.Linear(plain.WIDTH, plain.WIDTH))
+    x, y = plain.batch(0, 8)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=30) as pipe:
+        first = pipe.step(x, y).loss
+        marked = x.clone()
+        marked[5, 0] = 7.0
+        with pytest.raises(PenstockError, match="tired"):
+            pipe.step(marked, y)
+        assert torch.equal(pipe.step(x, y).loss, first)

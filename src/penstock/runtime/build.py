@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.parallel.reducer import Reducer
 from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.executor import Executor
-from penstock.runtime.replicas import Replicas
+from penstock.runtime.replicas import Exchange, Replicas
 from penstock.runtime.shared import Bundle, Shared, alias, bundles, groups_of_holders
 from penstock.runtime.ties import Ties
 from penstock.runtime.transport.base import Channel
@@ -79,7 +82,7 @@ class Assembly:
     ) -> None:
         self.schedule = schedule
         self.split = [[layer.name for layer in run] for run in runs]
-        placement, last = schedule.placement, schedule.stages - 1
+        placement = schedule.placement
         self.ties = Ties([layer for run in runs for layer in run], runs, placement)
         seed = settings.random.seed if settings.random is not None else 0
         modules = build_modules(runs, placement, local_ranks, device, seed)
@@ -95,29 +98,65 @@ class Assembly:
         names = {s: names_of(module) for (_, s), module in modules.items()}
         self.wires = Wires(gathered(world.gather_dict(names) if world else names))
         self.program = replace(program, skips=self.wires.skips)
+        self._world = world
+        self._bucket_bytes = bucket_bytes
+        self._loss_fn = loss_fn
+        self._settings = settings
+        self._hold(modules)
+
+    def _hold(self, modules: Modules) -> None:
+        last = self.schedule.stages - 1
+        self._modules = modules
         self.stages = {
-            (rank, s): Stage(s, module, loss_fn if s == last else None, settings, self.wires.stages[s])
+            (rank, s): Stage(
+                s, module, self._loss_fn if s == last else None, self._settings, self.wires.stages[s]
+            )
             for (rank, s), module in modules.items()
         }
         self.bundles: dict[int, list[Bundle]] = {
-            rank: bundles(placement, self.ties, {s: m for (r, s), m in modules.items() if r == rank}, rank)
-            for rank in local_ranks
+            rank: bundles(self.schedule.placement, self.ties, self._of_rank(rank), rank)
+            for rank in dict.fromkeys(rank for rank, _ in modules)
         }
+        self.replicas: dict[int, Replicas] = {}
 
-        self._modules = modules
-        self._world = world
-        self._bucket_bytes = bucket_bytes
-        self.replicas: Replicas | None = None
+    def _of_rank(self, rank: int) -> dict[int, StageModule]:
+        return {s: module for (r, s), module in self._modules.items() if r == rank}
 
-    def replicate(self) -> None:
-        """Make the buckets of this process's gradients, once all its parameters are as they are to be."""
-        world = self._world
-        if world is None or world.mesh is None:
-            return
-        (bundles,) = self.bundles.values()
-        shared = [p for bundle in bundles for p in bundle.parameters]
-        modules = {s: module for (_, s), module in self._modules.items()}
-        self.replicas = Replicas(world.replicas(), world.exchange_beside, modules, shared, self._bucket_bytes)
+    def twin(self) -> Assembly:
+        """A replica for other threads of this process: the same parameters' memory, with gradients of its own."""
+        found = copy.copy(self)
+        found.__dict__.pop("own_stages", None)
+        memos: dict[int, dict[int, Any]] = {}
+        found._hold(
+            {
+                (rank, s): alias(module, memos.setdefault(rank, {}))
+                for (rank, s), module in self._modules.items()
+            }
+        )
+        return found
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all stages of all local ranks, in a fixed order."""
+        return [p for module in self._modules.values() for p in module.parameters()]
+
+    def replicate(self, rank: int, reducer: Reducer | None, exchange: Exchange | None) -> None:
+        """Make the buckets of a rank's gradients, once all its parameters are as they are to be.
+
+        Args:
+            rank: which.
+            reducer, exchange: as `Replicas` takes them.
+        """
+        shared = [p for bundle in self.bundles[rank] for p in bundle.parameters]
+        # In one memory only the first holder of a parameter has its gradient in the end.
+        elsewhere = [p for b in self.bundles[rank] for p in b.parameters if b.holders[0] != rank]
+        self.replicas[rank] = Replicas(
+            reducer,
+            exchange,
+            self._of_rank(rank),
+            shared,
+            elsewhere if self._world is None else [],
+            self._bucket_bytes,
+        )
 
     @cached_property
     def own_stages(self) -> dict[int, Stage]:
@@ -150,7 +189,7 @@ class Assembly:
         if trains and self.bundles[rank] and channel is not None:
             tags = program.tags + 1  # the one before is that of the step's end
             shared = Shared(self.bundles[rank], rank, tags, channel, one_memory)
-        return Executor(program, rank, stages, channel, shared, self.replicas)
+        return Executor(program, rank, stages, channel, shared, self.replicas.get(rank))
 
 
 def build_modules(

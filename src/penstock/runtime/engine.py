@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from penstock.errors import BatchError
+from penstock.errors import BatchError, ConfigError
+from penstock.parallel.threads import thread_reducers
 from penstock.runtime.batch import Cut
 from penstock.runtime.build import Assembly
 from penstock.runtime.crew import Crew
@@ -35,6 +37,10 @@ class Engine:
         timeout: the longest any wait may last, in seconds.
         world: the other processes, joined; None if all ranks are threads of this process.
         device: where the stages are; None for the CPU.
+        replicas: how many pipelines the threads of this process are.
+
+    Raises:
+        ConfigError: several pipelines of threads on a GPU.
     """
 
     def __init__(
@@ -44,8 +50,10 @@ class Engine:
         timeout: float,
         world: World | None,
         device: torch.device | None,
+        replicas: int,
     ) -> None:
         self.parts = parts
+        self.twins = [parts.twin() for _ in range(replicas - 1)] if world is None else []
         self.local_ranks = local_ranks
         self.timeout = timeout
         self.closed = False
@@ -53,6 +61,7 @@ class Engine:
         self._crew: Crew | None = None
         self._streams: Streams | None = None
         self._executors: dict[bool, list[Executor]] = {}
+        self._reduced = False
         self._step = 0
         self._failed = False
         self._traced: list[Executor] | None = None
@@ -62,18 +71,44 @@ class Engine:
             channel = world.connect(parts.program, parts.holders, None if on_cpu else device)
             modules = {s: stage.module for s, stage in parts.own_stages.items()}
             equalise(parts.bundles[world.rank], modules, world.rank, channel, schedule.stages)
-            parts.replicate()
-        elif schedule.ranks > 1:
+            if world.mesh is not None:
+                parts.replicate(world.rank, world.replicas(), world.exchange_beside)
+        elif schedule.ranks > 1 or self.twins:
             of_rank = schedule.placement.stages_of
             self._streams = Streams.of([[parts.stages[r, s].module for s in of_rank[r]] for r in local_ranks])
-            self._crew = Crew(schedule.ranks, timeout, self._streams)
+            if self._streams is not None and self.twins:
+                raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
+            self._crew = Crew(schedule.ranks * replicas, timeout, self._streams)
+            if self.twins:
+                self._replicate(self._crew)
 
-    def run(self, trains: bool, cut: Callable[[], Cut], make_work: Callable[[Cut], Work]) -> list[Work]:
+    def _replicate(self, crew: Crew) -> None:
+        """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""
+        everyone = [self.parts, *self.twins]
+        ends = {rank: thread_reducers(len(everyone), self.timeout) for rank in self.local_ranks}
+        jobs = [
+            partial(part.replicate, rank, ends[rank][n], None)
+            for n, part in enumerate(everyone)
+            for rank in self.local_ranks
+        ]
+        crew.run(jobs, _nothing)
+
+    def _level(self, reduces: bool) -> None:
+        """The replicas' gradients begin as the first one's, zeroed by the caller or not, unless they are still their own."""
+        for twin in self.twins if self._reduced else ():
+            for own, first in zip(twin.parameters(), self.parts.parameters(), strict=True):
+                if first.grad is None or own.grad is None:
+                    own.grad = None if first.grad is None else first.grad.clone()
+                else:
+                    own.grad.copy_(first.grad)
+        self._reduced = reduces
+
+    def run(self, trains: bool, cut: Callable[[int], Cut], make_work: Callable[[Cut], Work]) -> list[Work]:
         """Run a step.
 
         Args:
             trains: forward and backward; else forwards only.
-            cut: cuts the batch.
+            cut: cuts the batch for a replica of this process, by its number.
             make_work: makes a rank's work of it.
 
         Raises:
@@ -84,11 +119,13 @@ class Engine:
         self._failed = True
         executors = self._ready(trains)
         try:
-            batch = cut()
+            batches = [cut(n) for n in range(1 + len(self.twins))]
         except BatchError as error:
             self._refuse(executors, error)
             raise
-        works = [make_work(batch) for _ in executors]
+        works = [make_work(batch) for batch in batches for _ in self.local_ranks]
+        if trains:
+            self._level(works[0].reduces)
         try:
             run_step(executors, works, self._step, self._crew)
         except BaseException:
@@ -97,7 +134,7 @@ class Engine:
                 self._executors.clear()
             raise
         self._failed = False
-        self._traced = executors
+        self._traced = executors[: len(self.local_ranks)]
         return works
 
     def _refuse(self, executors: Sequence[Executor], error: BatchError) -> None:
@@ -108,26 +145,37 @@ class Engine:
 
     def _ready(self, trains: bool) -> list[Executor]:
         if trains not in self._executors:
-            parts = self.parts
-            channels: Sequence[Channel | None] = [None]
-            if self._world is not None:
-                channels = [self._world.channel]
-            elif parts.schedule.ranks > 1:
-                program = parts.program if trains else parts.evaluate_program
-                channels = thread_channels(program, self.timeout, parts.holders, self._streams)
             self._executors[trains] = [
-                parts.executor(trains, rank, channel, one_memory=self._world is None)
-                for rank, channel in zip(self.local_ranks, channels, strict=True)
+                executor
+                for part in (self.parts, *self.twins)
+                for executor in self._executors_of(part, trains)
             ]
         return self._executors[trains]
+
+    def _executors_of(self, parts: Assembly, trains: bool) -> list[Executor]:
+        channels: Sequence[Channel | None] = [None]
+        if self._world is not None:
+            channels = [self._world.channel]
+        elif parts.schedule.ranks > 1:
+            program = parts.program if trains else parts.evaluate_program
+            channels = thread_channels(program, self.timeout, parts.holders, self._streams)
+        return [
+            parts.executor(trains, rank, channel, one_memory=self._world is None)
+            for rank, channel in zip(self.local_ranks, channels, strict=True)
+        ]
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""
         if self._crew is None:
             return [job(rank) for rank in self.local_ranks]
         found: dict[int, T] = {}
-        jobs = [lambda r=r: found.__setitem__(r, job(r)) for r in self.local_ranks]
-        self._crew.run(jobs, lambda: None)
+
+        def keep(rank: int) -> None:
+            found[rank] = job(rank)
+
+        jobs = [partial(keep, rank) for rank in self.local_ranks]
+        idle = len(self.local_ranks) * len(self.twins)
+        self._crew.run([*jobs, *[_nothing] * idle], _nothing)
         return [found[rank] for rank in self.local_ranks]
 
     def trace(self) -> Trace | None:
@@ -153,3 +201,7 @@ class Engine:
             self._crew.close()
         if self._world is not None:
             self._world.disconnect(failed=self._failed)
+
+
+def _nothing() -> None:
+    """What a replica's thread does while only the first one's have something to do."""

@@ -271,7 +271,7 @@ class Executor:
     def _input_gradient(self, microbatch: int) -> Give:
         def give(parcel: Parcel) -> None:
             if self._work.input_grads:
-                self._work.grads[microbatch] = parcel
+                self._work.grads[self._work.first_microbatch + microbatch] = parcel
 
         return give
 
@@ -309,13 +309,13 @@ class Executor:
             report = run(microbatch, parcels, ends)
             end[slot] = now()
             held[slot] = stage.held_bytes
+            number = work.first_microbatch + microbatch
             if report.loss is not None:
-                number = work.first_microbatch + microbatch
                 work.losses.total[number] = report.loss
                 work.losses.parts[number] = report.parts
                 work.losses.weights[number] = ends.share.weight
             if work.keep_outputs:
-                work.outputs[microbatch] = report.output
+                work.outputs[number] = report.output
 
         return op
 

@@ -173,7 +173,9 @@ class Pipeline:
             self._parts.ties,
             self.rank if self.in_processes else None,
         )
-        self._engine = Engine(self._parts, self.local_ranks, self.timeout, self._world, self.device)
+        self._engine = Engine(
+            self._parts, self.local_ranks, self.timeout, self._world, self.device, self.replicas
+        )
         self._memory = memory if recompute == "auto" else None
         self._places: tuple[dict[str, int], int] | None = None
 
@@ -261,7 +263,7 @@ class Pipeline:
 
     def _modules(self) -> list[StageModule]:
         """Every stage's module that runs in this process, copies included."""
-        return [stage.module for stage in self._parts.stages.values()]
+        return [s.module for part in (self._parts, *self._engine.twins) for s in part.stages.values()]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
@@ -338,7 +340,7 @@ class Pipeline:
         with self._random.watching():
             works = self._engine.run(
                 trains,
-                lambda: self._cut(trains, x, y, named),
+                lambda n: self._cut(trains, x, y, named, self.replica + n),
                 lambda cut: cut.work(outputs, input_grads, finite, self.steps, reduces),
             )
         self.steps += trains
@@ -347,19 +349,16 @@ class Pipeline:
             self._memory = None
         return step_result(works, self.microbatches * self.replicas)
 
-    def _cut(self, trains: bool, x: object, y: object, named: Mapping[str, object]) -> Cut:
+    def _cut(self, trains: bool, x: object, y: object, named: Mapping[str, object], replica: int) -> Cut:
         cutter = Cutter(
-            self.microbatches, self.replicas, self.replica, self.device, self.reduction, self._parts.wires
+            self.microbatches, self.replicas, replica, self.device, self.reduction, self._parts.wires
         )
         scale = self.scaler.scale if self.scaler is not None and trains else 1.0
         return cutter.cut(x, y, named, self.holds_first, self.holds_last, trains, scale)
 
     def _choose_recompute(self, memory: int) -> None:
         """The first step has measured what every layer keeps; from now on only as many are recomputed as need be."""
-        for rank in self.local_ranks:
-            choose_recompute(
-                self.schedule,
-                rank,
-                {s: stage for (r, s), stage in self._parts.stages.items() if r == rank},
-                memory,
-            )
+        for part in (self._parts, *self._engine.twins):
+            for rank in self.local_ranks:
+                stages = {s: stage for (r, s), stage in part.stages.items() if r == rank}
+                choose_recompute(self.schedule, rank, stages, memory)

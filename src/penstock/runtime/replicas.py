@@ -24,37 +24,49 @@ from penstock.stage.module import StageModule
 _UNKNOWN = 1 << 60
 
 
+Exchange = Callable[[Any], list[Any]]
+
+
 class Replicas:
     """One rank's part.
 
     Args:
         reducer: to the same rank of the other replicas; None if there is one, whose tensors are cut.
-        exchange: gives the values of all processes with this one's place in their pipeline to each of them.
+        exchange: gives the values of all processes with this one's place in their pipeline to each of them; None where
+            the replicas are threads of one process, which knows all of them.
         modules: of the rank's stages, by number.
         shared: parameters whose gradients are complete only when those of other ranks are added (see `shared`).
+        elsewhere: parameters whose gradients are reduced on another rank.
         bucket_bytes: the most bytes in a bucket.
     """
 
     def __init__(
         self,
         reducer: Reducer | None,
-        exchange: Callable[[Any], list[Any]],
+        exchange: Exchange | None,
         modules: Mapping[int, StageModule],
         shared: Sequence[nn.Parameter],
+        elsewhere: Sequence[nn.Parameter],
         bucket_bytes: int,
     ) -> None:
         self.exchange = exchange
-        named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
+        left_out = {id(p) for p in elsewhere}
+        named = {
+            id(p): (name, p)
+            for s in sorted(modules)
+            for name, p in modules[s].whole_model_parameters()
+            if id(p) not in left_out
+        }
         # Microbatches were given their share of the whole batch's loss, so the replicas' gradients are only added.
         self.buckets: GradientBuckets | None = None
-        if reducer is not None:
+        if reducer is not None and any(p.requires_grad for _, p in named.values()):
             self.buckets = GradientBuckets(
                 named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=bucket_bytes
             )
             self.buckets.attach()
         self._cut = [p for _, p in named.values() if is_sharded(p)]
-        self._late = [p for p in shared if p.requires_grad]
-        late = {id(p) for p in self._late}
+        self._late = [p for p in shared if p.requires_grad and id(p) not in left_out]
+        late = {id(p) for p in shared}
         self._stages: dict[int, list[nn.Parameter]] = {
             s: [p for p in module.parameters() if p.requires_grad and id(p) not in late]
             for s, module in modules.items()
@@ -132,6 +144,8 @@ class Replicas:
 
     def gather(self, losses: Losses, finding: Finding | None) -> tuple[Losses, Finding | None]:
         """End the step on every replica: the losses of all, by microbatch of the global batch, and one verdict."""
+        if self.exchange is None:
+            return losses, finding
         parts = self.exchange(
             (
                 {n: loss.cpu() for n, loss in losses.total.items()},

@@ -81,7 +81,7 @@ def resolve_mesh(
 
     Raises:
         ConfigError: a mesh that has another number of pipeline ranks than `ranks`, does not fit the processes, or is
-            for one process alone.
+            tensors in one process.
     """
     processes = world.size if world is not None and world.size > 1 else None
     if mesh is None:
@@ -91,7 +91,7 @@ def resolve_mesh(
     if processes is not None:
         require_fit(mesh, processes)
         return mesh.pp, mesh.pp
-    if mesh.dp > 1 or mesh.tp > 1:
+    if mesh.tp > 1:
         raise ConfigError(
             f"a mesh of {mesh} needs {mesh.ranks} processes; start them with torchrun --nproc-per-node {mesh.ranks}"
         )

@@ -187,9 +187,14 @@ def equalise(
     channel.finish()
 
 
-def alias(module: StageModule) -> StageModule:
-    """A copy of a module that shares its parameters' memory but has gradients and buffers of its own."""
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()
-    }
+def alias(module: StageModule, memo: dict[int, Any] | None = None) -> StageModule:
+    """A copy of a module that shares its parameters' memory but has gradients and buffers of its own.
+
+    Args:
+        module: what is copied.
+        memo: what was copied before, for modules that share parameters; filled in.
+    """
+    memo = {} if memo is None else memo
+    for p in module.parameters():
+        memo.setdefault(id(p), nn.Parameter(p.detach(), requires_grad=p.requires_grad))
     return copy.deepcopy(module, memo)

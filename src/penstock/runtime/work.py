@@ -27,7 +27,7 @@ class Work:
         first_microbatch: the number in the global batch of what is microbatch 0 here.
         reduces: whether gradients are to be reduced over replicas in this step.
         losses: of all ranks at the end.
-        outputs, grads: results by microbatch id, of the microbatches this rank saw.
+        outputs, grads: results by microbatch id in the global batch, of the microbatches this rank saw.
     """
 
     inputs: Sequence[object] = ()
