@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from io import StringIO
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from penstock.show.terminal import MOST_LINES, draw_terminal
+from penstock.show.terminal import MOST_LINES, bubble_table, draw_terminal
+from penstock.trace.bubbles import CAUSES, Bubbles
 from tests.simulate.cases import built, timed, written
 from tests.trace.cases import trace_of
 
@@ -88,3 +90,15 @@ def test_the_terminals_width_is_used(monkeypatch: pytest.MonkeyPatch):
 
 def test_nothing_is_drawn_of_nothing():
     assert str(draw_terminal(trace_of("", ""), 40)) == "nothing ran"
+
+
+def test_all_causes_fit_into_80_columns_when_narrow():
+    times = np.array([11.25, 2.0])
+    split = Bubbles(973.0, 973.0 - len(CAUSES) * times, dict.fromkeys(CAUSES, times))
+    out = StringIO()
+    table = bubble_table(split, {"most\nheld": ["15.12 MiB"] * 2}, rounded=True, narrow=True)
+    Console(file=out, width=80).print(table)
+    *_, first, second = out.getvalue().splitlines()
+    assert "…" not in out.getvalue()
+    assert first.split() == ["0", "894", "79", *["11"] * len(CAUSES), "15.12", "MiB"]
+    assert second.split() == ["1", "959", "14", *["2"] * len(CAUSES), "15.12", "MiB"]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.show.run import Run
     from penstock.trace.events import Trace
 
+WIDE = 108
 _PATH = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -133,6 +134,7 @@ def _show(run: Run, step: int, trace: Trace) -> None:
     more = (
         {} if trace.held is None else {"most\nheld": [amount(trace, held) for held in peaks(trace).tolist()]}
     )
-    console.print(bubble_table(seen.split, more, each=unit.each, digits=4))
+    narrow = console.width < WIDE
+    console.print(bubble_table(seen.split, more, each=unit.each, rounded=bool(unit.name), narrow=narrow))
     console.print()
     console.print(draw_terminal(trace, console.width))

@@ -5,6 +5,7 @@ Every op starts with its letter, so the drawing reads without colours, too; `·`
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -29,6 +30,13 @@ _CAUSES = {
     "communication": "commu-\nnication",
     "overhead": "overhead",
     "imbalance": "imbalance",
+}
+_NARROW = {
+    **_CAUSES,
+    "cool_down": "cool-\ndown",
+    "activation": "wait for\nacti-\nvation",
+    "overhead": "over-\nhead",
+    "imbalance": "imbal-\nance",
 }
 _LETTERS = {
     Activity.F: "F",
@@ -104,7 +112,12 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
 
 
 def bubble_table(
-    split: Bubbles, more: Mapping[str, Sequence[object]], *, each: float = 1.0, digits: int = 6
+    split: Bubbles,
+    more: Mapping[str, Sequence[object]],
+    *,
+    each: float = 1.0,
+    rounded: bool = False,
+    narrow: bool = False,
 ) -> Table:
     """Where every rank's time went, a line a rank, as a table for rich; of more than `MOST_LINES` ranks some are left out.
 
@@ -112,10 +125,14 @@ def bubble_table(
         split: a cause that no rank has gets no column.
         more: further columns by their heads, a value a rank.
         each: how many of the unit shown the trace's unit has.
-        digits: of a time.
+        rounded: times to the thousandth of the whole; else to six digits.
+        narrow: heads are broken up, so that every cause fits into 80 columns.
     """
     causes = split.causes
-    table = plain_table("rank", "busy", "bubble", *(_CAUSES[cause] for cause in causes), *more)
+    heads = _NARROW if narrow else _CAUSES
+    table = plain_table("rank", "busy", "bubble", *(heads[cause] for cause in causes), *more, gap=2 - narrow)
+    whole = float(split.makespan) * each
+    digits = f".{max(0, 2 - math.floor(math.log10(whole)))}f" if rounded and whole > 0 else ".6g"
     ranks = len(split.busy)
     for rank in range(ranks):
         if ranks > MOST_LINES and MOST_LINES // 2 <= rank < ranks - MOST_LINES // 2:
@@ -131,15 +148,15 @@ def bubble_table(
     return table
 
 
-def _figure(time: Any, whole: Any, each: float, digits: int) -> str:
-    return f"{time * each:.{digits}g}" if time > 1e-9 * whole else "0"
+def _figure(time: Any, whole: Any, each: float, digits: str) -> str:
+    return f"{time * each:{digits}}" if time > 1e-9 * whole else "0"
 
 
-def plain_table(*columns: str) -> Table:
+def plain_table(*columns: str, gap: int = 2) -> Table:
     """An empty table with right-aligned columns, narrow enough for a terminal."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
