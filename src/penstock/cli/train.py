@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -11,6 +11,7 @@ import click
 
 @click.command(
     epilog="Example:  penstock train --set train.steps=100 --set schedule.name=gpipe\n\n"
+    "          penstock train --resume runs/first --set parallel.pp=4\n\n"
     "          torchrun --nproc-per-node 2 -m penstock train my.toml"
 )
 @click.argument("words", nargs=-1, metavar="[CONFIG.toml]")
@@ -23,13 +24,26 @@ import click
 )
 @click.option("--ranks", "-p", type=int, help="Pipeline ranks; the same as --set parallel.pp=RANKS.")
 @click.option(
+    "--resume",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[RUN]",
+    help="Go on from the newest sound checkpoint of RUN, a run's folder, with its config; or from the one that is "
+    "given, RUN/checkpoints/step-NUMBER. Without RUN: of the run train.name, if it has one.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, the rest to stderr."
 )
 @click.option(
     "--profile", is_flag=True, help="Profile one step with torch.profiler: RUN/profile, for ui.perfetto.dev."
 )
 def command(
-    words: tuple[str, ...], overrides: tuple[str, ...], ranks: int | None, as_json: bool, profile: bool
+    words: tuple[str, ...],
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    resume: str | None,
+    as_json: bool,
+    profile: bool,
 ) -> None:
     """Train a model through a pipeline.
 
@@ -49,7 +63,9 @@ def command(
     pairs = [*overrides, *(word for word in words if "=" in word)]
     if ranks is not None:
         pairs.append(f"parallel.pp={ranks}")
-    config = load(Path(files[0]) if files else None, pairs)
+    config = load(_config_file(files, resume), pairs)
+    if resume is not None:
+        config = replace(config, train=replace(config.train, resume=resume))
     outcome = train(
         config, lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json), profile=profile
     )
@@ -66,3 +82,16 @@ def command(
     )
     if outcome.report is not None:
         click.echo(f"\nreport: {outcome.report}")
+
+
+def _config_file(files: list[str], resume: str | None) -> Path | None:
+    """The config that was given, or that of the run to go on with."""
+    if resume is not None and resume.endswith(".toml"):
+        raise click.UsageError(f"--resume takes the folder of a run; write  penstock train {resume} --resume")
+    if files or resume in (None, "auto"):
+        return Path(files[0]) if files else None
+    given = Path(str(resume)).expanduser()
+    run = next((folder for folder in (given, given.parent.parent) if (folder / "config.toml").is_file()), None)
+    if run is None:
+        raise click.UsageError(f"{given} is neither the folder of a run nor a checkpoint in one")
+    return run / "config.toml"

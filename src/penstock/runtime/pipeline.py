@@ -128,6 +128,8 @@ class Pipeline:
         self.timeout = require_timeout(timeout)
         require_loss(loss_fn)
         self._random = RandomState(require_seed(seed))
+        self.seed = self._random.seed
+        self.mesh = mesh
         settings = make_settings(recompute, memory, offload, autocast, self._random)
         self.reduction = require_reduction(reduction)
         world = current_world()

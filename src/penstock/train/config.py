@@ -164,6 +164,11 @@ class TrainConfig:
             these alone.
         loggers: where metrics and timelines go beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both with a
             comma between them.
+        checkpoint_every: steps between two checkpoints; 0 for none.
+        keep_last: how many of the newest checkpoints are kept; 0 for all.
+        keep_every: checkpoints whose step divides by it are kept, too; 0 for none.
+        resume: what to go on from: a run's folder, or one checkpoint in it; ``auto`` for the run of this name, if there
+            is one; empty to start a new run.
     """
 
     steps: int = _key(600, COUNT)
@@ -176,6 +181,10 @@ class TrainConfig:
     eval_batches: int = _key(16, COUNT)
     trace_every: int = _key(100, NOT_NEGATIVE)
     loggers: str = _key("", KNOWN_LOGGERS)
+    checkpoint_every: int = _key(100, NOT_NEGATIVE)
+    keep_last: int = _key(3, NOT_NEGATIVE)
+    keep_every: int = _key(0, NOT_NEGATIVE)
+    resume: str = _key("")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.world import current_world
 from penstock.trace.bubbles import busy
@@ -28,6 +29,7 @@ from penstock.train.models.transformers.save import save_transformers
 from penstock.train.optim import build_optimizer
 from penstock.train.profile import Profile
 from penstock.train.progress import Reporter
+from penstock.train.resume import Keeper
 from penstock.train.run_folder import Metrics
 from penstock.train.sample import sample_run
 from penstock.train.traces import Traces, write_page
@@ -105,15 +107,19 @@ def train(config: Config, make_reporter: MakeReporter, *, profile: bool = False)
         torch.set_num_threads(threads)
         fleet = Fleet(pipe.ranks, pipe.rank) if pipe.in_processes else Fleet(1, 0)
         path = Path(fleet.decide(lambda: str(run_folder.create(path, config))))
+        optimizer = build_optimizer(pipe, config.optim, config.train.steps)
         with (
             make_reporter(config.train.steps, fleet.leads) as reporter,
             Metrics(path, open_loggers(config, path)) if fleet.leads else Metrics(None) as metrics,
+            Keeper(path, config, pipe, optimizer, reporter) as keeper,
         ):
             if fleet.leads:
                 reporter.say(_opening(config, language, path, device, text))
             traces = Traces(path, config.train.steps, config.train.trace_every, metrics)
             profiles = Profile(path if profile else None, config.train.steps, fleet.rank)
-            result = _steps(config, language, text, pipe, fleet, reporter, metrics, traces, profiles)
+            result = _steps(
+                config, language, text, pipe, fleet, reporter, metrics, traces, profiles, optimizer, keeper
+            )
             _save(language, pipe, path, fleet)
             pipe.close()
             if not fleet.leads:
@@ -222,14 +228,17 @@ def _steps(
     metrics: Metrics,
     traces: Traces,
     profiles: Profile,
+    optimizer: PipelineOptimizer,
+    keeper: Keeper,
 ) -> _Result:
     train = config.train
-    optimizer = build_optimizer(pipe, config.optim, train.steps)
+    first = keeper.resume()
+    metrics.go_back(first)
     tokens = train.batch * config.data.sequence
     began = perf_counter()
     stepping = since_log = 0.0
     loss = bits = math.nan
-    for step in range(train.steps):
+    for step in range(first, train.steps):
         done = step + 1
         started = perf_counter()
         x, y = batch_of(text, config, language, step)
@@ -245,7 +254,7 @@ def _steps(
         reporter.step(done, loss)
         if done % train.log_every == 0 or done == train.steps:
             stepping += since_log
-            speed = tokens * ((done - 1) % train.log_every + 1) / since_log
+            speed = tokens * min((done - 1) % train.log_every + 1, done - first) / since_log
             bubble = measured_bubble(pipe, fleet, in_pipe)
             reporter.measured(done, loss, speed, bubble)
             metrics.write(
@@ -264,7 +273,8 @@ def _steps(
             bits = held_out_bits(pipe, text)
             reporter.say(f"step {done}: {bits:.3f} bits/{language.codec.unit} on held-out text")
             metrics.write("held_out", step=done, held_out_bits=bits, seconds=perf_counter() - began)
-    return _Result(loss, bits, perf_counter() - began, tokens * train.steps / stepping)
+        keeper.after_step(done)
+    return _Result(loss, bits, perf_counter() - began, tokens * (train.steps - first) / stepping)
 
 
 def held_out_bits(pipe: Pipeline, text: Text) -> float:

@@ -1,0 +1,111 @@
+"""Which checkpoints a folder holds, and which of them are sound."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.errors import ConfigError, DataError
+from penstock.train.checkpoint.files import digest_of
+from penstock.train.checkpoint.manifest import MANIFEST, Manifest, parse
+
+FOLDER = "checkpoints"
+"""Within a run's folder."""
+
+_NAME = re.compile(r"step-(\d{8,12})")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or will be."""
+    return folder / f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of all that have a checkpoint's name, the newest first; whether they are sound is another question."""
+    try:
+        names = [(found, path) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"cannot read the folder {folder}: {error.strerror}") from error
+    return sorted(((int(found[1]), path) for found, path in names), reverse=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path has a checkpoint's name."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def folder_of(run: Path) -> Path:
+    """The folder of the checkpoints of a run, given as the run's folder or itself.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if (run / FOLDER).is_dir():
+        return run / FOLDER
+    if run.is_dir() and steps_in(run):
+        return run
+    raise ConfigError(f"{run} holds no checkpoints: it has no folder {FOLDER!r}, and no folder step-NUMBER")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    where = path / MANIFEST
+    try:
+        data = where.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {where}: {error.strerror}") from error
+    manifest = parse(data, where)
+    named = _NAME.fullmatch(path.name)
+    if named and int(named[1]) != manifest.step:
+        raise DataError(f"{where} is of step {manifest.step}; its folder has another's name")
+    return manifest
+
+
+def missing(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
+    """Files that are not there or have another size: what is wrong with each; quick, and blind to changed bytes."""
+    found = []
+    for name in manifest.files if files is None else files:
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            found.append(f"{path / name}: {error.strerror}")
+            continue
+        if size != manifest.files[name].bytes:
+            found.append(f"{path / name} has {size:,} bytes, not {manifest.files[name].bytes:,}")
+    return found
+
+
+def damage(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with the files of a checkpoint, each read whole; nothing, if it is sound.
+
+    Args:
+        path: of the checkpoint.
+        manifest: its own.
+        files: those to look at; by default all.
+    """
+    found = []
+    for name in manifest.files if files is None else files:
+        wrong = missing(path, manifest, [name])
+        if not wrong:
+            try:
+                if digest_of(path / name) != manifest.files[name].sha256:
+                    wrong = [f"{path / name} is damaged: its SHA-256 digest is not the manifest's"]
+            except OSError as error:
+                wrong = [f"{path / name}: {error.strerror}"]
+        found += wrong
+    return found
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint has a sound manifest and all its files, by their sizes."""
+    try:
+        return not missing(path, read_manifest(path))
+    except DataError:
+        return False

@@ -1,0 +1,251 @@
+"""A checkpoint's way back into a pipeline and its optimizer, whatever the split; only what is held here is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.errors import ConfigError, DataError
+from penstock.parallel.local import is_cut, is_sharded, like
+from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.train.checkpoint.files import DTYPES
+from penstock.train.checkpoint.manifest import Manifest
+from penstock.train.checkpoint.values import decode
+
+
+class Reader:
+    """The tensors of a checkpoint, by name; a context manager, within which its files are open.
+
+    Args:
+        path: of the checkpoint.
+        manifest: its own; what a file says otherwise is refused.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor.
+
+        Raises:
+            DataError: it is not there, or its file says otherwise than the manifest.
+        """
+        return self.part(name, None)
+
+    def like(self, name: str, model: Tensor) -> Tensor:
+        """A tensor cut over the processes as `model` is, if it has its shape; of it this process reads its own part."""
+        if not is_sharded(model) or self._shape(name) != tuple(model.shape):
+            return self.tensor(name)
+        if not is_cut(model):
+            return like(self.tensor(name).to(model.device), model)
+        (placement,) = model.placements  # type: ignore[attr-defined]
+        mesh = model.device_mesh  # type: ignore[attr-defined]
+        return like(
+            self.part(name, (placement.dim, mesh.get_local_rank(), mesh.size())).to(model.device), model
+        )
+
+    def part(self, name: str, cut: tuple[int, int, int] | None) -> Tensor:
+        """A tensor, or of a (dimension, number, count) of equal runs along it one, as ``torch.chunk`` cuts them."""
+        shape = self._shape(name)
+        stored = self.manifest.tensors[name]
+        try:
+            view = self._file(stored.file).get_slice(name)
+            if tuple(view.get_shape()) != shape or view.get_dtype() != stored.dtype:
+                raise DataError(
+                    f"{self.path / stored.file}: {name} is {view.get_dtype()} of shape {view.get_shape()}, not "
+                    f"{stored.dtype} of {list(shape)}"
+                )
+            if cut is None or not shape:
+                found: Tensor = self._file(stored.file).get_tensor(name)
+            else:
+                dim, number, count = cut
+                each = -(-shape[dim] // count)
+                found = view[(slice(None),) * dim + (slice(number * each, (number + 1) * each),)]
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot read {name} in {self.path / stored.file}: {error}") from error
+        if DTYPES.get(found.dtype) != stored.dtype:
+            raise DataError(f"{name} of {stored.dtype} was read as {found.dtype}")
+        return found
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.manifest.tensors:
+            raise DataError(f"the checkpoint {self.path} has no tensor {name!r:.200}")
+        return self.manifest.tensors[name].shape
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self.path / name, "pt"))
+        return self._open[name]
+
+
+def load_into(
+    path: Path, manifest: Manifest, pipe: Pipeline, optimizer: PipelineOptimizer | None
+) -> dict[str, Any]:
+    """Load a checkpoint whose files have been found sound; in processes every one calls it.
+
+    Returns:
+        The user's own values.
+
+    Raises:
+        ConfigError: it does not fit the model or the optimizer; says where.
+        DataError: it cannot be read.
+    """
+    if manifest.seed != pipe.seed:
+        raise ConfigError(
+            f"{path} is of a run with seed {manifest.seed}, this pipeline has {pipe.seed}; the random numbers "
+            "of its layers would be others"
+        )
+    with Reader(path, manifest) as reader:
+        weights = _weights(reader, pipe)
+        state = None if optimizer is None else _optimizer_state(reader, pipe, optimizer)
+        extra = decode(manifest.values.get("extra"), reader.tensor)
+        if not isinstance(extra, dict):
+            raise DataError(f"{path}: 'extra' must be a dictionary, not {extra!r:.80}")
+        generators = _generators(reader, pipe)
+    pipe.load_state_dict(weights)
+    if optimizer is not None and state is not None:
+        optimizer.load_state_dict(state)
+    pipe.steps = manifest.step
+    for device, value in generators.items():
+        _set_generator(path, device, value)
+    return extra
+
+
+def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
+    """What `Pipeline.load_state_dict` wants here: what is held, and the names of all the rest of it."""
+    own = dict(pipe.named_parameters())
+    held = dict.fromkeys([*pipe.state_dict(), *own])
+    values = reader.manifest.values.get("model")
+    if not isinstance(values, dict):
+        raise DataError(f"{reader.path}: 'model' must be a dictionary, not {values!r:.80}")
+    found: dict[str, Any] = {}
+    for name in held:
+        key = f"model/{name}"
+        if name in values:
+            found[name] = decode(values[name], reader.tensor)
+        elif key in reader.manifest.tensors:
+            found[name] = reader.like(key, own[name]) if name in own else reader.tensor(key)
+    names = [name.removeprefix("model/") for name in reader.manifest.tensors if name.startswith("model/")]
+    # Entries of stages held elsewhere are only looked at by name, so that an unknown one is found.
+    return {**dict.fromkeys(names, _ELSEWHERE), **found}
+
+
+_ELSEWHERE = torch.empty(0)
+
+
+def _optimizer_state(reader: Reader, pipe: Pipeline, optimizer: PipelineOptimizer) -> dict[str, Any]:
+    values = reader.manifest.values.get("optimizer")
+    if values is None:
+        raise ConfigError(f"{reader.path} was saved without an optimizer; load it without one")
+    fresh = optimizer.state_dict()
+    _require_alike(reader, values, fresh)
+    own = {name: p for rank in pipe.local_ranks for name, p in pipe.rank_parameters(rank)}
+    plain = {k: decode(v, reader.tensor) for k, v in values.items() if k not in ("state", "main_weights")}
+    state = {
+        name: {key: _entry(reader, value, own[name]) for key, value in entries.items()}
+        for name, entries in values["state"].items()
+        if name in own
+    }
+    main = {
+        name: _entry(reader, value, own[name])
+        for name, value in values["main_weights"].items()
+        if name in own
+    }
+    return {**plain, "state": state, "main_weights": main}
+
+
+def _entry(reader: Reader, value: Any, parameter: Tensor) -> Any:
+    if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
+        return reader.like(value["$tensor"], parameter)
+    return decode(value, reader.tensor)
+
+
+def _require_alike(reader: Reader, values: Any, fresh: Mapping[str, Any]) -> None:
+    """Refuse what an optimizer's state cannot be: schedules and groups take over whatever names they are given."""
+    wrong = ""
+    if not isinstance(values, dict) or values.keys() != fresh.keys():
+        wrong = f"it has {_keys(values)}, not {_keys(fresh)}"
+    elif not all(isinstance(values[key], dict) for key in ("parameters", "state", "main_weights")):
+        wrong = "what it has by parameter is no dictionary"
+    elif not all(isinstance(entries, dict) for entries in values["state"].values()):
+        wrong = "what it has of a parameter is no dictionary"
+    elif not all(_is_place(place) for place in values["parameters"].values()):
+        wrong = "a parameter has no group or no shape"
+    elif not isinstance(values["groups"], list) or any(
+        not isinstance(group, dict) or {k for k in group if k != "initial_lr"} != _options(fresh)
+        for group in values["groups"]
+    ):
+        wrong = f"its groups do not have the options {', '.join(sorted(_options(fresh)))}"
+    elif _names(values["lr_scheduler"]) != _names(fresh["lr_scheduler"]) and None not in (
+        values["lr_scheduler"],
+        fresh["lr_scheduler"],
+    ):
+        wrong = "its learning-rate schedule is of another kind"
+    if wrong:
+        raise DataError(f"the optimizer's state in {reader.path} does not fit: {wrong}")
+
+
+def _is_place(place: Any) -> bool:
+    return (
+        isinstance(place, dict)
+        and type(place.get("group")) is int
+        and isinstance(place.get("shape"), list)
+        and all(type(n) is int for n in place["shape"])
+    )
+
+
+def _keys(table: Any) -> str:
+    return ", ".join(table) if isinstance(table, Mapping) else "nothing"
+
+
+def _options(fresh: Mapping[str, Any]) -> set[str]:
+    return {key for key in fresh["groups"][0] if key != "initial_lr"}
+
+
+def _names(scheduler: Any) -> Any:
+    return set(scheduler) if isinstance(scheduler, Mapping) else scheduler
+
+
+def _generators(reader: Reader, pipe: Pipeline) -> dict[str, Tensor]:
+    """States of torch's default generators: those of this rank, or of rank 0 where there was none of that number."""
+    found = {}
+    for name in reader.manifest.tensors:
+        if name.startswith("generators/"):
+            _, rank, device = name.split("/", 2)
+            found[rank, device] = name
+    ranks = {rank for rank, _ in found}
+    rank = str(pipe.rank) if str(pipe.rank) in ranks else "0"
+    return {device: reader.tensor(name) for (r, device), name in found.items() if r == rank}
+
+
+def _set_generator(path: Path, device: str, state: Tensor) -> None:
+    """Set a default generator; one of a GPU that is not in use here has nobody to draw from it."""
+    try:
+        if device == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            number = int(device.removeprefix("cuda:"))
+            if number < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, number)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"{path} has no sound state of the generator of {device}: {error}") from error

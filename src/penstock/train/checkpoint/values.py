@@ -1,0 +1,98 @@
+"""Values that are no tensors as JSON and back: what the states of optimizers and schedules are made of.
+
+JSON has no tuples, no NaN and no keys but text, so these are written as objects with one key that begins with ``$``. A
+tensor becomes ``{"$tensor": NAME}`` and goes into a file. Nothing but plain values comes out of reading, whatever was in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import ConfigError, DataError
+
+_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def encode(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:
+    """A value as JSON can hold it.
+
+    Args:
+        value: of numbers, text, None, lists, tuples, dictionaries, counters and tensors.
+        name: of the value; tensors within it are named after it.
+        put: is given every tensor, by name.
+
+    Raises:
+        ConfigError: something else is in it; names where.
+    """
+    if isinstance(value, Tensor):
+        put(name, value)
+        return {"$tensor": name}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(float(value))}
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, tuple | list):
+        items = [encode(item, f"{name}/{n}", put) for n, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        pairs = [
+            [encode(key, f"{name}/key", put), encode(item, f"{name}/{key}", put)]
+            for key, item in value.items()
+        ]
+        if isinstance(value, Counter):
+            return {"$counter": pairs}
+        if any(not isinstance(key, str) or key.startswith("$") for key in value):
+            return {"$dict": pairs}
+        return dict(pairs)
+    raise ConfigError(
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot keep; it keeps numbers, text, None, lists, "
+        "tuples, dictionaries and tensors, so that nothing that is read can run code"
+    )
+
+
+def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """The value that `encode` wrote.
+
+    Args:
+        value: as JSON gave it.
+        read: gives a tensor by its name.
+
+    Raises:
+        DataError: it was not written by `encode`.
+    """
+    if isinstance(value, list):
+        return [decode(item, read) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value), "")
+    if not kind.startswith("$"):
+        return {key: decode(item, read) for key, item in value.items()}
+    inner = value[kind]
+    if kind == "$tensor" and isinstance(inner, str):
+        return read(inner)
+    if kind == "$float" and isinstance(inner, str) and inner in _NONFINITE:
+        return _NONFINITE[inner]
+    if kind == "$tuple" and isinstance(inner, list):
+        return tuple(decode(item, read) for item in inner)
+    if kind in ("$dict", "$counter") and isinstance(inner, list):
+        return _pairs(kind, inner, read)
+    raise DataError(f"{value!r:.80} is no value of a checkpoint")
+
+
+def _pairs(kind: str, pairs: list[Any], read: Callable[[str], Tensor]) -> dict[Any, Any]:
+    found: dict[Any, Any] = Counter() if kind == "$counter" else {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DataError(f"{pair!r:.80} is no key with its value")
+        key = decode(pair[0], read)
+        if not isinstance(key, str | int | float | bool | None):
+            raise DataError(f"{key!r:.80} is no key of a checkpoint's dictionary")
+        found[key] = decode(pair[1], read)
+    return found

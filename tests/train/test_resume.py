@@ -1,0 +1,154 @@
+"""A run that goes on is the run that was never stopped: weights, losses, lines of metrics."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.runtime.local import LocalProcesses
+from penstock.train import weights
+from penstock.train.checkpoint.find import steps_in
+from penstock.train.config import Config
+from penstock.train.loop import train
+from penstock.train.progress import Silent
+from tests.train.tiny import text_folder, tiny
+
+TIMES = ("tokens_per_second", "bubble", "seconds")
+
+
+class Said(Silent):
+    """Keeps what was told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def run(config: Config) -> list[str]:
+    said = Said()
+    train(config, lambda steps, leads: said)
+    return said.lines
+
+
+def config_of(root: Path, text: Path, name: str, steps: int, resume: str = "", **sections) -> Config:
+    told = {"steps": steps, "name": name, "checkpoint_every": 2, "eval_every": 2, "resume": resume}
+    return tiny(root, text, **{**sections, "train": {**told, **sections.get("train", {})}})
+
+
+def metrics(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in found]
+
+
+@pytest.fixture
+def straight(tmp_path: Path) -> Path:
+    """A run of 6 steps, in one go."""
+    run(config_of(tmp_path, text_folder(tmp_path), "straight", 6))
+    return tmp_path / "runs" / "straight"
+
+
+def stopped_at(root: Path, folder: Path, step: int) -> None:
+    """Make of a finished run what one leaves that is killed after a step, with a line of metrics cut short."""
+    for later, path in steps_in(folder / "checkpoints"):
+        if later > step:
+            path.rename(root / path.name)
+    for path in (*folder.glob("model*"), folder / "sample.txt"):
+        path.unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+
+
+def same(one: Path, other: Path) -> None:
+    first, second = weights.load(one), weights.load(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert metrics(one) == metrics(other)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 1}, {"pp": 4}], ids=str)
+def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(tmp_path: Path, straight: Path, layout):
+    text = tmp_path / "text"
+    folder = tmp_path / "runs" / "again"
+    run(config_of(tmp_path, text, "again", 6))
+    stopped_at(tmp_path, folder, 4)
+    said = run(config_of(tmp_path, text, "again", 6, str(folder), parallel=layout))
+    assert f"going on from {folder / 'checkpoints' / 'step-00000004'}" in said
+    same(folder, straight)
+    kept = tomllib.loads((folder / "config.toml").read_text())
+    assert kept["parallel"]["pp"] == layout["pp"]
+    assert kept["train"]["resume"] == ""
+
+
+def in_processes(rank: int, config: Config) -> None:
+    torch.set_num_threads(1)
+    run(config)
+
+
+def test_it_goes_on_in_processes(tmp_path: Path, straight: Path, processes: LocalProcesses):
+    run(config_of(tmp_path, tmp_path / "text", "again", 6))
+    folder = tmp_path / "runs" / "again"
+    stopped_at(tmp_path, folder, 2)
+    processes.run(2, in_processes, config_of(tmp_path, tmp_path / "text", "again", 6, str(folder)))
+    same(folder, straight)
+    assert [step for step, _ in steps_in(folder / "checkpoints")] == [6, 4, 2]
+
+
+def test_auto_starts_a_run_and_goes_on_with_it(tmp_path: Path):
+    text = text_folder(tmp_path)
+    said = run(config_of(tmp_path, text, "auto", 4, "auto"))
+    assert "no checkpoint to go on from: the run starts at its first step" in said
+    said = run(config_of(tmp_path, text, "auto", 6, "auto"))
+    folder = tmp_path / "runs" / "auto"
+    assert f"going on from {folder / 'checkpoints' / 'step-00000004'}" in said
+    assert [line["step"] for line in metrics(folder) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_is_told_and_set_aside(tmp_path: Path, straight: Path):
+    newest = straight / "checkpoints" / "step-00000006"
+    damaged = next(newest.glob("stage-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    kept = metrics(straight)
+    said = run(config_of(tmp_path, tmp_path / "text", "straight", 6, str(straight)))
+    assert any(line.startswith(f"refused: {damaged}") for line in said)
+    assert f"going on from {straight / 'checkpoints' / 'step-00000004'}" in said
+    assert (straight / "checkpoints" / "step-00000006.set-aside").is_dir()
+    assert metrics(straight) == kept
+
+
+def test_an_earlier_checkpoint_can_be_chosen(tmp_path: Path, straight: Path):
+    kept = metrics(straight)
+    chosen = straight / "checkpoints" / "step-00000002"
+    said = run(config_of(tmp_path, tmp_path / "text", "straight", 6, str(chosen)))
+    assert f"going on from {chosen}" in said
+    assert metrics(straight) == kept
+
+
+@pytest.mark.parametrize(
+    ("steps", "sections", "said"),
+    [
+        (6, {}, "is of step 6, and train.steps is 6; give more steps"),
+        (8, {"optim": {"lr": 0.5}}, r"is of another run: optim.lr was 0.004 and is 0.5"),
+        (8, {"train": {"seed": 4}}, r"is of another run: train.seed was 0 and is 4"),
+        (8, {"model": {"width": 32}}, "does not fit|another run"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(tmp_path, straight: Path, steps, sections, said):
+    before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=said):
+        run(config_of(tmp_path, tmp_path / "text", "straight", steps, str(straight), **sections))
+    assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == before
+
+
+def test_there_must_be_a_run(tmp_path: Path):
+    text = text_folder(tmp_path)
+    with pytest.raises(ConfigError, match="neither the folder of a run"):
+        run(config_of(tmp_path, text, "x", 4, str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match=r"train\.name, which is not set"):
+        run(config_of(tmp_path, text, "", 4, "auto"))
