@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from penstock.stage.named import give as give
     from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
+    from penstock.train.checkpoint.checkpoints import Checkpoints as Checkpoints
     from penstock.train.models.transformers.loss import causal_lm_loss as causal_lm_loss
     from penstock.train.models.transformers.loss import valid_tokens as valid_tokens
     from penstock.train.models.transformers.save import save_transformers as save_transformers
     from penstock.train.models.transformers.split import from_transformers as from_transformers
 
 _HOME = {
+    "Checkpoints": "penstock.train.checkpoint.checkpoints",
     "GradScaler": "penstock.runtime.grad_scaler",
     "GradientBuckets": "penstock.parallel.buckets",
     "GroupReducer": "penstock.parallel.reducer",

@@ -11,6 +11,7 @@ from penstock import __version__
 from penstock.errors import ConfigError, PenstockError
 
 COMMANDS = {
+    "checkpoint": "list, verify, convert and export checkpoints",
     "sample": "generate text from a trained run",
     "schedule": "list, show, check, draw and convert schedules",
     "simulate": "predict what a schedule costs",

@@ -145,7 +145,9 @@ def _restore_rank(
         number: state["state"][name] for number, (_, name, _) in enumerate(named) if name in state["state"]
     }
     groups = [{**group, "params": ids} for group, ids in zip(state["groups"], numbers, strict=True)]
-    own.load_state_dict({"state": copy.deepcopy(part), "param_groups": groups})
+    own.load_state_dict(
+        {"state": {n: _copied(entries) for n, entries in part.items()}, "param_groups": groups}
+    )
     for number, entries in part.items():
         loaded = own.state[named[number][2]]
         for key, value in entries.items():
@@ -155,3 +157,11 @@ def _restore_rank(
     for _, name, _ in named:
         if name in optimizer.main_weights[rank].by_name:
             optimizer.main_weights[rank].load(name, state["main_weights"][name])
+
+
+def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that shares no memory; deepcopy cannot copy a DTensor."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in entries.items()
+    }

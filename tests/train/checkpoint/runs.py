@@ -36,7 +36,9 @@ def model(dropout: float = 0.0) -> list[Layer]:
     return found
 
 
-def pipeline(mesh: MeshShape | None = None, *, ranks: int | None = None, dropout: float = 0.0, **options: Any):
+def pipeline(
+    mesh: MeshShape | None = None, *, ranks: int | None = None, dropout: float = 0.0, **options: Any
+):
     """A pipeline of it: over the mesh's processes, or of threads."""
     replicas = 1 if mesh is None else mesh.dp
     return Pipeline(
@@ -75,7 +77,13 @@ def state_of(pipe: Pipeline, optimizer: PipelineOptimizer) -> tuple[dict[str, An
 
 
 def trained(
-    rank: int, folder: Path, mesh: MeshShape | None, before: int, after: int, saves: bool = True, **options: Any
+    rank: int,
+    folder: Path,
+    mesh: MeshShape | None,
+    before: int,
+    after: int,
+    saves: bool = True,
+    **options: Any,
 ) -> tuple[list[float], tuple[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
     """Go on from the newest checkpoint of a folder, if there is one; save after so many steps, then take some more.
 
@@ -100,7 +108,11 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(equal(v, other[k]) for k, v in one.items())
+        )
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return one == other

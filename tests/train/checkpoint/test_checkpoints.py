@@ -160,9 +160,11 @@ def test_where_nothing_is_sound_nothing_is_loaded(tmp_path: Path):
     with pipeline(ranks=2) as pipe:
         optimizer = adamw(pipe)
         before = state_of(pipe, optimizer)
-        with Checkpoints(tmp_path, pipe, optimizer) as checkpoints:
-            with pytest.raises(DataError, match="no checkpoint in .* is sound: .*stage-00002.*stage-00002"):
-                checkpoints.load_newest()
+        with (
+            Checkpoints(tmp_path, pipe, optimizer) as checkpoints,
+            pytest.raises(DataError, match=r"no checkpoint in .* is sound: .*stage-00002.*stage-00002"),
+        ):
+            checkpoints.load_newest()
         assert equal(state_of(pipe, optimizer), before)
         assert pipe.steps == 0
 
@@ -179,7 +181,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_path:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
             try:
                 checkpoints.save()
-                with pytest.raises(PenstockError, match=r"no checkpoint was written .*File too large.* as they were"):
+                with pytest.raises(
+                    PenstockError, match=r"no checkpoint was written .*File too large.* as they were"
+                ):
                     checkpoints.wait()
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -214,11 +218,16 @@ def test_every_process_knows_whose_part_could_not_be_written(tmp_path: Path, pro
 
 def test_another_model_or_optimizer_is_refused(tmp_path: Path):
     saved_twice(tmp_path)
-    with pipeline(ranks=2, dropout=0.5, seed=3) as pipe, Checkpoints(tmp_path, pipe, None) as checkpoints:
-        with pytest.raises(ConfigError, match="of a run with seed 0, this pipeline has 3"):
-            checkpoints.load_newest()
+    with (
+        pipeline(ranks=2, dropout=0.5, seed=3) as pipe,
+        Checkpoints(tmp_path, pipe, None) as checkpoints,
+        pytest.raises(ConfigError, match="of a run with seed 0, this pipeline has 3"),
+    ):
+        checkpoints.load_newest()
     with pipeline(ranks=2) as pipe:
         optimizer = runs.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
-        with Checkpoints(tmp_path, pipe, optimizer) as checkpoints:
-            with pytest.raises(ConfigError, match="does not fit"):
-                checkpoints.load_newest()
+        with (
+            Checkpoints(tmp_path, pipe, optimizer) as checkpoints,
+            pytest.raises(ConfigError, match="does not fit"),
+        ):
+            checkpoints.load_newest()

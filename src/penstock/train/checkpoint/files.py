@@ -92,7 +92,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_bytes(path: Path, data: bytes) -> None:

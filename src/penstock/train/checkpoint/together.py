@@ -51,7 +51,7 @@ class Together:
         except (OSError, PenstockError) as failure:
             error = failure
             said = (None, _words(failure))
-        answers = [said] if self._group is None else self._exchange(said)
+        answers: list[tuple[Any, str | None]] = [said] if self._group is None else self._exchange(said)
         failures = [
             f"rank {rank}: {message}" if self.size > 1 else message
             for rank, (_, message) in enumerate(answers)

@@ -1,4 +1,4 @@
-"""A snapshot becomes a checkpoint on disk: every process writes its stages, the leader the manifest, and it gets its name."""
+"""A snapshot becomes a checkpoint on disk: every process writes its stages, then the leader the manifest."""
 
 from __future__ import annotations
 

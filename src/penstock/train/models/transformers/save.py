@@ -52,29 +52,31 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
-    config = _config(like)
+    config = config_of(like)
     state = _as_stored(pipe, config)
     fleet = Fleet(pipe.ranks, pipe.rank) if pipe.in_processes else Fleet(1, 0)
     weights.save_part(path, state, fleet.rank, fleet.size)
     fleet.gather_point()
     if fleet.leads:
         weights.write_index(path, fleet.size)
-        _write_beside(path, config, state, like)
+        write_beside(path, config, state, like)
     fleet.gather_point()
 
 
 def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
     """The pipeline's state by the names in files, without those that are another parameter's second ones."""
     second = {f"{layer.name}.{inner}" for layer in pipe.layers for inner in layer.tied}
+    state = {name: value for name, value in pipe.state_dict().items() if name not in second}
+    return stored_names(state, config)
+
+
+def stored_names(state: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights by whole-model name, by their names in files of the config's family."""
     head = FAMILIES[config["model_type"]].stored_head
-    return {
-        f"{head}.weight" if name == f"{HEAD}.weight" else name: value
-        for name, value in pipe.state_dict().items()
-        if name not in second
-    }
+    return {f"{head}.weight" if name == f"{HEAD}.weight" else name: value for name, value in state.items()}
 
 
-def _write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor], like: object) -> None:
+def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor], like: object) -> None:
     """Write what belongs to the weights: the config with their dtype, and the files that `like` has."""
     dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), None)
     config.pop("torch_dtype", None)
@@ -91,7 +93,7 @@ def _write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor]
                 shutil.copyfile(source / name, folder / name)
 
 
-def _config(like: object) -> dict[str, Any]:
+def config_of(like: object) -> dict[str, Any]:
     """The config as JSON holds it, with the class that reads it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 

@@ -1,0 +1,123 @@
+"""``penstock checkpoint``: list, verify, convert and export what a run has saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.group(
+    epilog="Example:  penstock checkpoint list runs/first\n\n          penstock checkpoint verify runs/first\n\n"
+    "          penstock checkpoint convert runs/first/checkpoints/step-00000100 other/step-00000100 --stages 4"
+)
+def command() -> None:
+    """List, verify, convert and export checkpoints.
+
+    A RUN is the folder that penstock train has left; a CHECKPOINT is one of the folders step-NUMBER in its checkpoints.
+    """
+
+
+@command.command("list", epilog="Example:  penstock checkpoint list runs/first --json")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def list_(run: Path, as_json: bool) -> None:
+    """Show the checkpoints of a RUN, the newest first; looks at manifests and sizes only."""
+    from penstock.errors import DataError
+    from penstock.train.checkpoint.find import folder_of, missing, read_manifest, steps_in
+
+    rows = []
+    for step, path in steps_in(folder_of(run)):
+        try:
+            manifest = read_manifest(path)
+        except DataError as error:
+            rows.append({"step": step, "path": str(path), "complete": False, "problems": [str(error)]})
+            continue
+        problems = missing(path, manifest)
+        rows.append(
+            {
+                "step": step,
+                "path": str(path),
+                "complete": not problems,
+                "problems": problems,
+                "bytes": manifest.bytes,
+                "stages": len(manifest.layers),
+                "tensors": len(manifest.tensors),
+                "versions": manifest.versions,
+            }
+        )
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        if row["complete"]:
+            click.echo(f"{row['path']}  {row['stages']} stages, {row['bytes']:,} bytes")
+        else:
+            click.echo(f"{row['path']}  not complete: {'; '.join(map(str, row['problems']))}")
+
+
+@command.command(epilog="Example:  penstock checkpoint verify runs/first/checkpoints/step-00000100")
+@click.argument("path", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def verify(path: Path, as_json: bool) -> None:
+    """Read every byte of a checkpoint, or of all of a run, and compare digests; exit code 1 if one is damaged."""
+    from penstock.errors import DataError
+    from penstock.train.checkpoint.find import damage, folder_of, is_checkpoint, read_manifest, steps_in
+
+    paths = [path] if is_checkpoint(path) else [found for _, found in steps_in(folder_of(path))]
+    rows = []
+    for one in paths:
+        try:
+            problems = damage(one, read_manifest(one))
+        except DataError as error:
+            problems = [str(error)]
+        rows.append({"path": str(one), "sound": not problems, "problems": problems})
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        for row in rows:
+            click.echo(f"{row['path']}  {'sound' if row['sound'] else 'DAMAGED'}")
+            for problem in row["problems"] if isinstance(row["problems"], list) else ():
+                click.echo(f"  {problem}")
+    if not all(row["sound"] for row in rows):
+        raise click.exceptions.Exit(1)
+
+
+@command.command(
+    epilog="Example:  penstock checkpoint convert runs/first/checkpoints/step-00000100 other/step-00000100 --stages 4"
+)
+@click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--stages", type=click.IntRange(1), help="Write a checkpoint with files for so many stages.")
+@click.option("--to-dcp", is_flag=True, help="Write torch's distributed checkpoint format (DCP).")
+def convert(source: Path, target: Path, stages: int | None, to_dcp: bool) -> None:
+    """Write a CHECKPOINT anew in the folder TARGET, which must not be there.
+
+    Loading needs no conversion: every checkpoint loads at any split. TARGET is called step-NUMBER as the checkpoint is,
+    if it is to be loaded.
+    """
+    from penstock.train.checkpoint.convert import resplit
+    from penstock.train.checkpoint.dcp import export
+
+    if (stages is None) == (not to_dcp):
+        raise click.UsageError("give either --stages or --to-dcp")
+    if stages is not None:
+        resplit(source, target, stages)
+    else:
+        export(source, target)
+    click.echo(f"written: {target}")
+
+
+@command.command(
+    "export-hf",
+    epilog="Example:  penstock checkpoint export-hf runs/llama/checkpoints/step-00000100 exported",
+)
+@click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+def export_hf(source: Path, target: Path) -> None:
+    """Write the weights of a CHECKPOINT of a Hugging Face model so that from_pretrained reads the folder TARGET."""
+    from penstock.train.checkpoint.convert import export_transformers
+
+    export_transformers(source, target)
+    click.echo(f"written: {target}")
