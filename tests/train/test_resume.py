@@ -139,7 +139,9 @@ def test_an_earlier_checkpoint_can_be_chosen(tmp_path: Path, straight: Path):
         (8, {"model": {"width": 32}}, "does not fit|another run"),
     ],
 )
-def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(tmp_path, straight: Path, steps, sections, said):
+def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(
+    tmp_path, straight: Path, steps, sections, said
+):
     before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=said):
         run(config_of(tmp_path, tmp_path / "text", "straight", steps, str(straight), **sections))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,7 +28,7 @@ def list_(run: Path, as_json: bool) -> None:
     from penstock.errors import DataError
     from penstock.train.checkpoint.find import folder_of, missing, read_manifest, steps_in
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for step, path in steps_in(folder_of(run)):
         try:
             manifest = read_manifest(path)
@@ -54,7 +55,7 @@ def list_(run: Path, as_json: bool) -> None:
         if row["complete"]:
             click.echo(f"{row['path']}  {row['stages']} stages, {row['bytes']:,} bytes")
         else:
-            click.echo(f"{row['path']}  not complete: {'; '.join(map(str, row['problems']))}")
+            click.echo(f"{row['path']}  not complete: {'; '.join(row['problems'])}")
 
 
 @command.command(epilog="Example:  penstock checkpoint verify runs/first/checkpoints/step-00000100")
@@ -66,7 +67,7 @@ def verify(path: Path, as_json: bool) -> None:
     from penstock.train.checkpoint.find import damage, folder_of, is_checkpoint, read_manifest, steps_in
 
     paths = [path] if is_checkpoint(path) else [found for _, found in steps_in(folder_of(path))]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for one in paths:
         try:
             problems = damage(one, read_manifest(one))
@@ -78,7 +79,7 @@ def verify(path: Path, as_json: bool) -> None:
     else:
         for row in rows:
             click.echo(f"{row['path']}  {'sound' if row['sound'] else 'DAMAGED'}")
-            for problem in row["problems"] if isinstance(row["problems"], list) else ():
+            for problem in row["problems"]:
                 click.echo(f"  {problem}")
     if not all(row["sound"] for row in rows):
         raise click.exceptions.Exit(1)

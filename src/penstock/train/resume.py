@@ -39,7 +39,7 @@ class Keeper:
     ) -> None:
         self._run = run
         self._config = config
-        self._leads = pipe.rank == pipe.replica == pipe.shard == 0
+        self._leads = pipe.is_first and pipe.rank == 0
         self._reporter = reporter
         self._checkpoints = Checkpoints(
             run / FOLDER,

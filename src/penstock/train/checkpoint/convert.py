@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.train import weights
 from penstock.train.checkpoint import files
 from penstock.train.checkpoint.find import damage, is_checkpoint, read_manifest
-from penstock.train.checkpoint.manifest import Manifest, StoredTensor
+from penstock.train.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from penstock.train.checkpoint.read import Reader
 from penstock.train.checkpoint.write import file_name, finish
 
@@ -60,14 +61,15 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
             f"the model has {len(names)} layers; they make 1 to {len(names)} stages, not {stages}"
         )
     cuts = [s * len(names) // stages for s in range(stages + 1)]
-    layers = tuple(tuple(names[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    layers = tuple(tuple(names[a:b]) for a, b in pairwise(cuts))
     stage_of = {name: s for s, run in enumerate(layers) for name in run}
     held: list[list[str]] = [[] for _ in layers]
     for name in manifest.tensors:
         held[_stage(name, stage_of)].append(name)
     try:
         place = files.begin(target)
-        stored, tensors = {}, {}
+        stored: dict[str, StoredFile] = {}
+        tensors: dict[str, StoredTensor] = {}
         with Reader(source, manifest) as reader:
             for s, own in enumerate(held):
                 file = file_name(s, stages)

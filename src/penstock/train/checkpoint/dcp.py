@@ -30,7 +30,7 @@ def export(source: Path, target: Path) -> None:
         ConfigError: something is in the way.
         DataError: the checkpoint is damaged.
     """
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     require_new(target)
     manifest = open_sound(source)
@@ -45,6 +45,6 @@ def export(source: Path, target: Path) -> None:
         state["main_weights"] = optimizer["main_weights"]
         state["lr_scheduler"] = optimizer["lr_scheduler"]
     try:
-        checkpoint.save(state, checkpoint_id=str(target), no_dist=True)
+        save(state, checkpoint_id=str(target), no_dist=True)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error

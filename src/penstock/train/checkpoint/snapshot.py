@@ -62,7 +62,7 @@ class Copies:
 
 def writes(pipe: Pipeline) -> bool:
     """Whether this process writes a part: of several that hold the same, the first does."""
-    return pipe.replica == 0 and pipe.shard == 0
+    return pipe.is_first
 
 
 def take_snapshot(
