@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.parallel.mesh import MeshShape
 from penstock.runtime.local import LocalProcesses
+from penstock.runtime.pipeline import Pipeline
 from penstock.show.run import read_run
 from penstock.trace.events import Trace
 from penstock.train import traces
 from penstock.train.config import Config
 from penstock.train.loop import Outcome, train
 from penstock.train.progress import Silent
+from penstock.train.run_folder import Metrics
+from tests.runtime import plain
 from tests.train.tiny import text_folder, tiny
 
 SPLIT = [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head"]]
@@ -96,3 +100,27 @@ def test_processes_keep_one_trace_of_all_by_one_clock(tmp_path: Path, processes:
         assert_whole(trace)
         assert trace.info["split"] == SPLIT
         assert 0 < trace.info["clock_error"] < 1.0
+
+
+def side_by_side(rank: int, folder: Path) -> int:
+    torch.set_num_threads(1)
+    with (
+        Pipeline(
+            plain.model(4), torch.nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=60
+        ) as pipe,
+        Metrics(folder if rank == 0 else None) as metrics,
+    ):
+        kept = traces.Traces(folder, 2, 0, metrics)
+        for step in (1, 2):
+            pipe.step(*plain.batch(step, 8))
+            kept.after(step, pipe)
+        return pipe.replica
+
+
+def test_of_pipelines_side_by_side_the_first_is_kept(tmp_path: Path, processes: LocalProcesses):
+    assert processes.run(4, side_by_side, tmp_path) == [0, 1, 0, 1]
+    found = read_run(tmp_path)
+    assert list(found.traces) == [1, 2]
+    for trace in found.traces.values():
+        assert_whole(trace)
+        assert trace.info["split"] == [["0", "1"], ["2", "3"]]

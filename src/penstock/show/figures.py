@@ -40,7 +40,7 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
     x, y = Range1d(start=0, end=1), Range1d(start=ranks - 0.5, end=-0.5)
     row = max(7, min(34, 620 // max(1, ranks)))
     # At least so tall that an axis has room for its name.
-    tall = max(112, 48 + min(900, row * ranks))
+    tall = max(150, 48 + min(900, row * ranks))
     rows: list[Any] = [_timeline("measured", x, y, tall, unit)]
     if planned:
         rows.append(_timeline("planned", x, y, tall, unit))
