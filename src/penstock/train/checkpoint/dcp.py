@@ -6,6 +6,7 @@ put code there. What torch can load, ``torch.distributed.checkpoint.load`` can b
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ def export(source: Path, target: Path) -> None:
         state["main_weights"] = optimizer["main_weights"]
         state["lr_scheduler"] = optimizer["lr_scheduler"]
     try:
-        save(state, checkpoint_id=str(target), no_dist=True)
+        with warnings.catch_warnings():
+            # torch warns that one process alone saves, which is what no_dist asks for.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            save(state, checkpoint_id=str(target), no_dist=True)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error

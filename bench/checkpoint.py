@@ -1,0 +1,81 @@
+"""What a checkpoint costs the training: how long ``save`` holds it up, beside a save that waits for the disk.
+
+The pipeline is of two ranks in threads, the optimizer AdamW, and one step is done before each save. The stall is what
+``save`` takes with nothing being written before it; the blocking save is the same and then the wait until the checkpoint
+has its name, fsync included.
+
+    python -m bench.checkpoint [--width N] [--layers N] [--rounds N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from bench.compare import emit, machine
+from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.train.checkpoint.checkpoints import Checkpoints
+from penstock.train.checkpoint.find import read_manifest
+
+
+def measure(folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:
+    """Seconds of a save's stall and of a blocking save, medians; bytes of a checkpoint."""
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    x = torch.randn(2, width)
+    stalls, whole = [], []
+    with Pipeline(model, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-4)
+        with Checkpoints(folder, pipe, optimizer, keep_last=2) as checkpoints:
+            for n in range(rounds + 1):
+                pipe.step(x, x)
+                optimizer.step()
+                begin = perf_counter()
+                checkpoints.save()
+                stall = perf_counter() - begin
+                path = checkpoints.wait()
+                blocking = perf_counter() - begin
+                assert path is not None, "it was saved"
+                if n:  # the first one makes the memory for the copies
+                    stalls.append(stall)
+                    whole.append(blocking)
+            size = read_manifest(path).bytes
+    stall, blocking = statistics.median(stalls), statistics.median(whole)
+    return {
+        "bytes": size,
+        "stall_seconds": stall,
+        "blocking_seconds": blocking,
+        "stall_share": stall / blocking,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        found = measure(Path(place), options.width, options.layers, options.rounds)
+    lines = [
+        f"checkpoint     {found['bytes'] / 1e6:.1f} MB",
+        f"blocking save  {found['blocking_seconds'] * 1e3:.1f} ms",
+        f"stall          {found['stall_seconds'] * 1e3:.1f} ms: {found['stall_share']:.1%} of it",
+        f"{options.rounds} rounds, medians; {machine()}",
+    ]
+    emit({**found, "machine": machine(), "rounds": options.rounds}, lines, options.json)
+
+
+if __name__ == "__main__":
+    main()

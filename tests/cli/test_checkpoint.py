@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from penstock.cli import group
+from penstock.train.checkpoint.checkpoints import Checkpoints
+from penstock.train.checkpoint.find import steps_in
+from tests.train.checkpoint.runs import adamw, equal, pipeline, state_of, steps
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(group, ["checkpoint", *map(str, words)])
+
+
+def saved(folder: Path) -> Path:
+    with pipeline(ranks=2) as pipe, Checkpoints(folder / "checkpoints", pipe, adamw(pipe)) as checkpoints:
+        for _ in range(2):
+            steps(pipe, checkpoints.optimizer, 1)
+            checkpoints.save()
+    return steps_in(folder / "checkpoints")[0][1]
+
+
+def test_list_and_verify_name_what_is_damaged(tmp_path: Path):
+    newest = saved(tmp_path)
+    rows = json.loads(call("list", tmp_path, "--json").output)
+    assert [(row["step"], row["complete"], row["stages"]) for row in rows] == [(2, True, 2), (1, True, 2)]
+    assert call("verify", tmp_path).exit_code == 0
+    damaged = sorted(newest.glob("stage-*"))[0]
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 4
+    damaged.write_bytes(data)
+    result = call("verify", tmp_path)
+    assert result.exit_code == 1
+    assert f"{damaged} is damaged" in result.output
+    assert call("verify", newest.with_name("step-00000001")).exit_code == 0
+
+
+def test_convert_to_other_files_loads_as_the_same(tmp_path: Path):
+    newest = saved(tmp_path)
+    target = tmp_path / "other" / newest.name
+    result = call("convert", newest, target, "--stages", 5)
+    assert result.exit_code == 0, result.output
+    assert len(list(target.glob("stage-*-of-00005.safetensors"))) == 5
+    states = []
+    for folder in (newest.parent, target.parent):
+        with pipeline(ranks=4) as pipe:
+            optimizer = adamw(pipe)
+            with Checkpoints(folder, pipe, optimizer) as checkpoints:
+                assert checkpoints.load_newest().step == 2
+            states.append(state_of(pipe, optimizer))
+    assert equal(*states)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_convert_to_dcp_is_what_torch_loads(tmp_path: Path):
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    newest = saved(tmp_path)
+    result = call("convert", newest, tmp_path / "dcp", "--to-dcp")
+    assert result.exit_code == 0, result.output
+    stored = {}
+    for path in newest.glob("stage-*"):
+        stored |= load_file(path)
+    model = {
+        n.removeprefix("model/"): torch.zeros_like(t) for n, t in stored.items() if n.startswith("model/")
+    }
+    load({"model": model}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert all(torch.equal(stored[f"model/{name}"], tensor) for name, tensor in model.items())
+
+
+def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
+    newest = saved(tmp_path)
+    for words, said in [
+        (("convert", newest, newest, "--stages", 2), "already exists"),
+        (("convert", newest, tmp_path / "step-00000002", "--stages", 99), "layers; they make 1 to"),
+        (("export-hf", newest, tmp_path / "hf"), "not of a Hugging Face model"),
+        (("list", tmp_path / "none"), "holds no checkpoints"),
+    ]:
+        result = call(*words)
+        assert result.exit_code != 0
+        assert said in f"{result.output}{result.exception}"
