@@ -133,7 +133,7 @@ def test_parameters_in_fp32_are_their_own_main_weights():
 def test_weights_loaded_behind_the_optimizers_back_are_the_truth_and_those_it_rounded_are_not():
     p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     keep_gradients_in_float32([p])
-    main = MainWeights([("p", p)])
+    main = MainWeights([("p", p)], True)
     with torch.no_grad():
         main.by_name["p"].fill_(1.001)
     main.round_into_parameters()

@@ -88,8 +88,7 @@ class Assembly:
         modules = build_modules(runs, placement, local_ranks, device, seed)
         self.ties.apply(modules)
         if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
-            for module in modules.values():
-                tensor_parallel(module.named_layers(), world.mesh.axis("tp"), tensor.family, tensor.sequence)
+            cut_modules(modules, world, tensor)
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
                 "compile='stage' makes one of all layers, so none can be recomputed on its own; use compile='block'"
@@ -140,12 +139,14 @@ class Assembly:
         return [p for module in self._modules.values() for p in module.parameters()]
 
     def replicate(self, rank: int, reducer: Reducer | None, exchange: Exchange | None) -> None:
-        """Make the buckets of a rank's gradients, once all its parameters are as they are to be.
+        """Make the buckets of a rank's gradients, once all its parameters are as they are to be, or again.
 
         Args:
             rank: which.
             reducer, exchange: as `Replicas` takes them.
         """
+        if rank in self.replicas:
+            self.replicas[rank].detach()
         shared = [p for bundle in self.bundles[rank] for p in bundle.parameters]
         # In one memory only the first holder of a parameter has its gradient in the end.
         elsewhere = [p for b in self.bundles[rank] for p in b.parameters if b.holders[0] != rank]
@@ -217,6 +218,25 @@ def build_modules(
             first = modules.get((here[0], stage))
             modules[rank, stage] = StageModule(runs[stage], device, seed) if first is None else alias(first)
     return modules
+
+
+def cut_modules(modules: Modules, world: World, tensor: TensorOptions) -> None:
+    """Cut the matrices of this process's stages for tensor parallelism.
+
+    Raises:
+        ConfigError: a stage on any rank cannot be cut; every rank raises it, so that none waits.
+    """
+    assert world.mesh is not None
+    layers = [pair for module in modules.values() for pair in module.named_layers()]
+    refusal = None
+    try:
+        # All stages at once: a weight that is tied between two of them stays one.
+        tensor_parallel(layers, world.mesh.axis("tp"), tensor.family, tensor.sequence)
+    except ConfigError as error:
+        refusal = str(error)
+    told = next((text for text in world.exchange(refusal) if text is not None), None)
+    if told is not None:
+        raise ConfigError(told)
 
 
 def compile_modules(modules: Mapping[tuple[int, int], StageModule], what: str) -> None:

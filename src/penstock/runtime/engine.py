@@ -71,8 +71,7 @@ class Engine:
             channel = world.connect(parts.program, parts.holders, None if on_cpu else device)
             modules = {s: stage.module for s, stage in parts.own_stages.items()}
             equalise(parts.bundles[world.rank], modules, world.rank, channel, schedule.stages)
-            if world.mesh is not None:
-                parts.replicate(world.rank, world.replicas(), world.exchange_beside)
+            self.replicate()
         elif schedule.ranks > 1 or self.twins:
             of_rank = schedule.placement.stages_of
             self._streams = Streams.of([[parts.stages[r, s].module for s in of_rank[r]] for r in local_ranks])
@@ -163,6 +162,17 @@ class Engine:
             parts.executor(trains, rank, channel, one_memory=self._world is None)
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
+
+    def replicate(self) -> None:
+        """Make the buckets of gradients, and again where their dtype has changed; in processes every one calls it."""
+        world = self._world
+        if world is not None and world.mesh is not None:
+            self.parts.replicate(world.rank, world.replicas(), world.exchange_beside)
+        elif self.twins and self._crew is not None:
+            self._replicate(self._crew)
+        else:
+            return
+        self._executors.clear()
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.parallel.local import local
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -74,7 +75,9 @@ class GradScaler:
         factor = _float32(1.0 / self.scale)
 
         def unscale(rank: int) -> float:
-            return _unscale([p.grad for _, p in pipe.rank_parameters(rank) if p.grad is not None], factor)
+            return _unscale(
+                [local(p.grad) for _, p in pipe.rank_parameters(rank) if p.grad is not None], factor
+            )
 
         bad = sum(pipe.on_ranks(unscale))
         return not float(pipe.sum_over_ranks(torch.tensor(bad, dtype=torch.float64)))

@@ -13,29 +13,42 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.parallel.local import is_sharded, local
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
 class MainWeights:
-    """The fp32 copies of one rank's 16-bit parameters; other parameters are their own main weights.
+    """What the optimizer of one rank updates in place of parameters.
+
+    That is the fp32 copy of a 16-bit parameter; for one that tensor parallelism has cut this process's part of it (or of
+    its copy), which shares the parameter's memory; any other parameter is updated itself.
 
     Args:
         named: (name, parameter) of the rank.
+        copies: whether 16-bit parameters have fp32 copies.
 
     Attributes:
-        by_name: name → fp32 copy, of those that have one.
+        by_name: name → fp32 copy, of those that have one; of a cut parameter this process's part.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self._parameters = {name: p for name, p in named if p.dtype in _NARROW and p.requires_grad}
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], copies: bool) -> None:
+        wide = {name for name, p in named if copies and p.dtype in _NARROW and p.requires_grad}
+        self._parameters = {name: p for name, p in named if name in wide}
         self.by_name = {
-            name: nn.Parameter(p.detach().to(torch.float32)) for name, p in self._parameters.items()
+            name: nn.Parameter(local(p.detach()).to(torch.float32)) for name, p in self._parameters.items()
         }
-        self._versions = {name: p._version for name, p in self._parameters.items()}
+        self._parts = {
+            name: (p, nn.Parameter(local(p.detach()), requires_grad=p.requires_grad))
+            for name, p in named
+            if is_sharded(p) and name not in wide
+        }
+        self._versions = {name: local(p)._version for name, p in self._parameters.items()}
 
     def of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer is to update in place of a parameter."""
+        if name in self._parts:
+            return self._parts[name][1]
         return self.by_name.get(name, parameter)
 
     def lend_gradients(self) -> None:
@@ -44,28 +57,34 @@ class MainWeights:
         A parameter that someone has written to since (`Pipeline.load_state_dict`, for one) is the truth, unless it is
         still what its main weight rounds to.
         """
+        for parameter, part in self._parts.values():
+            part.grad = None if parameter.grad is None else local(parameter.grad)
         for name, parameter in self._parameters.items():
             main = self.by_name[name]
-            if parameter._version != self._versions[name]:
-                written = parameter.detach()
-                if not torch.equal(main.detach().to(written.dtype), written):
-                    main.detach().copy_(written)
-            main.grad = parameter.grad
+            written = local(parameter.detach())
+            changed = written._version != self._versions[name]
+            if changed and not torch.equal(main.detach().to(written.dtype), written):
+                main.detach().copy_(written)
+            main.grad = None if parameter.grad is None else local(parameter.grad)
 
     def round_into_parameters(self) -> None:
         """After the optimizer's step: the parameters are what their main weights round to."""
+        for _, part in self._parts.values():
+            part.grad = None
         for name, parameter in self._parameters.items():
             main = self.by_name[name]
             main.grad = None
-            parameter.detach().copy_(main.detach())
-            self._versions[name] = parameter._version
+            self._round(name, parameter, main)
 
     def load(self, name: str, value: Tensor) -> None:
-        """Take over a main weight, of the parameter's shape, and round it into the parameter."""
+        """Take over a main weight, of the shape of what is in `by_name`, and round it into the parameter."""
         self.by_name[name].detach().copy_(value)
-        parameter = self._parameters[name]
-        parameter.detach().copy_(self.by_name[name].detach())
-        self._versions[name] = parameter._version
+        self._round(name, self._parameters[name], self.by_name[name])
+
+    def _round(self, name: str, parameter: nn.Parameter, main: nn.Parameter) -> None:
+        own = local(parameter.detach())
+        own.copy_(main.detach())
+        self._versions[name] = own._version
 
 
 def keep_gradients_in_float32(parameters: Iterable[nn.Parameter]) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import ConfigError, NonFiniteError, nearest
+from penstock.parallel.local import local
+from penstock.parallel.zero import NOT_ELEMENTWISE
 from penstock.runtime import optimizer_state
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.main_weights import MainWeights, keep_gradients_in_float32
@@ -62,7 +64,7 @@ class PipelineOptimizer:
             name and parameter) or ``names``, and options of the optimizer for these parameters. A parameter belongs to
             the first that wants it, or to one more group at the end, which has the `defaults` alone. Every rank has all
             groups in this order, some of them maybe empty.
-        accumulate: how many pipeline steps make one update, by the mean of their gradients.
+        accumulate: how many pipeline steps make one update, by the mean of their gradients; replicas add theirs up once.
         clip: the largest global 2-norm of the gradients; ``math.inf`` only measures it.
         lr_factor: from the number of updates done to what every group's learning rate is multiplied by.
         lr_scheduler: makes a scheduler of ``torch.optim.lr_scheduler`` for an optimizer, instead of `lr_factor`.
@@ -104,14 +106,14 @@ class PipelineOptimizer:
         self.clip = clip
         self.scaler = scaler if scaler is not None and scaler.enabled else None
         self.steps = self.skipped = 0
-        self._waiting = 0
         self._parts, options = assign(pipe, groups)
         if main_weights:
             keep_gradients_in_float32(p for module in pipe._modules() for p in module.parameters())
+            pipe._engine.replicate()
         elif self.scaler is not None:
             _require_no_fp16(pipe)
         self.main_weights = {
-            rank: MainWeights([pair for part in parts for pair in part] if main_weights else [])
+            rank: MainWeights([pair for part in parts for pair in part], main_weights)
             for rank, parts in self._parts.items()
         }
         self.optimizers = {
@@ -121,7 +123,9 @@ class PipelineOptimizer:
         if lr_factor is not None:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
         self.schedulers = [_scheduler(lr_scheduler, o) for o in self.optimizers.values() if lr_scheduler]
+        _require_elementwise(pipe, next(iter(self.optimizers.values())))
         pipe.scaler = self.scaler
+        self._wait_for_steps(0)
 
     def step(self) -> OptimizerStep:
         """Take the gradients of the ``pipe.step`` before; on every `accumulate`-th call update, and drop them.
@@ -134,7 +138,7 @@ class PipelineOptimizer:
                 weights are as before, the gradients are dropped.
         """
         rates = tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
-        self._waiting += 1
+        self._wait_for_steps(self._waiting + 1)
         if self._waiting < self.accumulate:
             return OptimizerStep(applied=False, skipped=False, grad_norm=None, lr=rates)
         finite = self.scaler is None or self.scaler.unscale_(self.pipe)
@@ -167,7 +171,7 @@ class PipelineOptimizer:
     def _average(self, rank: int) -> None:
         for _, parameter in self.pipe.rank_parameters(rank):
             if parameter.grad is not None:
-                parameter.grad.div_(self.accumulate)
+                local(parameter.grad).div_(self.accumulate)
 
     def _apply(self, rank: int) -> None:
         main = self.main_weights[rank]
@@ -177,9 +181,14 @@ class PipelineOptimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients, and with them what has accumulated; `step` does it after an update."""
-        self._waiting = 0
+        self._wait_for_steps(0)
         for parameter in self.pipe.parameters():
             parameter.grad = None
+
+    def _wait_for_steps(self, done: int) -> None:
+        """So many steps are waiting to be applied; replicas add up their gradients in the last one only."""
+        self._waiting = done
+        self.pipe.reduce_gradients = done + 1 >= self.accumulate
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a run needs to go on, at any other split; in processes this rank's part.
@@ -264,6 +273,15 @@ def _scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRSched
     if made.optimizer is not optimizer:
         raise ConfigError("lr_scheduler must make a scheduler of the optimizer it is given")
     return made
+
+
+def _require_elementwise(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if pipe.tensor_ranks > 1 and kind in NOT_ELEMENTWISE:
+        raise ConfigError(
+            f"{kind} does not update every element by itself, and tensor parallelism gives it parts of matrices; use an "
+            "elementwise optimizer, such as AdamW or SGD, or tp = 1"
+        )
 
 
 def _require_no_fp16(pipe: Pipeline) -> None:

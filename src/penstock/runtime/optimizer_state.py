@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.parallel.local import cut_like, is_sharded, like, local, whole
 
 if TYPE_CHECKING:
     from penstock.runtime.optimizer import PipelineOptimizer
@@ -42,22 +43,46 @@ def collect(optimizer: PipelineOptimizer) -> dict[str, Any]:
         "scaler": optimizer.scaler.state_dict() if optimizer.scaler is not None else None,
     }
     for rank, torch_optimizer in optimizer.optimizers.items():
-        for n, name, parameter in _named(optimizer, rank):
+        mains = optimizer.main_weights[rank].by_name
+        for n, name, parameter, updated in _named(optimizer, rank):
             state["parameters"][name] = {"group": n, "shape": list(parameter.shape)}
-            if parameter in torch_optimizer.state:
-                state["state"][name] = torch_optimizer.state[parameter]
-        state["main_weights"].update(
-            {name: main.detach() for name, main in optimizer.main_weights[rank].by_name.items()}
-        )
+            if updated in torch_optimizer.state:
+                state["state"][name] = _joined(torch_optimizer.state[updated], parameter, updated)
+            if name in mains:
+                state["main_weights"][name] = whole(like(mains[name].detach(), parameter))
     return state
 
 
-def _named(optimizer: PipelineOptimizer, rank: int) -> Iterator[tuple[int, str, Tensor]]:
-    """(group, name, what the torch optimizer updates) of one rank."""
+def _named(optimizer: PipelineOptimizer, rank: int) -> Iterator[tuple[int, str, nn.Parameter, nn.Parameter]]:
+    """(group, name, parameter, what the torch optimizer updates in its place) of one rank."""
     main = optimizer.main_weights[rank]
     for n, part in enumerate(optimizer.parts(rank)):
         for name, parameter in part:
-            yield n, name, main.of(name, parameter)
+            yield n, name, parameter, main.of(name, parameter)
+
+
+def _joined(state: dict[str, Any], parameter: nn.Parameter, updated: nn.Parameter) -> dict[str, Any]:
+    """A parameter's state, put together where tensor parallelism has cut it (its ranks all call it then)."""
+    if not is_sharded(parameter):
+        return state
+    return {
+        key: whole(like(value, parameter))
+        if isinstance(value, Tensor) and value.shape == updated.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _parted(state: Mapping[str, Any], parameter: nn.Parameter) -> Mapping[str, Any]:
+    """The state of this process's part of a parameter; the reverse of `_joined`."""
+    if not is_sharded(parameter):
+        return state
+    return {
+        key: local(cut_like(value, parameter))
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
 
 
 def restore(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> None:
@@ -106,7 +131,7 @@ def _problems_by_name(optimizer: PipelineOptimizer, state: Mapping[str, Any]) ->
     problems, own = [], set()
     for rank in optimizer.optimizers:
         has_main = optimizer.main_weights[rank].by_name
-        for n, name, parameter in _named(optimizer, rank):
+        for n, name, parameter, _ in _named(optimizer, rank):
             own.add(name)
             if name not in saved:
                 problems.append(f"{name} is missing")
@@ -139,24 +164,27 @@ def _restore_rank(
     """Hand a rank's part to its torch optimizer, which numbers parameters in the order of its groups."""
     named = list(_named(optimizer, rank))
     numbers: list[list[int]] = [[] for _ in own.param_groups]
-    for number, (n, _, _) in enumerate(named):
+    for number, (n, *_) in enumerate(named):
         numbers[n].append(number)
     part = {
-        number: state["state"][name] for number, (_, name, _) in enumerate(named) if name in state["state"]
+        number: _parted(state["state"][name], parameter)
+        for number, (_, name, parameter, _) in enumerate(named)
+        if name in state["state"]
     }
     groups = [{**group, "params": ids} for group, ids in zip(state["groups"], numbers, strict=True)]
     own.load_state_dict(
         {"state": {n: _copied(entries) for n, entries in part.items()}, "param_groups": groups}
     )
     for number, entries in part.items():
-        loaded = own.state[named[number][2]]
+        loaded = own.state[named[number][3]]
         for key, value in entries.items():
             # torch casts to the parameter's dtype what some optimizers keep in fp32 beside a bf16 parameter.
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device, copy=True)
-    for _, name, _ in named:
+    for _, name, parameter, _ in named:
         if name in optimizer.main_weights[rank].by_name:
-            optimizer.main_weights[rank].load(name, state["main_weights"][name])
+            main = local(cut_like(state["main_weights"][name], parameter))
+            optimizer.main_weights[rank].load(name, main)
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:

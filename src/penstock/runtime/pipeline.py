@@ -88,6 +88,7 @@ class Pipeline:
 
     Attributes:
         replicas, replica: how many pipelines share the batch, and which this is.
+        tensor_ranks: how many processes share this one's matrices.
         is_first: whether this is the mesh's first pipeline: the first replica, and the first parts of cut matrices.
         reduce_gradients: set to False, steps leave their gradients to be reduced with those of a later one.
         steps: training steps done; random numbers in layers depend on it, so set it when a run continues.
@@ -148,7 +149,8 @@ class Pipeline:
         self._world = world.join(self.timeout, mesh) if world is not None and self.in_processes else None
         self.rank = self._world.rank if self._world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
-        self.replicas, self.replica = 1 if mesh is None else mesh.dp, 0
+        self.replicas, self.tensor_ranks = (1, 1) if mesh is None else (mesh.dp, mesh.tp)
+        self.replica = 0
         if self._world is not None and self._world.mesh is not None:
             self.replica = self._world.mesh.coordinate("dp")
         self.is_first = self._world is None or self._world.is_first

@@ -79,6 +79,11 @@ class Replicas:
         self._expected: dict[Tensor, int] = {}
         self._incomplete: dict[int, set[int]] = {}
 
+    def detach(self) -> None:
+        """Let go of the parameters."""
+        if self.buckets is not None:
+            self.buckets.detach()
+
     @contextlib.contextmanager
     def step(self, number: int, reduces: bool) -> Iterator[None]:
         """Around a step: `complete` and `finish` come within.
@@ -90,6 +95,7 @@ class Replicas:
         if self.buckets is None:
             yield
             return
+        self._incomplete = {}
         if not reduces:
             with self.buckets.accumulating():
                 yield
