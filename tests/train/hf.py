@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,13 +15,13 @@ from tests.train.tiny import WORDS
 END, UNKNOWN = 0, 1
 
 
-def folder(root: Path, family: str, *, tied: bool, tokenizer: bool = True) -> Path:
+def folder(root: Path, family: str, *, tied: bool, tokenizer: bool = True, **changes: Any) -> Path:
     """A model of 4 blocks, its tokens the words of `text_folder`."""
     place = root / family
     torch.manual_seed(5)
-    tiny.model(family, tied=tied, bos_token_id=END, eos_token_id=END, pad_token_id=None).save_pretrained(
-        place
-    )
+    tiny.model(
+        family, tied=tied, bos_token_id=END, eos_token_id=END, pad_token_id=None, **changes
+    ).save_pretrained(place)
     if tokenizer:
         vocabulary = {"<end>": END, "<unknown>": UNKNOWN, **{word: n + 2 for n, word in enumerate(WORDS)}}
         words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))

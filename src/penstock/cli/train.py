@@ -12,7 +12,8 @@ import click
 @click.command(
     epilog="Example:  penstock train --set train.steps=100 --set schedule.name=gpipe\n\n"
     "          penstock train --resume runs/first --set parallel.pp=4\n\n"
-    "          torchrun --nproc-per-node 2 -m penstock train my.toml"
+    "          torchrun --nproc-per-node 2 -m penstock train my.toml\n\n"
+    "          torchrun --nproc-per-node 8 -m penstock train --set parallel.pp=2 parallel.dp=2 parallel.tp=2"
 )
 @click.argument("words", nargs=-1, metavar="[CONFIG.toml]")
 @click.option(

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, nearest
+from penstock.parallel.layout import BUCKET_BYTES
 from penstock.schedule.families import FAMILIES
 from penstock.train.codec import BYTES
+from penstock.train.mesh import find_mesh, is_order, require_shares
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ MOMENTUM = Allowed(lambda v: 0 <= v < 1, "from 0 to 1, 1 excluded")
 KNOWN_LOGGERS = Allowed(
     lambda v: set(logger_names(v)) <= set(LOGGERS), f"names out of {', '.join(LOGGERS)}, with commas between"
 )
+ORDER = Allowed(is_order, "pp, dp and tp once each with commas between, outermost first")
 FOLDER_NAME = Allowed(lambda v: v == "" or Path(v).name == v, "a plain name without a path")
 
 
@@ -127,7 +130,7 @@ class ScheduleConfig:
 
     Attributes:
         name: a family's name (``penstock schedule list``) or the path of a CSV file.
-        microbatches: equal parts each batch is cut into.
+        microbatches: equal parts each batch is cut into; each of ``parallel.dp`` pipelines takes an equal share of them.
     """
 
     name: str = _key("1f1b")
@@ -139,12 +142,22 @@ class ParallelConfig:
     """``[parallel]``: how the model is spread.
 
     Attributes:
-        pp: pipeline ranks. Where it is not set: the number of processes under torchrun, else 2 threads.
+        pp: pipeline ranks. Where it is not set: under torchrun the processes that `dp` and `tp` leave, else 2 threads.
         virtual_stages: stages a rank. Where it is not set: the schedule family's own number.
+        dp: pipelines side by side that share each batch; they take ``pp * dp * tp`` processes.
+        tp: processes that share every matrix of a stage.
+        order: of the axes, outermost first; neighbouring processes differ in the last one.
+        sequence_parallel: with `tp`, also cut along the sequence what lies between the matrices.
+        bucket_bytes: with `dp`, gradients are added up in buckets of so many bytes, while the backward runs.
     """
 
     pp: int | None = _key(None, COUNT)
     virtual_stages: int | None = _key(None, COUNT)
+    dp: int = _key(1, COUNT)
+    tp: int = _key(1, COUNT)
+    order: str = _key("pp,dp,tp", ORDER)
+    sequence_parallel: bool = _key(False)
+    bucket_bytes: int = _key(BUCKET_BYTES, COUNT)
 
 
 @dataclass(frozen=True)
@@ -270,7 +283,7 @@ def _section(name: str, kind: type, table: dict[str, Any]) -> Any:
     return kind(**values)
 
 
-_WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes"}
+_WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes", "bool": "true or false"}
 
 
 def _value(name: str, part: dataclasses.Field[Any], value: Any) -> Any:
@@ -319,6 +332,7 @@ def _check_together(config: Config) -> None:
             f"train.batch {train.batch} does not divide into {schedule.microbatches} equal microbatches; "
             f"schedule.microbatches must divide it"
         )
+    require_shares(config)
 
 
 def resolve(config: Config, processes: int | None) -> Config:
@@ -329,21 +343,17 @@ def resolve(config: Config, processes: int | None) -> Config:
         processes: number of processes torchrun (or the like) started; None for a single process with threads.
 
     Raises:
-        ConfigError: ``parallel.pp`` is set to another number than `processes`.
+        ConfigError: ``[parallel]`` wants another number of processes.
     """
-    given = config.parallel.pp
-    if processes is not None and given not in (None, processes):
-        raise ConfigError(
-            f"parallel.pp is {given}, but {processes} processes were started; leave it unset or start {given}"
-        )
-    pp = processes if processes is not None else given if given is not None else 2
+    pp = find_mesh(config.parallel, processes).pp
     v = config.parallel.virtual_stages
     if v is None:
         family = FAMILIES.get(config.schedule.name)
         v = family.virtual_stages if family else 1
+    parallel = dataclasses.replace(config.parallel, pp=pp, virtual_stages=v)
     sample = config.sample
     if sample.prompt is None:
         theirs = config.model.path or config.model.config
         usual = "" if theirs else "def " if config.model.vocabulary == BYTES else "0"
         sample = dataclasses.replace(sample, prompt=usual)
-    return dataclasses.replace(config, parallel=ParallelConfig(pp, v), sample=sample)
+    return dataclasses.replace(config, parallel=parallel, sample=sample)

@@ -78,4 +78,4 @@ def _toml(value: int | float | str) -> str:
     if isinstance(value, str):
         # JSON's escapes are TOML's, but for DEL, which TOML wants escaped and JSON leaves.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)

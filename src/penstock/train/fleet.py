@@ -5,12 +5,16 @@ With threads there is one process, and everything here is what it seems.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import ConfigError
+from penstock.runtime.pipeline import Pipeline
+from penstock.train import weights
 
 _REFUSED = "\0"
 
@@ -26,6 +30,11 @@ class Fleet:
     def __init__(self, size: int, rank: int) -> None:
         self.size = size
         self.rank = rank
+
+    @staticmethod
+    def of(pipe: Pipeline) -> Fleet:
+        """All processes of a pipeline's run, those of the pipelines beside it included."""
+        return Fleet(dist.get_world_size(), dist.get_rank()) if pipe.in_processes else Fleet(1, 0)
 
     @property
     def leads(self) -> bool:
@@ -73,3 +82,12 @@ class Fleet:
     def gather_point(self) -> None:
         """Go on once every process is here."""
         self.total(0.0)
+
+    def save(self, pipe: Pipeline, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the weights of every pipeline rank, each once, and their index; every process calls it with its own."""
+        parts, part = (pipe.ranks, pipe.rank) if pipe.in_processes else (1, 0)
+        if pipe.is_first:
+            weights.save_part(folder, state, part, parts)
+        self.gather_point()
+        if self.leads:
+            weights.write_index(folder, parts)

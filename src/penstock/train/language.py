@@ -33,6 +33,7 @@ class Language:
             else the target is the tokens that follow.
         longest: most tokens a sequence may have; None for any number.
         source: the folder or the ``config.json`` of a Hugging Face model; None for Penstock's own.
+        family: how tensor parallelism cuts it; see `penstock.parallel.tensor.PLANS`.
     """
 
     layers: list[Layer]
@@ -42,6 +43,7 @@ class Language:
     target_is_input: bool = False
     longest: int | None = None
     source: Path | None = None
+    family: str = "penstock"
 
     @property
     def reads_text(self) -> bool:
@@ -79,6 +81,7 @@ def language_of(config: Config, run: Path | None = None) -> Language:
         target_is_input=True,
         longest=theirs.max_position_embeddings if family_of(theirs).positions is not None else None,
         source=source,
+        family=theirs.model_type,
     )
     if language.longest is not None and config.data.sequence > language.longest:
         raise ConfigError(

@@ -15,7 +15,7 @@ from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.world import current_world
 from penstock.trace.bubbles import busy
-from penstock.train import run_folder, weights
+from penstock.train import run_folder
 from penstock.train.bigram import bigram_bits, bigram_counts
 from penstock.train.codec import BYTES, Bytes
 from penstock.train.config import Config, resolve
@@ -25,6 +25,7 @@ from penstock.train.fleet import Fleet
 from penstock.train.language import Language, language_of, require_readable, words
 from penstock.train.loggers import open_loggers, require_loggers
 from penstock.train.machine import choose_device, sharing_cores
+from penstock.train.mesh import describe, shape_of
 from penstock.train.models.transformers.save import save_transformers
 from penstock.train.optim import build_optimizer
 from penstock.train.profile import Profile
@@ -99,13 +100,15 @@ def train(config: Config, make_reporter: MakeReporter, *, profile: bool = False)
     device = choose_device(config.runtime.device, in_processes=in_processes)
     text = open_text(config, language)
     with (
-        sharing_cores(config.parallel.pp or 1, config.runtime.threads, in_processes=in_processes) as threads,
+        sharing_cores(
+            shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes
+        ) as threads,
         build_pipeline(config, language, device) as pipe,
     ):
         # Clipping and the optimizer are many small operations: on a busy machine threads that have to meet after each
         # one wait for one another longer than they compute.
         torch.set_num_threads(threads)
-        fleet = Fleet(pipe.ranks, pipe.rank) if pipe.in_processes else Fleet(1, 0)
+        fleet = Fleet.of(pipe)
         path = Path(fleet.decide(lambda: str(run_folder.create(path, config))))
         optimizer = build_optimizer(pipe, config.optim, config.train.steps)
         with (
@@ -145,10 +148,7 @@ def _save(language: Language, pipe: Pipeline, path: Path, fleet: Fleet) -> None:
     if language.source is not None:
         save_transformers(pipe, path, language.source)
         return
-    weights.save_part(path, pipe.state_dict(), fleet.rank, fleet.size)
-    fleet.gather_point()
-    if fleet.leads:
-        weights.write_index(path, fleet.size)
+    fleet.save(pipe, pipe.state_dict(), path)
 
 
 def open_text(config: Config, language: Language) -> Text:
@@ -196,17 +196,21 @@ def bigram_of(text: Text, language: Language) -> float | None:
 
 
 def build_pipeline(config: Config, language: Language, device: torch.device) -> Pipeline:
-    """The pipeline of a resolved config."""
-    assert config.parallel.virtual_stages is not None, "resolved"
+    """The pipeline of a resolved config; this process's one of ``parallel.dp``."""
+    parallel = config.parallel
+    assert parallel.virtual_stages is not None, "resolved"
     return Pipeline(
         language.layers,
         language.loss_fn,
-        microbatches=config.schedule.microbatches,
+        microbatches=config.schedule.microbatches // parallel.dp,
         schedule=config.schedule.name,
-        ranks=config.parallel.pp,
-        virtual_stages=config.parallel.virtual_stages,
+        virtual_stages=parallel.virtual_stages,
         device=device,
         timeout=config.runtime.timeout,
+        mesh=shape_of(parallel),
+        family=language.family,
+        sequence_parallel=parallel.sequence_parallel,
+        bucket_bytes=parallel.bucket_bytes,
     )
 
 
@@ -293,13 +297,14 @@ def measured_bubble(pipe: Pipeline, fleet: Fleet, seconds: float) -> float:
     """
     trace = pipe.trace()
     assert trace is not None, "a step has just been done"
-    return max(0.0, 1.0 - fleet.total(float(busy(trace).sum()) / (pipe.ranks * seconds)))
+    ranks = fleet.size if pipe.in_processes else pipe.ranks
+    return max(0.0, 1.0 - fleet.total(float(busy(trace).sum()) / (ranks * seconds)))
 
 
 def _opening(config: Config, language: Language, path: Path, device: torch.device, text: Text) -> str:
-    pp = config.parallel.pp
+    ranks = describe(shape_of(config.parallel))
     return (
-        f"run {path}: {config.schedule.name} on {pp} rank{'s' if pp != 1 else ''} ({device.type}), "
+        f"run {path}: {config.schedule.name} on {ranks} ({device.type}), "
         f"{config.schedule.microbatches} microbatches; {len(text.training.documents)} training files with "
         f"{len(text.training):,} {language.codec.unit}s"
     )

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.runtime.pipeline import Pipeline
-from penstock.train import weights
 from penstock.train.fleet import Fleet
 from penstock.train.models.transformers.checkpoint import CONFIG, read_json
 from penstock.train.models.transformers.families import FAMILIES, HEAD, require_library
@@ -54,11 +53,9 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
         raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
     config = config_of(like)
     state = _as_stored(pipe, config)
-    fleet = Fleet(pipe.ranks, pipe.rank) if pipe.in_processes else Fleet(1, 0)
-    weights.save_part(path, state, fleet.rank, fleet.size)
-    fleet.gather_point()
+    fleet = Fleet.of(pipe)
+    fleet.save(pipe, state, path)
     if fleet.leads:
-        weights.write_index(path, fleet.size)
         write_beside(path, config, state, like)
     fleet.gather_point()
 
