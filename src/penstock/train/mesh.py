@@ -36,7 +36,7 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
 
     Args:
         parallel: checked. Where ``pp`` is not set it is what `processes` leave for it, or `THREADS`.
-        processes: how many there are; None for one process with threads, which are the ranks of one pipeline.
+        processes: how many there are; None for one process, whose threads share matrices as they are.
 
     Raises:
         ConfigError: sizes that do not multiply to the number of processes; says what would fit.
@@ -56,7 +56,7 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
     shape = MeshShape(pp, parallel.dp, parallel.tp, axes_of(parallel.order))
     if processes is not None:
         require_fit(shape, processes)
-    elif beside > 1:
+    elif shape.tp > 1:
         raise ConfigError(
             f"a mesh of {shape} needs {shape.ranks} processes; start them with "
             f"torchrun --nproc-per-node {shape.ranks} -m penstock train"
