@@ -6,13 +6,15 @@ import contextlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, WaitTimeoutError
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.parallel.reducer import GroupReducer, Reducer
 from penstock.runtime.transport.process_group import Bulk
@@ -20,6 +22,9 @@ from penstock.runtime.transport.processes import ProcessChannel
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2
+STORE = "PENSTOCK_STORE"
+"""Environment variable: a file, new for the run, through which processes of one machine find each other. Nothing listens
+beyond the loopback interface then."""
 
 
 class World:
@@ -61,9 +66,7 @@ class World:
         """
         self._timeout = timedelta(seconds=timeout)
         if not dist.is_initialized():
-            _stay_local()
-            both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(both, timeout=self._timeout)
+            self._meet()
         if shape is not None and (shape.dp > 1 or shape.tp > 1):
             self.mesh = make_mesh(shape.pp, shape.dp, shape.tp, order=shape.order, device=_kind())
             here = self.rank
@@ -75,6 +78,33 @@ class World:
         self._messages = self._group(self._ranks, "gloo")
         self._reductions = self._group(self._ranks)
         return self
+
+    def _meet(self) -> None:
+        """Find the other processes: through the file that `STORE` names, or as torchrun and Slurm say."""
+        both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        path = os.environ.get(STORE)
+        if not path:
+            _stay_local()
+            dist.init_process_group(both, timeout=self._timeout)
+            return
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if not os.access(Path(path).parent, os.W_OK):  # the store would try for minutes to open it
+            raise ConfigError(
+                f"{STORE}={path}: that folder is not there, or cannot be written to; name a file that is new for this "
+                "run, the same for all its processes"
+            )
+        try:
+            store = FileStore(path, self.size)
+            store.set_timeout(self._timeout)
+            dist.init_process_group(
+                both, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
+            )
+        except RuntimeError as error:
+            text = str(error).splitlines()[0]
+            raise WaitTimeoutError(
+                f"rank {self.rank} did not meet all {self.size} processes through {STORE}={path} within "
+                f"{self._timeout.total_seconds():g} s: {text}"
+            ) from error
 
     def _group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
         """A communicator of these processes, which all call it; where there are others, they do not."""
