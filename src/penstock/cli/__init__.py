@@ -48,9 +48,10 @@ def group() -> None:
 def main() -> None:
     """Run the command; bad input ends with one clear line and exit code 2, a failed run with 1."""
     try:
-        group(prog_name="penstock", standalone_mode=False)
-    except click.exceptions.Exit as leave:
-        sys.exit(leave.exit_code)
+        # A command that ends with an exit code of its own makes click return it.
+        code = group(prog_name="penstock", standalone_mode=False)
+        if isinstance(code, int):
+            sys.exit(code)
     except click.Abort:
         sys.exit(130)
     except click.ClickException as error:

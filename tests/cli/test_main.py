@@ -1,0 +1,34 @@
+"""The command's exit codes, as a shell sees them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["checkpoint", "verify", "step-00000001"], 1),  # it is empty
+        (["checkpoint", "list", "nothing"], 2),
+        (["checkpoint", "nothing"], 2),
+    ],
+    ids=["a command's own", "bad input", "bad usage"],
+)
+def test_what_went_wrong_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words, code):
+    monkeypatch.chdir(tmp_path)
+    Path("step-00000001").mkdir()
+    monkeypatch.setattr(sys, "argv", ["penstock", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == code
+
+
+def test_what_went_well_ends_without_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["penstock", "schedule", "list"])
+    main()
+    assert "1f1b" in capsys.readouterr().out
