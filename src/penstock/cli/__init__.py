@@ -12,6 +12,7 @@ from penstock.errors import ConfigError, PenstockError
 
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",
+    "doctor": "check a machine or cluster before a run",
     "sample": "generate text from a trained run",
     "schedule": "list, show, check, draw and convert schedules",
     "simulate": "predict what a schedule costs",

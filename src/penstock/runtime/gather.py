@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -14,8 +15,8 @@ from penstock.trace.join import join
 MEETINGS = 12
 
 
-def align_clocks(world: World) -> Alignment:
-    """Find by how much the clocks (``time.perf_counter``) of the processes differ; every rank calls it.
+def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Alignment:
+    """Find by how much the clocks of the processes differ; every rank calls it, with the same clock.
 
     Each of the meetings is one sum over all ranks, which nobody has before everybody has given its part.
 
@@ -26,9 +27,9 @@ def align_clocks(world: World) -> Alignment:
     token = torch.zeros(1)
     met = []
     for _ in range(MEETINGS):
-        came = perf_counter()
+        came = clock()
         world.add_up(token)
-        met.append((came, perf_counter()))
+        met.append((came, clock()))
     return align(world.exchange(met))
 
 

@@ -108,6 +108,14 @@ class ProcessChannel:
             else:
                 edge.close()
 
+    @property
+    def ways(self) -> dict[int, str]:
+        """How messages to every peer travel: "shared memory" or "process group"."""
+        return {
+            peer: "shared memory" if isinstance(edge, SharedOutgoing) else "process group"
+            for peer, edge in self._out.items()
+        }
+
     def open(self, step: int) -> None:
         self._step = step
         self._aside.clear()

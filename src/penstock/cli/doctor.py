@@ -1,0 +1,182 @@
+"""``penstock doctor``: check a machine, or under torchrun a cluster, before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from penstock.runtime.doctor.examine import Report
+
+MATRIX = 12
+"""Up to so many ranks links are a table of all pairs; beyond that those between neighbours are shown."""
+
+
+@click.command(
+    epilog="Example:  penstock doctor --folder runs\n\n"
+    "          torchrun --nnodes 2 --nproc-per-node 8 ... -m penstock doctor --folder /shared/runs --json"
+)
+@click.option("--ranks", "-p", type=click.IntRange(1), help="Processes to start on this machine. Default: 2.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Where runs will be kept: every rank writes there, and looks for what the others wrote.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds that a check may last.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(ranks: int | None, folder: Path | None, timeout: float, as_json: bool) -> None:
+    """Check a machine or a cluster before a run.
+
+    Alone it starts processes on this machine that talk over the loopback interface; under torchrun it checks all ranks.
+    Looked at are versions, devices, cores, memory, limits, the links between every pair of ranks, the clocks, whether a
+    wait ends when told, and a shared folder. Exit code 0: sound; 1: something will not work; 2: bad input.
+    """
+    from penstock.runtime.doctor.examine import examine_here, examine_together
+    from penstock.runtime.world import current_world
+
+    world = current_world()
+    if world is None or world.size == 1:
+        report = examine_here(ranks or 2, folder, timeout)
+    else:
+        if ranks is not None:
+            raise ConfigError(f"{world.size} processes have been started; leave --ranks out to check these")
+        report = examine_together(world, folder, timeout)
+    if world is None or world.rank == 0:
+        if as_json:
+            click.echo(json.dumps(report.plain()))
+        else:
+            _show(report, started=world is None)
+    if not report.sound:
+        raise click.exceptions.Exit(1)
+
+
+def _show(report: Report, *, started: bool) -> None:
+    machines = report.machines
+    hosts = len({one["machine"] for one in machines.values()})
+    here = ", started for this check" if started else ""
+    count = f"{report.ranks} rank{'s' if report.ranks != 1 else ''}"
+    click.echo(f"{count} on {hosts} machine{'s' if hosts != 1 else ''}{here}\n")
+    for words in dict.fromkeys(
+        ", ".join(f"{name} {version}" for name, version in one["versions"].items())
+        for one in machines.values()
+    ):
+        click.echo(words)
+    _machines(report)
+    if report.links:
+        _links(report, "latency, µs", lambda link: f"{link['latency'] * 1e6:.0f}")
+        _links(report, "bandwidth, GB/s", lambda link: f"{link['bandwidth'] / 1e9:.2f}")
+    ways: dict[str, int] = {}
+    for link in (link for own in report.links.values() for link in own):
+        ways[link["way"]] = ways.get(link["way"], 0) + 1
+    if ways:
+        click.echo("messages go through " + ", ".join(f"{way} ({n} links)" for way, n in ways.items()))
+    if report.clocks:
+        most = max(report.clocks.values(), key=lambda clock: abs(clock["offset"]))
+        click.echo(f"clocks: {most['offset'] * 1e3:+.2f} ms at most, ± {most['error'] * 1e3:.2f} ms")
+    if report.waits:
+        click.echo(f"a wait of 1 s that nobody answers ended after {max(report.waits.values()):.2f} s")
+    _folder(report)
+    click.echo()
+    for finding in report.findings:
+        click.secho(
+            f"{finding.level.upper()}  {finding.what}", fg="red" if finding.level == "problem" else "yellow"
+        )
+        click.echo(f"  why: {finding.why}\n  do:  {finding.do}")
+    problems = sum(finding.level == "problem" for finding in report.findings)
+    click.echo("sound" if not problems else f"{problems} problem{'s' if problems != 1 else ''}")
+
+
+def _machines(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("host", "ranks", "cores", "memory GiB", "free GiB", "open files", "/dev/shm GiB", "GPUs"):
+        table.add_column(column, justify="left" if column in ("host", "GPUs") else "right", no_wrap=True)
+    by_machine: dict[str, list[int]] = {}
+    for rank, one in report.machines.items():
+        by_machine.setdefault(one["machine"], []).append(rank)
+    for ranks in by_machine.values():
+        one = report.machines[ranks[0]]
+        cores = (
+            f"{one['cores']}"
+            if one["core_quota"] is None
+            else f"{one['cores']} (quota {one['core_quota']:g})"
+        )
+        gpus: dict[str, int] = {}
+        for device in one["devices"]:
+            gpus[device["name"]] = gpus.get(device["name"], 0) + 1
+        table.add_row(
+            one["host"], _span(ranks), cores, _gib(one["memory"]), _gib(one["memory_available"]),
+            "no limit" if one["open_files"] is None else str(one["open_files"]), _gib(one["shm"]),
+            ", ".join(f"{n} x {name}" for name, n in gpus.items()) or "none",
+        )  # fmt: skip
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=110)
+    click.echo()
+    console.print(table)
+
+
+def _links(report: Report, title: str, show: Callable[[Mapping[str, Any]], str]) -> None:
+    """From (rows) to (columns); neighbours alone where there are too many ranks for a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    ranks = sorted(report.links)
+    whole = report.ranks <= MATRIX
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("from \\ to" if whole else "link", justify="right", no_wrap=True)
+    for column in ranks if whole else ["there", "back"]:
+        table.add_column(str(column), justify="right", no_wrap=True)
+    words = {
+        (rank, link["to"]): "broken" if "trouble" in link else show(link)
+        for rank in ranks
+        for link in report.links[rank]
+    }
+    if whole:
+        for rank in ranks:
+            table.add_row(str(rank), *(words.get((rank, other), "-") for other in ranks))
+    else:
+        for rank in ranks[:-1]:
+            table.add_row(
+                f"{rank} - {rank + 1}",
+                *(words.get(pair, "-") for pair in ((rank, rank + 1), (rank + 1, rank))),
+            )
+    click.echo()
+    Console(highlight=False, width=110).print(table)
+
+
+def _folder(report: Report) -> None:
+    sound = [one for one in report.folder.values() if one is not None]
+    if not sound:
+        return
+    most = {key: max(one[key] for one in sound) * 1e3 for key in ("write", "fsync", "rename", "see")}
+    free = min(one["free"] for one in sound)
+    click.echo(
+        "folder: a rank writes 1 MiB in {write:.1f} ms, fsync {fsync:.1f} ms, rename {rename:.1f} ms, sees the others' "
+        "files after {see:.1f} ms at most; {free} GiB free".format(**most, free=_gib(free))
+    )
+
+
+def _gib(size: int | None) -> str:
+    return "?" if size is None else f"{size / (1 << 30):.1f}"
+
+
+def _span(ranks: list[int]) -> str:
+    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,242 @@
+"""What the checks mean: findings, made of plain values alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PROBLEM, WARNING = "problem", "warning"
+
+GIB = 1 << 30
+SLOW = 4.0
+"""A link is slow whose latency is so many times the median's, or whose bandwidth is the median's divided by it."""
+
+_CLOCKS = 1.0  # seconds by which clocks may differ unsaid
+_NOISE = 100e-6  # seconds; differences of latency below it say nothing
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that will not work, or that costs time.
+
+    Attributes:
+        level: `PROBLEM` or `WARNING`.
+        subject: ``versions``, ``devices``, ``memory``, ``links``, ...
+        what: was found, with the ranks.
+        why: it matters.
+        do: what to do about it.
+    """
+
+    level: str
+    subject: str
+    what: str
+    why: str
+    do: str
+
+
+Facts = Mapping[int, Mapping[str, Any]]
+"""Rank → what `machine.look` gave."""
+
+
+def judge_machines(facts: Facts) -> Iterator[Finding]:
+    """Versions, cores, memory, devices and limits."""
+    yield from _versions(facts)
+    beside = {
+        rank: [r for r in facts if facts[r]["machine"] == one["machine"]] for rank, one in facts.items()
+    }
+    for ranks in {tuple(ranks) for ranks in beside.values()}:
+        yield from _machine(facts, ranks)
+    yield from _devices(facts, beside)
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    names = {name: None for one in facts.values() for name in one["versions"]}
+    for name in names:
+        by_version: dict[str, list[int]] = {}
+        for rank, one in facts.items():
+            by_version.setdefault(one["versions"].get(name, "none"), []).append(rank)
+        if len(by_version) > 1:
+            what = "; ".join(f"{version} on {_ranks(ranks)}" for version, ranks in by_version.items())
+            if name in ("torch", "penstock", "nccl"):
+                why = "different versions need not understand each other's messages, nor compute the same"
+                level = PROBLEM
+            else:
+                why, level = "a run may behave differently from rank to rank", WARNING
+            yield Finding(
+                level, "versions", f"{name} differs: {what}", why, f"install the same {name} everywhere"
+            )
+
+
+def _machine(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
+    one = facts[ranks[0]]
+    host, count = one["host"], len(ranks)
+    cores = min(one["cores"], one["core_quota"] or math.inf)
+    if count > cores:
+        yield Finding(
+            WARNING, "cores", f"{_count(count)} on {cores:g} cores of {host}",
+            "ranks that wait for a core look like slow ranks, and every wait gets longer",
+            "start fewer ranks on it, or give it more cores",
+        )  # fmt: skip
+    free = one["memory_available"]
+    if free is not None and free < count * GIB:
+        yield Finding(
+            WARNING, "memory", f"{host} has {free / GIB:.1f} GiB free for {_count(count)}",
+            "a process that asks for more is killed without a word",
+            "end what else runs there; penstock simulate --json says what a schedule holds",
+        )  # fmt: skip
+    shm = one["shm"]
+    if count > 1 and len(one["devices"]) > 1 and shm is not None and shm < GIB:
+        yield Finding(
+            WARNING, "shm", f"/dev/shm of {host} has {shm / GIB:.2f} GiB",
+            "NCCL talks through it between GPUs of one machine, and fails where it is full",
+            "start the container with --shm-size=1g or --ipc=host",
+        )  # fmt: skip
+
+
+def _devices(facts: Facts, beside: Mapping[int, Sequence[int]]) -> Iterator[Finding]:
+    for rank, one in facts.items():
+        if one["device_trouble"]:
+            yield Finding(
+                PROBLEM, "devices", f"the GPU of rank {rank} on {one['host']}: {one['device_trouble']}",
+                "the rank cannot compute", "look at nvidia-smi there; take the device out of CUDA_VISIBLE_DEVICES",
+            )  # fmt: skip
+    kinds = {rank: sorted({d["name"] for d in one["devices"]}) for rank, one in facts.items()}
+    without = [rank for rank, names in kinds.items() if not names]
+    if without and len(without) < len(facts):
+        yield Finding(
+            PROBLEM, "devices", f"{_ranks(without)} of {len(facts)}: no GPU there",
+            "ranks on CPUs and ranks on GPUs cannot talk in one group",
+            "install the driver and a CUDA build of torch there, or set CUDA_VISIBLE_DEVICES to nothing everywhere",
+        )  # fmt: skip
+    elif len({tuple(names) for names in kinds.values()}) > 1:
+        each = "; ".join(f"{', '.join(names)} on rank {rank}" for rank, names in kinds.items())
+        yield Finding(
+            WARNING, "devices", f"the GPUs differ: {each}", "the slowest one sets the pace of all",
+            "give the slower ranks fewer layers (split by weight), or take equal GPUs",
+        )  # fmt: skip
+    for ranks in {tuple(ranks) for ranks in beside.values()}:
+        count = len(facts[ranks[0]]["devices"])
+        if 0 < count < len(ranks):
+            yield Finding(
+                WARNING, "devices", f"{facts[ranks[0]]['host']} has {count} GPUs for {len(ranks)} ranks",
+                "the ranks would train on the CPU", f"start {count} ranks there (--nproc-per-node {count})",
+            )  # fmt: skip
+
+
+def judge_files(facts: Facts, used: Mapping[int, int]) -> Iterator[Finding]:
+    """The limit of open files, against what the links took: a run opens about twice as many groups."""
+    for rank, one in facts.items():
+        limit, need = one["open_files"], 2 * used.get(rank, 0) + 100
+        if limit is not None and limit < need:
+            most = one["open_files_most"]
+            allowed = (
+                "" if most is None or most >= need else f" (the hard limit is {most}: ask the administrator)"
+            )
+            yield Finding(
+                PROBLEM, "open files", f"rank {rank} on {one['host']} may open {limit} files; a run needs about {need}",
+                "every rank has sockets to all others", f"ulimit -n {max(need, 4096)}{allowed}",
+            )  # fmt: skip
+
+
+def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) -> Iterator[Finding]:
+    """Links that do not work, slow ones, and those that could be shared memory and are not."""
+    sound = [(rank, link) for rank, own in links.items() for link in own if "trouble" not in link]
+    for rank, own in links.items():
+        for link in own:
+            if "trouble" in link:
+                yield Finding(
+                    PROBLEM, "links", f"rank {rank} to rank {link['to']}: {link['trouble']}",
+                    "stages could not hand over activations between them",
+                    "open all ports between the machines; GLOO_SOCKET_IFNAME names the interface to use",
+                )  # fmt: skip
+    for way in {link["way"] for _, link in sound}:
+        alike = [(rank, link) for rank, link in sound if link["way"] == way]
+        latency = statistics.median(link["latency"] for _, link in alike)
+        bandwidth = statistics.median(link["bandwidth"] for _, link in alike)
+        for rank, link in alike:
+            slow = []
+            if link["latency"] > SLOW * latency and link["latency"] - latency > _NOISE:
+                slow.append(
+                    f"{link['latency'] * 1e6:.0f} µs a message, {link['latency'] / latency:.1f} x the median"
+                )
+            if link["bandwidth"] * SLOW < bandwidth:
+                slow.append(
+                    f"{link['bandwidth'] / 1e9:.2f} GB/s, {link['bandwidth'] / bandwidth:.2f} x the median"
+                )
+            if slow:
+                yield Finding(
+                    WARNING, "links", f"rank {rank} to rank {link['to']} is slow: {'; '.join(slow)}",
+                    "a pipeline waits for its slowest link",
+                    "look at the cable, the switch and what else runs on the two machines",
+                )  # fmt: skip
+    apart = {
+        (min(rank, link["to"]), max(rank, link["to"]))
+        for rank, link in sound
+        if link["way"] != "shared memory"
+        and link["to"] in facts
+        and facts[rank]["machine"] == facts[link["to"]]["machine"]
+    }
+    if apart:
+        a, b = min(apart)
+        reason = facts[a]["shared_memory"] or facts[b]["shared_memory"]
+        yield Finding(
+            WARNING, "transport",
+            f"{len(apart)} pairs of ranks on one machine do not share memory, ranks {a} and {b} first",
+            "messages go through the loopback interface, several times as slowly",
+            (f"because {reason}" if reason else "run them as one user in one container, so that one may open the other's "
+             "files in /proc"),
+        )  # fmt: skip
+
+
+def judge_clocks(offsets: Sequence[float], errors: Sequence[float]) -> Iterator[Finding]:
+    """Wall clocks against rank 0's, in seconds."""
+    off = [r for r, (o, e) in enumerate(zip(offsets, errors, strict=True)) if abs(o) - e > _CLOCKS]
+    if off:
+        most = max(off, key=lambda rank: abs(offsets[rank]))
+        yield Finding(
+            WARNING, "clocks", f"the clock of {_ranks(off)} is off, by {offsets[most]:+.1f} s on rank {most}",
+            "times in logs and of files cannot be compared (timelines can: traces align themselves)",
+            "start an NTP client there (chronyd, systemd-timesyncd)",
+        )  # fmt: skip
+
+
+def judge_folder(
+    folder: str, answers: Mapping[int, tuple[Mapping[str, Any] | None, str]]
+) -> Iterator[Finding]:
+    """The shared folder: ranks that cannot write, files that are not to be seen, and room."""
+    failed: dict[str, list[int]] = {}
+    for rank, (value, trouble) in answers.items():
+        if value is None:
+            failed.setdefault(trouble, []).append(rank)
+    for trouble, ranks in failed.items():
+        yield Finding(
+            PROBLEM, "folder", f"{_ranks(ranks)}: {trouble.partition(': ')[2] or trouble}",
+            "every rank writes its part of a checkpoint there",
+            f"make {folder} a folder that is mounted on every machine and that this user may write",
+        )  # fmt: skip
+    sound = {rank: value for rank, (value, _) in answers.items() if value is not None}
+    for rank, value in sound.items():
+        if value["unseen"]:
+            yield Finding(
+                PROBLEM, "folder", f"rank {rank} does not see what {_ranks(value['unseen'])} wrote in {folder}",
+                "a checkpoint's parts would lie in different places", "mount the same folder on every machine",
+            )  # fmt: skip
+    free = min((value["free"] for value in sound.values()), default=GIB)
+    if free < GIB:
+        yield Finding(
+            WARNING, "folder", f"{folder} has {free / GIB:.2f} GiB free",
+            "a checkpoint that does not fit is not written; training goes on without it",
+            "free some room, or keep fewer checkpoints (train.keep_last)",
+        )  # fmt: skip
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks != 1 else ''}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6])) + (f" ... ({len(ranks)} of them)" if len(ranks) > 6 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,148 @@
+"""What one process sees of its machine: versions, cores, memory, devices and limits, as plain values."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import penstock
+from penstock.runtime.transport.processes import SWITCH
+from penstock.runtime.transport.shared_memory import supported
+
+_CGROUP = Path("/sys/fs/cgroup")
+_SHM = Path("/dev/shm")
+
+
+def look(rank: int) -> dict[str, Any]:
+    """All of it; plain values that JSON can hold.
+
+    Sizes are in bytes. What the system does not tell is None.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    total, available = memory()
+    devices, trouble = cuda_devices()
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "machine": machine(),
+        "versions": versions(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "core_quota": core_quota(),
+        "memory": total,
+        "memory_available": available,
+        "devices": devices,
+        "device_trouble": trouble,
+        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        "open_files": None if soft == resource.RLIM_INFINITY else soft,
+        "open_files_most": None if hard == resource.RLIM_INFINITY else hard,
+        "shm": shm(),
+        "shared_memory": shares(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in a run; NCCL's where there is a GPU."""
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "penstock": penstock.__version__,
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        with contextlib.suppress(AttributeError, RuntimeError):  # a build without NCCL
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def machine() -> str:
+    """The same text for processes on one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def shares() -> str:
+    """Why messages within the machine cannot go through shared memory; empty if nothing here speaks against it."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return f"{SWITCH} is 0"
+    return "" if supported() else "it needs Linux on x86-64"
+
+
+def memory() -> tuple[int | None, int | None]:
+    """(all, free) memory that this process may have, in bytes, a container's limit included."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None, None
+    table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total, available = table["MemTotal"], table.get("MemAvailable", table["MemFree"])
+    limit = _number(_CGROUP / "memory.max") or _number(_CGROUP / "memory" / "memory.limit_in_bytes")
+    used = _number(_CGROUP / "memory.current") or _number(_CGROUP / "memory" / "memory.usage_in_bytes")
+    if limit is not None and limit < total:
+        return limit, min(available, max(0, limit - (used or 0)))
+    return total, available
+
+
+def core_quota() -> float | None:
+    """How many cores' time a container gives; None without a limit."""
+    try:
+        allowed, period = (_CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        quota = _number(_CGROUP / "cpu" / "cpu.cfs_quota_us")
+        each = _number(_CGROUP / "cpu" / "cpu.cfs_period_us")
+        return quota / each if quota and each else None
+    return None if allowed == "max" else int(allowed) / int(period)
+
+
+def shm() -> int | None:
+    """Size of ``/dev/shm``, through which NCCL talks within a machine."""
+    try:
+        place = os.statvfs(_SHM)
+    except OSError:
+        return None
+    return place.f_blocks * place.f_frsize
+
+
+def cuda_devices() -> tuple[list[dict[str, Any]], str]:
+    """The GPUs that torch finds, and what went wrong when this process's own was asked to compute."""
+    count = torch.cuda.device_count()
+    found = []
+    try:
+        for number in range(count):
+            has = torch.cuda.get_device_properties(number)
+            found.append(
+                {"name": has.name, "memory": has.total_memory, "capability": f"{has.major}.{has.minor}"}
+            )
+        if count:
+            own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+            ones = torch.ones(64, 64, device=own)
+            if float((ones @ ones).sum()) != 64.0**3:
+                return found, f"{own} computes wrong results"
+    except RuntimeError as error:
+        return found, str(error).splitlines()[0]
+    return found, ""
+
+
+def open_now() -> int:
+    """How many files, sockets among them, this process has open."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
+def _number(path: Path) -> int | None:
+    """A number in a file of the system; None if there is none, or it says that there is no limit."""
+    try:
+        value = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if value >= 0 else None
