@@ -229,11 +229,11 @@ def test_a_tied_hugging_face_model_cut_by_pipeline_and_tensor_parallelism(
         model={"path": str(model)},
         schedule={"name": schedule},
         parallel={"pp": 2, "tp": 2},
-        train={"steps": test_transformers_curve.STEPS},
+        train={"steps": STEPS},
         runtime={"threads": 1},
     )
     processes.run(4, in_a_process, config)
-    test_transformers_curve.assert_same_curve(config)
+    test_transformers_curve.assert_same_curve(config, falls_to=0.9)
 
 
 def test_gpt2_is_refused_where_matrices_are_to_be_cut(tmp_path: Path, processes: LocalProcesses):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 
 import click
 
 from penstock import __version__
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, StageError
 
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",
@@ -62,5 +63,8 @@ def main() -> None:
         click.echo(f"penstock: {error}", err=True)
         sys.exit(2)
     except PenstockError as error:
+        if isinstance(error, StageError) and error.__cause__ is not None:
+            # What failed is the user's own code: where it did, too.
+            traceback.print_exception(error.__cause__)
         click.echo(f"penstock: {error}", err=True)
         sys.exit(1)

@@ -1,0 +1,231 @@
+"""Starts a small training run with a fault in it, in threads or in processes, and reads what became of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.faults.fault import ECHO, Fault
+
+MARK = "PENSTOCK_FAULT_RUN"
+"""An environment variable that every process of a run inherits, by which those it leaves behind are found."""
+
+WORDS = ("def", "return", "self", "value", "for", "in", "range", "if", "not", "None")
+SETTINGS: dict[str, object] = {
+    "model.width": 32,
+    "model.layers": 4,
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "model.hidden": 64,
+    "data.held_out": 0.2,
+    "data.sequence": 32,
+    "schedule.microbatches": 4,
+    "parallel.pp": 2,
+    "train.steps": 12,
+    "train.batch": 16,
+    "train.name": "run",
+    "train.log_every": 1,
+    "train.eval_batches": 1,
+    "train.trace_every": 0,
+    "train.checkpoint_every": 5,
+    "sample.length": 4,
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that is over.
+
+    Attributes:
+        code: exit code of the process that was started; negative for the signal that ended it.
+        began, over: when, in seconds of `time.time`.
+        out, err: what it printed.
+        events: its processes' diaries, in order of time.
+        left: process ids of what it left running.
+        folder: of the run.
+    """
+
+    code: int
+    began: float
+    over: float
+    out: str
+    err: str
+    events: Sequence[Mapping[str, Any]]
+    left: Sequence[int]
+    folder: Path
+
+    def all(self, what: str) -> list[Mapping[str, Any]]:
+        """The events of a kind."""
+        return [event for event in self.events if event["what"] == what]
+
+    @property
+    def struck(self) -> float:
+        """When the fault struck first."""
+        return float(self.all("fault")[0]["time"])
+
+    def losses(self) -> dict[int, float]:
+        """By step; of a step that was done twice, the last."""
+        return {event["step"]: event["loss"] for event in self.all("step") if event["loss"]}
+
+
+@dataclass
+class Victim:
+    """A run to be started.
+
+    Args:
+        root: a folder of its own.
+        fault: what is done to it; None for nothing.
+        processes: under torchrun; 0 for threads of one process.
+        restarts: how often ``penstock train --restarts`` may start it anew; None for torchrun, or threads.
+        settings: over `SETTINGS`.
+        resume: as ``--resume``, of the run of that name.
+        echo: a folder in which a resumed run saves what it has loaded, before it goes on.
+    """
+
+    root: Path
+    fault: Fault | None = None
+    processes: int = 0
+    restarts: int | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    resume: bool = False
+    echo: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.diaries = self.root / "diaries"
+        self.diaries.mkdir(parents=True, exist_ok=True)
+        self._began = time.time()
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return self.root / "runs" / "run"
+
+    def start(self) -> Victim:
+        """Start it, as the leader of its own process group."""
+        text = write_text(self.root)
+        values = {**SETTINGS, "data.path": text, "train.folder": self.root / "runs", **self.settings}
+        words = ["train", *[f"--set={key}={value}" for key, value in values.items()]]
+        if self.resume:
+            words.append("--resume")
+        victim = ["-m", "bench.faults.victim", str(self.diaries), self.fault.dump() if self.fault else "none"]
+        command = [sys.executable]
+        if self.restarts is not None:
+            command += ["-m", "bench.faults.supervised", str(self.restarts), str(self.processes), *victim[2:]]
+        elif self.processes:
+            command += [*TORCHRUN, "--nproc-per-node", str(self.processes), *victim]
+        else:
+            command += victim
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            MARK: str(self.root),
+            ECHO: str(self.echo or ""),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        with (self.root / "out").open("w") as out, (self.root / "err").open("w") as err:
+            self._began = time.time()
+            self._process = subprocess.Popen(
+                [*command, *words], stdout=out, stderr=err, text=True, env=environment, start_new_session=True
+            )
+        return self
+
+    def send(self, number: int, group: bool = False) -> None:
+        """A signal to the process that was started, or to all of its group, as from a terminal."""
+        assert self._process is not None
+        (os.killpg if group else os.kill)(self._process.pid, number)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The diaries so far, in order of time."""
+        lines = [
+            line for path in self.diaries.glob("*.jsonl") for line in path.read_text("utf-8").splitlines()
+        ]
+        return sorted((json.loads(line) for line in lines), key=lambda event: float(event["time"]))
+
+    def until(self, what: str, limit: float = 60.0, **more: object) -> dict[str, Any]:
+        """Wait for an event, and return it.
+
+        Raises:
+            TimeoutError: it has not come.
+        """
+        assert self._process is not None
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            for event in self.events():
+                if event["what"] == what and all(event.get(k) == v for k, v in more.items()):
+                    return event
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.01)
+        raise TimeoutError(f"{what} {more} has not come; {(self.root / 'err').read_text()[-2000:]}")
+
+    def wait(self, limit: float = 120.0) -> Ended:
+        """Wait until it is over, and look for what it has left running.
+
+        Raises:
+            TimeoutError: it is not over; all of it has been killed.
+        """
+        assert self._process is not None
+        try:
+            code = self._process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise TimeoutError(f"not over after {limit:g} s; {self._said('err')[-2000:]}") from None
+        over = time.time()
+        end = time.monotonic() + 2.0
+        while (left := leftovers(self.root)) and time.monotonic() < end:
+            time.sleep(0.05)
+        self.kill()
+        return Ended(
+            code, self._began, over, self._said("out"), self._said("err"), self.events(), left, self.folder
+        )
+
+    def run(self, limit: float = 120.0) -> Ended:
+        """`start` and `wait`."""
+        return self.start().wait(limit)
+
+    def kill(self) -> None:
+        """End all that is left of it."""
+        for pid in leftovers(self.root):
+            os.kill(pid, signal.SIGKILL)
+
+    def _said(self, name: str) -> str:
+        return (self.root / name).read_text("utf-8", "replace")
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def write_text(root: Path) -> Path:
+    """A folder of ten small text files, each different from the others."""
+    folder = root / "text"
+    folder.mkdir(exist_ok=True)
+    for n in range(10):
+        lines = [
+            " ".join(WORDS[(n * 7 + line * 3 + k * k) % len(WORDS)] for k in range(6)) for line in range(40)
+        ]
+        (folder / f"file_{n}.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    return folder
+
+
+def leftovers(root: Path) -> list[int]:
+    """Processes of the run in a folder that still run; zombies do not."""
+    return [pid for pid, environment in _environments() if f"{MARK}={root}" in environment]
+
+
+def _environments() -> Iterator[tuple[int, list[str]]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "environ").read_bytes().decode("utf-8", "replace").split("\0")
+            except OSError:
+                continue
+            yield int(entry.name), words

@@ -1,0 +1,87 @@
+"""The command ``penstock`` with a fault in it; it keeps a diary of its steps and of how it ends.
+
+    python -m bench.faults.victim FOLDER FAULT train --set ...
+
+FOLDER is of the diaries; FAULT what `Fault.dump` gives, or ``none``. Everything else is the product as it is: the fault is
+put around the methods it strikes, in this process alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.faults.fault import ECHO, Fault, Injector
+
+
+def install(injector: Injector) -> None:
+    """Put the fault, and the taking of notes, around what it may strike."""
+    import torch
+
+    from penstock.parallel.bucket import Bucket
+    from penstock.runtime.pipeline import Pipeline
+    from penstock.stage.stage import Stage
+    from penstock.train import loop
+    from penstock.train.checkpoint.checkpoints import Checkpoints
+
+    for name in ("forward", "forward_with_loss"):
+        setattr(Stage, name, injector.around("F", getattr(Stage, name)))
+    for name in ("backward", "backward_input"):
+        setattr(Stage, name, injector.around("B", getattr(Stage, name)))
+    Bucket.start = injector.before("reduction", Bucket.start)  # type: ignore[method-assign]  # the fault
+    optimizer: Any = torch.optim.AdamW
+    optimizer.step = injector.before("optimizer", optimizer.step)
+    step = Pipeline.step
+
+    def noted(pipe: Pipeline, *args: Any, **named: Any) -> Any:
+        injector.step = pipe.steps + 1
+        result = step(pipe, *args, **named)
+        injector.diary.write("step", step=pipe.steps, loss=float(result.loss or 0.0))
+        return result
+
+    Pipeline.step = noted  # type: ignore[method-assign]  # notes
+    keeper: Any = loop.Keeper
+    resume = keeper.resume
+
+    def echoed(self: Any) -> int:
+        done: int = resume(self)
+        echo = os.environ.get(ECHO)
+        if done and echo:
+            with Checkpoints(echo, self._checkpoints.pipe, self._checkpoints.optimizer) as checkpoints:
+                checkpoints.save()
+                checkpoints.wait()
+        return done
+
+    keeper.resume = echoed
+    train = loop.train
+
+    def watched(*args: Any, **named: Any) -> Any:
+        try:
+            found = train(*args, **named)
+        except BaseException as error:
+            injector.diary.write("end", error=type(error).__name__, message=str(error))
+            raise
+        injector.diary.write("end", error="", message="")
+        return found
+
+    loop.train = watched
+
+
+def main() -> None:
+    """Run."""
+    folder, fault, *arguments = sys.argv[1:]
+    injector = Injector(None if fault == "none" else Fault.read(fault), Path(folder))
+    injector.diary.write("start")
+    if injector.due("start"):
+        injector.strike()
+    install(injector)
+    from penstock.cli import main as penstock
+
+    sys.argv = ["penstock", *arguments]
+    penstock()
+
+
+if __name__ == "__main__":
+    main()

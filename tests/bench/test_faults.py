@@ -1,0 +1,16 @@
+"""The quick part of the fault suite, with real runs; ``python -m bench.faults`` is all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench.faults.__main__ import ROWS
+
+QUICK = (3, 5, 9)
+"""Rows 6, 7, 8 and 12 have their tests beside the checkpoints, without the trainer around them."""
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.number in QUICK], ids=lambda row: str(row.number))
+def test_the_fault_does_no_harm(row, tmp_path: Path):
+    assert row.run(tmp_path, True).failures == []
