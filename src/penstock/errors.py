@@ -11,9 +11,10 @@
     ├── StageError           a stage's own code failed: names rank, stage, op and microbatch
     │   ├── StageShapeError  a stage handed over something the next one cannot take
     │   └── NonFiniteError   a loss or a gradient is NaN or infinite
-    └── TransportError       a message that did not come, or came wrong
-        ├── PeerError         another rank failed first; the message carries what it said
-        └── WaitTimeoutError  a bounded wait ran out
+    ├── TransportError       a message that did not come, or came wrong
+    │   ├── PeerError         another rank failed first; the message carries what it said
+    │   └── WaitTimeoutError  a bounded wait ran out
+    └── StoppedError         the run was asked to stop and did; its state is saved
 
 ``ConfigError`` is also a ``ValueError`` so that code that knows nothing of Penstock reacts as it would to
 any bad argument.
@@ -86,6 +87,10 @@ class PeerError(TransportError):
 
 class WaitTimeoutError(TransportError):
     """A bounded wait ran out."""
+
+
+class StoppedError(PenstockError):
+    """The run was asked to stop, did so after a step, and can go on from there; says how."""
 
 
 def nearest(given: str, allowed: list[str]) -> str:

@@ -15,11 +15,12 @@ from penstock.errors import ConfigError, DataError
 from penstock.train.codec import Bytes, Numbers, Words
 from penstock.train.config import Config, from_mapping
 from penstock.train.language import language_of
-from penstock.train.loop import batch_of, open_text, train
+from penstock.train.loop import train
 from penstock.train.models.llama import next_token_loss
 from penstock.train.models.transformers.loss import causal_lm_loss
 from penstock.train.progress import Silent
 from penstock.train.sample import sample_run
+from penstock.train.text import batch_of, open_text
 from tests.train import hf
 from tests.train.models.transformers import tiny as families
 from tests.train.tiny import WORDS, text_folder, tiny

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, DataError, PenstockError
+from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.runtime.local import LocalProcesses
 from penstock.schedule.families import FAMILIES
 from penstock.stage.module import StageModule
@@ -16,10 +16,11 @@ from penstock.train import weights
 from penstock.train.config import Config
 from penstock.train.config_file import load
 from penstock.train.language import language_of
-from penstock.train.loop import batch_of, bigram_of, open_text, train
+from penstock.train.loop import train
 from penstock.train.models import llama
 from penstock.train.models.llama import layers, next_token_loss
 from penstock.train.progress import Silent
+from penstock.train.text import batch_of, bigram_of, open_text
 from tests.train.tiny import text_folder, tiny
 from tests.train.unsplit import adamw
 
@@ -183,7 +184,9 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pyt
         return next_token_loss(logits, target) * (math.nan if len(calls) > 4 else 1.0)
 
     monkeypatch.setattr(llama, "next_token_loss", broken)
-    with pytest.raises(PenstockError, match="step 2: the loss of microbatch 0 is NaN or infinite"):
+    with pytest.raises(
+        NonFiniteError, match="step 2: the loss or gradient of microbatch 0 at stage 1 is NaN or infinite"
+    ):
         train(tiny(tmp_path, text_folder(tmp_path)), quietly)
     assert [line["step"] for line in lines(tmp_path / "runs" / "tiny", "train")] == [1]
 

@@ -9,7 +9,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.train.config import Config, TrainConfig
 from penstock.train.config_file import load
-from penstock.train.run_folder import Metrics, choose, create
+from penstock.train.metrics import Metrics
+from penstock.train.run_folder import choose, create
 
 
 def test_choosing_writes_nothing(tmp_path: Path):

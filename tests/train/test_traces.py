@@ -16,8 +16,8 @@ from penstock.trace.events import Trace
 from penstock.train import traces
 from penstock.train.config import Config
 from penstock.train.loop import Outcome, train
+from penstock.train.metrics import Metrics
 from penstock.train.progress import Silent
-from penstock.train.run_folder import Metrics
 from tests.runtime import plain
 from tests.train.tiny import text_folder, tiny
 

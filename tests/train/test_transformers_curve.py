@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from penstock.runtime.local import LocalProcesses
 from penstock.train.config import Config
 from penstock.train.language import language_of
-from penstock.train.loop import batch_of, open_text, train
+from penstock.train.loop import train
 from penstock.train.progress import Silent
+from penstock.train.text import batch_of, open_text
 from tests.train import hf
 from tests.train.tiny import WORDS, text_folder, tiny
 from tests.train.unsplit import adamw

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import traceback
 
 import click
 
 from penstock import __version__
-from penstock.errors import ConfigError, PenstockError, StageError
+from penstock.errors import ConfigError, NonFiniteError, PenstockError, StageError, StoppedError
+from penstock.train.exit_codes import ExitCode, of_signal
 
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",
@@ -48,23 +50,32 @@ def group() -> None:
 
 
 def main() -> None:
-    """Run the command; bad input ends with one clear line and exit code 2, a failed run with 1."""
+    """Run the command; bad input ends with one clear line and exit code 2, a failed run with 1; see `ExitCode`."""
     try:
         # A command that ends with an exit code of its own makes click return it.
         code = group(prog_name="penstock", standalone_mode=False)
         if isinstance(code, int):
             sys.exit(code)
     except click.Abort:
-        sys.exit(130)
+        sys.exit(of_signal(signal.SIGINT))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except ConfigError as error:
-        click.echo(f"penstock: {error}", err=True)
-        sys.exit(2)
+    except StoppedError:
+        sys.exit(ExitCode.STOPPED)  # it has been said how to go on
     except PenstockError as error:
-        if isinstance(error, StageError) and error.__cause__ is not None:
+        if (
+            isinstance(error, StageError)
+            and not isinstance(error, NonFiniteError)
+            and error.__cause__ is not None
+        ):
             # What failed is the user's own code: where it did, too.
             traceback.print_exception(error.__cause__)
         click.echo(f"penstock: {error}", err=True)
-        sys.exit(1)
+        sys.exit(_code_of(error))
+
+
+def _code_of(error: PenstockError) -> ExitCode:
+    if isinstance(error, ConfigError):
+        return ExitCode.BAD_INPUT
+    return ExitCode.NOT_FINITE if isinstance(error, NonFiniteError) else ExitCode.FAILED

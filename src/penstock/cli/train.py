@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -53,10 +54,23 @@ def command(
     The ranks are threads of one process; under torchrun every process is a rank. The run's folder keeps the config
     with every default filled in, metrics.jsonl, the weights as safetensors, a sample of generated text, and report.html,
     which shows where the time of the steps went.
+
+    SIGTERM or Ctrl-C: the step in hand is finished and a checkpoint saved; a second one ends the run at once.
+
+    \b
+    Exit codes:
+        0    done
+        1    the run failed
+        2    something given cannot be used; nothing was written
+        3    too many steps in a row were NaN or infinite
+        75   stopped by a signal and saved; --resume goes on
+        124  a rank hung, and was ended
+        130  ended at once by a second Ctrl-C; 143 by a second SIGTERM
     """
     from penstock.train.config_file import load
     from penstock.train.loop import train
     from penstock.train.progress import reporter
+    from penstock.train.signals import Interrupts
 
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
@@ -67,9 +81,13 @@ def command(
     config = load(_config_file(files, resume), pairs)
     if resume is not None:
         config = replace(config, train=replace(config.train, resume=resume))
-    outcome = train(
-        config, lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json), profile=profile
-    )
+    with Interrupts(tells=os.environ.get("RANK", "0") == "0") as interrupts:
+        outcome = train(
+            config,
+            lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json),
+            profile=profile,
+            stopping=interrupts.asked,
+        )
     if outcome is None:
         return
     if as_json:

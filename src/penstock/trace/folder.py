@@ -63,6 +63,18 @@ def save_step(run: str | Path, step: int, trace: Trace, rank: int | None = None)
     return path
 
 
+def drop_after(run: str | Path, step: int) -> None:
+    """Delete the traces of later steps, which are going to be done anew; there may be none.
+
+    Raises:
+        OSError: one cannot be deleted.
+    """
+    for path in (Path(run) / FOLDER).glob("step-*.npz"):
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) > step:
+            path.unlink()
+
+
 def read_folder(run: str | Path) -> Found:
     """Read all traces of a run.
 

@@ -180,6 +180,8 @@ class TrainConfig:
         checkpoint_every: steps between two checkpoints; 0 for none.
         keep_last: how many of the newest checkpoints are kept; 0 for all.
         keep_every: checkpoints whose step divides by it are kept, too; 0 for none.
+        skip_nonfinite: how many steps in a row are left out if a loss or gradient is NaN or infinite, with no weight changed
+            and the learning rate not moved on; one more stops the run, and 0 stops at the first.
         resume: what to go on from: a run's folder, or one checkpoint in it; ``auto`` for the run of this name, if there
             is one; empty to start a new run.
     """
@@ -197,6 +199,7 @@ class TrainConfig:
     checkpoint_every: int = _key(100, NOT_NEGATIVE)
     keep_last: int = _key(3, NOT_NEGATIVE)
     keep_every: int = _key(0, NOT_NEGATIVE)
+    skip_nonfinite: int = _key(0, NOT_NEGATIVE)
     resume: str = _key("")
 
 

@@ -5,18 +5,20 @@ With threads there is one process, and everything here is what it seems.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PeerError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.train import weights
 
-_REFUSED = "\0"
+T = TypeVar("T")
 
 
 class Fleet:
@@ -41,53 +43,90 @@ class Fleet:
         """Whether this process is the one that prints and writes."""
         return self.rank == 0
 
-    def decide(self, choose: Callable[[], str]) -> str:
-        """Let the leader do something that ends in a text, and tell all the others; every process calls it.
+    def each(self, job: Callable[[], T]) -> list[T]:
+        """Let every process do something of its own; every process calls it.
+
+        Returns:
+            What the jobs returned, by rank, on every process; it must be picklable.
 
         Raises:
-            ConfigError: on every process, if `choose` raises one on the leader.
+            PenstockError: on every process, if a job raised one, or an OSError, on any; a `ConfigError` stays one.
         """
+        value: T | None = None
+        failure: PenstockError | None = None
+        try:
+            value = job()
+        except PenstockError as error:
+            failure = error
+        except OSError as error:
+            failure = PenstockError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            failure.__cause__ = error
         if self.size == 1:
-            return choose()
-        said = ""
-        refusal: ConfigError | None = None
-        if self.leads:
-            try:
-                said = choose()
-            except ConfigError as error:
-                said, refusal = _REFUSED + str(error), error
-        said = self._broadcast(said)
-        if refusal is not None:
-            raise refusal
-        if said.startswith(_REFUSED):
-            raise ConfigError(said.removeprefix(_REFUSED))
-        return said
+            if failure is not None:
+                raise failure
+            return [cast(T, value)]
+        said = (value, None if failure is None else (str(failure), isinstance(failure, ConfigError)))
+        answers = self._exchange(said)
+        if failure is not None:
+            raise failure
+        for _, refusal in answers:
+            if refusal is not None:
+                text, is_config = refusal
+                raise ConfigError(text) if is_config else PenstockError(text)
+        return [answer for answer, _ in answers]
 
-    def _broadcast(self, text: str) -> str:
-        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        size = torch.tensor([len(text.encode()), len(data)])
-        dist.broadcast(size, 0)
-        content = data if self.leads else torch.empty(int(size[1]), dtype=torch.uint8)
-        dist.broadcast(content, 0)
-        return bytes(content[: int(size[0])].tolist()).decode()
+    def _exchange(self, value: Any) -> list[Any]:
+        answers: list[Any] = [None] * self.size
+        with _telling_who_is_gone():
+            dist.all_gather_object(answers, value)
+        return answers
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """Let the leader do something, and tell all the others what came of it; every process calls it.
+
+        Raises:
+            PenstockError: as `each`, if `choose` raises on the leader.
+        """
+        return cast(T, self.each(lambda: choose() if self.leads else None)[0])
 
     def total(self, value: float) -> float:
         """The sum over all processes; every process calls it."""
+        return self.begin_total(value)()
+
+    def begin_total(self, value: float) -> Callable[[], float]:
+        """Begin the sum over all processes, and return what waits for it; every process calls both."""
         if self.size == 1:
-            return value
+            return lambda: value
         values = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(values)
-        return float(values)
+        with _telling_who_is_gone():
+            work = dist.all_reduce(values, async_op=True)
+
+        def wait() -> float:
+            with _telling_who_is_gone():
+                work.wait()
+            return float(values)
+
+        return wait
 
     def gather_point(self) -> None:
         """Go on once every process is here."""
         self.total(0.0)
 
     def save(self, pipe: Pipeline, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the weights of every pipeline rank, each once, and their index; every process calls it with its own."""
+        """Write the weights of every pipeline rank, each once, and their index; every process calls it with its own.
+
+        Raises:
+            PenstockError: on every process, if one of them could not write its part.
+        """
         parts, part = (pipe.ranks, pipe.rank) if pipe.in_processes else (1, 0)
-        if pipe.is_first:
-            weights.save_part(folder, state, part, parts)
-        self.gather_point()
-        if self.leads:
-            weights.write_index(folder, parts)
+        self.each(lambda: weights.save_part(folder, state, part, parts) if pipe.is_first else None)
+        self.decide(lambda: weights.write_index(folder, parts))
+
+
+@contextmanager
+def _telling_who_is_gone() -> Iterator[None]:
+    """What ``torch.distributed`` says of a connection that broke, as our own error."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"another process of the run is gone, or did not answer: {error}") from error

@@ -26,12 +26,17 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder, under ``tensorboard``: ``tensorboard --logdir RUN``."""
+    """Event files in the run's folder, under ``tensorboard``: ``tensorboard --logdir RUN``.
 
-    def __init__(self, run: Path) -> None:
+    Args:
+        run: the run's folder.
+        done: steps done before; what was logged of later ones is not shown any more.
+    """
+
+    def __init__(self, run: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run / "tensorboard"))
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=done + 1)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -89,8 +94,8 @@ def require_loggers(config: Config) -> None:
             )
 
 
-def open_loggers(config: Config, run: Path) -> list[Logger]:
-    """The loggers of a config, which `require_loggers` has let pass.
+def open_loggers(config: Config, run: Path, done: int) -> list[Logger]:
+    """The loggers of a config, which `require_loggers` has let pass, for a run with so many steps done.
 
     Raises:
         ConfigError: Weights & Biases does not take the run.
@@ -98,7 +103,7 @@ def open_loggers(config: Config, run: Path) -> list[Logger]:
     names = logger_names(config.train.loggers)
     found: list[Logger] = []
     if "tensorboard" in names:
-        found.append(TensorBoard(run))
+        found.append(TensorBoard(run, done))
     if "wandb" in names:
         found.append(WeightsAndBiases(run, config))
     return found

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, StoppedError, TransportError
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.checkpoint.checkpoints import Checkpoints, Loaded
-from penstock.train.checkpoint.find import FOLDER, is_checkpoint, read_manifest, steps_in
+from penstock.train.checkpoint.find import FOLDER, is_checkpoint, is_whole, path_of, read_manifest, steps_in
 from penstock.train.config import Config
+from penstock.train.fleet import Fleet
+from penstock.train.metrics import is_finished
 from penstock.train.progress import Reporter
 from penstock.train.run_folder import AUTO, keep_config
 
@@ -20,6 +23,21 @@ SET_ASIDE = ".set-aside"
 
 _DECIDES = ("seed", "batch")
 """What of ``[train]`` decides the numbers, beside all of ``[model]``, ``[data]`` and ``[optim]``."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands, beside weights and optimizer.
+
+    Attributes:
+        done: steps done; the next batch is that of this step.
+        loss: of the last step that had one that is a number.
+        skipped_in_a_row: how many steps before the next were skipped, one after another.
+    """
+
+    done: int = 0
+    loss: float = math.nan
+    skipped_in_a_row: int = 0
 
 
 class Keeper:
@@ -31,15 +49,22 @@ class Keeper:
         run: the run's folder.
         config: resolved.
         pipe, optimizer: what is trained.
+        fleet: the processes.
         reporter: where it is told what could not be saved, and what was refused.
     """
 
     def __init__(
-        self, run: Path, config: Config, pipe: Pipeline, optimizer: PipelineOptimizer, reporter: Reporter
+        self,
+        run: Path,
+        config: Config,
+        pipe: Pipeline,
+        optimizer: PipelineOptimizer,
+        fleet: Fleet,
+        reporter: Reporter,
     ) -> None:
         self._run = run
         self._config = config
-        self._leads = pipe.is_first and pipe.rank == 0
+        self._fleet = fleet
         self._reporter = reporter
         self._checkpoints = Checkpoints(
             run / FOLDER,
@@ -50,11 +75,11 @@ class Keeper:
             config=asdict(config),
         )
 
-    def resume(self) -> int:
+    def resume(self) -> Standing:
         """Load what ``train.resume`` means, if anything.
 
         Returns:
-            Steps done; 0 for a new run.
+            Where the run stands. All steps may be done, if it ended before its last files were written.
 
         Raises:
             ConfigError: nothing sound is there, or it is of another model, of other data, of another optimizer; or
@@ -62,7 +87,7 @@ class Keeper:
         """
         train = self._config.train
         if not train.resume:
-            return 0
+            return Standing()
         given = Path(train.resume).expanduser()
         chosen = given if is_checkpoint(given) else None
         newest = self._checkpoints.load(chosen) if chosen else self._checkpoints.load_newest()
@@ -70,21 +95,35 @@ class Keeper:
             if train.resume != AUTO:
                 raise ConfigError(f"the run {self._run} has no checkpoint to go on from")
             self._reporter.say("no checkpoint to go on from: the run starts at its first step")
-            if self._leads:
-                keep_config(self._run, self._config)
-            return 0
+            self._fleet.decide(lambda: keep_config(self._run, self._config))
+            return Standing()
         self._require_same(newest)
         for problem in newest.refused:
             self._reporter.say(f"refused: {problem}")
         self._reporter.say(f"going on from {newest.path}")
-        if newest.step >= train.steps:
+        finished = self._fleet.decide(lambda: is_finished(self._run))
+        if newest.step > train.steps or (newest.step == train.steps and finished):
             raise ConfigError(
                 f"{newest.path} is of step {newest.step}, and train.steps is {train.steps}; give more steps to go on"
             )
-        if self._leads:
-            self._set_aside(newest.step)
-            keep_config(self._run, self._config)
-        return newest.step
+        self._fleet.decide(lambda: self._go_back(newest.step))
+        extra = newest.extra
+        return Standing(
+            newest.step, float(extra.get("loss", math.nan)), int(extra.get("skipped_in_a_row", 0))
+        )
+
+    def _go_back(self, step: int) -> None:
+        """Later checkpoints are of steps that will be done anew; they lose their names, and nothing else."""
+        for later, path in steps_in(self._run / FOLDER):
+            if later > step:
+                place = path.with_name(path.name + SET_ASIDE)
+                number = 1
+                while place.exists():
+                    number += 1
+                    place = path.with_name(f"{path.name}{SET_ASIDE}-{number}")
+                path.rename(place)
+                self._reporter.say(f"set aside: {place}")
+        keep_config(self._run, self._config)
 
     def _require_same(self, loaded: Loaded) -> None:
         before, now = read_manifest(loaded.path).config, asdict(self._config)
@@ -99,24 +138,43 @@ class Keeper:
                 f"{loaded.path} is of another run: {'; '.join(changed)}. Go on with what it had, or start a new run"
             )
 
-    def _set_aside(self, step: int) -> None:
-        """Later checkpoints are of steps that will be done anew; they lose their names, and nothing else."""
-        for later, path in steps_in(self._run / FOLDER):
-            if later > step:
-                place = path.with_name(path.name + SET_ASIDE)
-                number = 1
-                while place.exists():
-                    number += 1
-                    place = path.with_name(f"{path.name}{SET_ASIDE}-{number}")
-                path.rename(place)
-                self._reporter.say(f"set aside: {place}")
-
-    def after_step(self, done: int) -> None:
+    def after_step(self, standing: Standing) -> None:
         """After every step: save, if it is time to; what could not be written is told, and the run goes on."""
         every = self._config.train.checkpoint_every
-        if every and done % every == 0:
+        if every and standing.done % every == 0:
             self._wait()
-            self._checkpoints.save()
+            self._save(standing)
+
+    def stop(self, standing: Standing) -> StoppedError:
+        """Save the run where it stands, unless it just has been, and see it on the disk; every process calls it.
+
+        Returns:
+            What to raise.
+
+        Raises:
+            PenstockError: it could not be saved; names what there is to go on from.
+        """
+        done = standing.done
+        if not done:
+            return StoppedError(f"stopped before the first step, so there is nothing to save; {self._how()}")
+        self._wait()
+        path = path_of(self._run / FOLDER, done)
+        if not self._fleet.decide(lambda: is_whole(path)):
+            try:
+                self._save(standing)
+                self._checkpoints.wait()
+            except PenstockError as error:
+                raise PenstockError(f"stopped after step {done}, but {error}; {self._how()}") from error
+        return StoppedError(f"stopped after step {done}, saved in {path}; {self._how()}")
+
+    def _how(self) -> str:
+        return f"go on with  penstock train --resume {self._run}"
+
+    def _save(self, standing: Standing) -> None:
+        extra: dict[str, Any] = {"skipped_in_a_row": standing.skipped_in_a_row}
+        if math.isfinite(standing.loss):
+            extra["loss"] = standing.loss
+        self._checkpoints.save(extra)
 
     def _wait(self) -> None:
         try:
@@ -130,6 +188,8 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        if isinstance(error, TransportError):
+            return  # a save needs all processes; what is not on the disk yet will not be
         try:
             self._wait()
         finally:

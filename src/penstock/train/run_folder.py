@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TextIO
 
 from penstock.errors import ConfigError
-from penstock.show.picture import draw_picture
-from penstock.trace.events import Trace
 from penstock.train import config_file
 from penstock.train.checkpoint.find import FOLDER, is_checkpoint
 from penstock.train.config import Config, TrainConfig
-from penstock.train.loggers import Logger
 
 AUTO = "auto"
 """What ``train.resume`` may be beside a path."""
@@ -67,10 +59,10 @@ def create(path: Path, config: Config) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=bool(config.train.resume))
+        if not (path / "config.toml").exists():
+            keep_config(path, config)
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
-    if not (path / "config.toml").exists():
-        keep_config(path, config)
     return path
 
 
@@ -82,73 +74,11 @@ def keep_config(path: Path, config: Config) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a text file under a temporary name, then rename, so that there is always a whole one."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Write a file as `replace_text` does."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text, "utf-8")
+    unfinished.write_bytes(data)
     os.replace(unfinished, path)
-
-
-class Metrics:
-    """``metrics.jsonl``: one JSON object a line, on disk as soon as it is written.
-
-    Args:
-        path: of the run folder; None writes nothing, as on every rank but the first.
-        loggers: get the same numbers, named ``kind/key``, and are closed with it.
-
-    Attributes:
-        writes: whether anything is written here.
-    """
-
-    def __init__(self, path: Path | None, loggers: Sequence[Logger] = ()) -> None:
-        self.writes = path is not None
-        self._loggers = loggers
-        self._path = path / "metrics.jsonl" if path else None
-        self._file: TextIO | None = self._path.open("a", encoding="utf-8") if self._path else None
-
-    def go_back(self, step: int) -> None:
-        """Drop the lines of later steps, the last one of a finished run, and a line that was cut short."""
-        if self._file is None or self._path is None:
-            return
-        self._file.close()
-        lines = self._path.read_text("utf-8", errors="replace").splitlines(keepends=True)
-        replace_text(self._path, "".join(line for line in lines if _is_until(line, step)))
-        self._file = self._path.open("a", encoding="utf-8")
-
-    def write(self, kind: str, **values: int | float | None) -> None:
-        """Append a line; `kind` is ``train``, ``held_out`` or ``final``."""
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
-            self._file.flush()
-        step = values.get("step")
-        if isinstance(step, int):
-            named = {f"{kind}/{key}": v for key, v in values.items() if key != "step" and v is not None}
-            for logger in self._loggers:
-                logger.scalars(step, named)
-
-    def timeline(self, step: int, trace: Trace) -> None:
-        """Give the loggers the picture of a step's timeline; without any nothing is drawn."""
-        if not self._loggers:
-            return
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-            path = Path(folder) / "timeline.png"
-            draw_picture(trace, path)
-            for logger in self._loggers:
-                logger.picture(step, "timeline", path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-        for logger in self._loggers:
-            logger.close()
-
-
-def _is_until(line: str, step: int) -> bool:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return False
-    return line.endswith("\n") and entry["kind"] != "final" and bool(entry.get("step", 0) <= step)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.errors import DataError
+from penstock.errors import DataError, PenstockError
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,11 +33,18 @@ def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) 
         state: by whole-model name.
         part: from 0 to parts - 1.
         parts: how many processes write.
+
+    Raises:
+        PenstockError: the disk did not take them; an earlier file is as it was.
     """
     path = folder / (WHOLE if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors")
     unfinished = path.with_suffix(".unfinished")
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, unfinished, {"format": "pt"})
-    os.replace(unfinished, path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, unfinished, {"format": "pt"})
+        os.replace(unfinished, path)
+    except (OSError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        raise PenstockError(f"cannot write the weights {path}: {error}") from error
     return path
 
 

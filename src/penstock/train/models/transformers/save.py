@@ -55,9 +55,7 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
     state = _as_stored(pipe, config)
     fleet = Fleet.of(pipe)
     fleet.save(pipe, state, path)
-    if fleet.leads:
-        write_beside(path, config, state, like)
-    fleet.gather_point()
+    fleet.decide(lambda: write_beside(path, config, state, like))
 
 
 def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,0 +1,73 @@
+"""SIGTERM and Ctrl-C while a run trains: the first asks it to stop after its step, the second ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from threading import Event, Thread
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.train.exit_codes import of_signal
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupts:
+    """Takes both signals within its block, in the main thread; afterwards whoever had them before has them again.
+
+    Signals are read by a thread of their own: the main thread may be inside a wait that runs no Python for long, and the
+    second signal must end the process even then.
+
+    Args:
+        tells: whether this process says on stderr what a signal does; one of a run's is enough.
+    """
+
+    def __init__(self, tells: bool) -> None:
+        self._tells = tells
+        self._asked = Event()
+
+    def asked(self) -> bool:
+        """Whether a signal has asked this process to stop."""
+        return self._asked.is_set()
+
+    def __enter__(self) -> Self:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._thread = Thread(target=self._watch, name="penstock-signals", daemon=True)
+        self._thread.start()
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before: dict[int, Any] = {number: signal.signal(number, _leave_to_thread) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
+
+    def _watch(self) -> None:
+        while data := os.read(self._reader, 1):
+            if data[0] in SIGNALS:
+                self._take(signal.Signals(data[0]))
+
+    def _take(self, number: signal.Signals) -> None:
+        if self._asked.is_set():
+            self._tell(f"{number.name} again: out at once; earlier checkpoints are as they were")
+            os._exit(of_signal(number))
+        self._asked.set()
+        self._tell(f"{number.name}: the step in hand is finished and saved; once more ends the run at once")
+
+    def _tell(self, text: str) -> None:
+        if self._tells:
+            with suppress(OSError):  # nobody reads it any more
+                os.write(2, f"penstock: {text}\n".encode())
+
+
+def _leave_to_thread(number: int, frame: object) -> None:
+    """Only a signal that has a handler is written to the pipe."""

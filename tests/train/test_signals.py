@@ -1,0 +1,85 @@
+"""SIGTERM and Ctrl-C: saved and told how to go on, and what goes on is the run that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.train import config_file
+from penstock.train.checkpoint.find import is_whole
+from penstock.train.config import Config
+from penstock.train.exit_codes import ExitCode, of_signal
+from penstock.train.signals import Interrupts
+from tests.train.test_resume import config_of, run, same
+from tests.train.tiny import text_folder
+from tests.train.victim import PLAN
+
+
+def started(
+    config: Config, plan: str, *launcher: str, words: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """The command in processes of its own, in which happens what `plan` says."""
+    file = Path(config.train.folder).parent / f"{config.train.name}.toml"
+    file.write_text(config_file.dump(config))
+    command = [*(launcher or [sys.executable]), "-m", "tests.train.victim", "train", str(file), *words]
+    environment = {**os.environ, PLAN: plan, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+
+
+def test_handlers_are_as_before_after_the_block():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with Interrupts(tells=False) as interrupts:
+        assert not interrupts.asked()
+        assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] != before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
+    text = text_folder(tmp_path)
+    once = config_of(tmp_path, text, "once", 4, runtime={"threads": 1}, train={"checkpoint_every": 0})
+    run(once)
+    config = config_of(tmp_path, text, "stopped", 4, runtime={"threads": 1}, train={"checkpoint_every": 0})
+    done = started(config, "0:0:1:term_self")
+    folder = tmp_path / "runs" / "stopped"
+    saved = folder / "checkpoints" / "step-00000002"
+    assert done.returncode == ExitCode.STOPPED, done.stderr
+    assert (
+        done.stderr
+        == "penstock: SIGTERM: the step in hand is finished and saved; once more ends the run at once\n"
+    )
+    assert done.stdout.endswith(
+        f"stopped after step 2, saved in {saved}; go on with  penstock train --resume {folder}\n"
+    )
+    assert is_whole(saved)
+    run(config_of(tmp_path, text, "stopped", 4, str(folder), runtime={"threads": 1}))
+    same(folder, tmp_path / "runs" / "once")
+
+
+def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
+    config = config_of(tmp_path, text_folder(tmp_path), "twice", 4, train={"checkpoint_every": 1})
+    done = started(config, "0:0:3:interrupt_twice")
+    assert done.returncode == of_signal(signal.SIGINT)
+    assert done.stderr.splitlines() == [
+        "penstock: SIGINT: the step in hand is finished and saved; once more ends the run at once",
+        "penstock: SIGINT again: out at once; earlier checkpoints are as they were",
+    ]
+    assert is_whole(tmp_path / "runs" / "twice" / "checkpoints" / "step-00000002")
+
+
+def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from penstock.errors import StoppedError
+    from penstock.train.loop import train
+    from penstock.train.progress import Silent
+
+    config = config_of(tmp_path, text_folder(tmp_path), "early", 4)
+    with pytest.raises(
+        StoppedError, match="stopped before the first step, so there is nothing to save; go on with"
+    ):
+        train(config, lambda steps, leads: Silent(), stopping=lambda: True)
+    assert not (tmp_path / "runs" / "early" / "checkpoints").exists()

@@ -1,0 +1,98 @@
+"""``python -m tests.train.victim train ...``: the command, in which something happens to one rank before a step.
+
+The environment's ``VICTIM`` says what: ``ATTEMPT:RANK:STEP:WHAT``, several with commas between them. Steps count from 0, as
+batches do; attempts as TORCHELASTIC_RESTART_COUNT does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from penstock.cli import main
+from penstock.train import signals, steps
+
+PLAN = "VICTIM"
+here: list[signals.Interrupts] = []
+
+
+class Noted(signals.Interrupts):
+    def __enter__(self) -> Noted:
+        here.append(self)
+        super().__enter__()
+        return self
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise RuntimeError("the stage has had enough")
+
+
+def term() -> None:
+    """SIGTERM for whoever started this process, which is to pass it on; the step goes on once it is here."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    until_asked()
+
+
+def term_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    until_asked()
+
+
+def interrupt_twice() -> None:
+    """Ctrl-C twice, the second one in a wait in which no Python runs."""
+    from torch.distributed import FileStore
+
+    os.kill(os.getpid(), signal.SIGINT)
+    until_asked()
+    os.kill(os.getpid(), signal.SIGINT)
+    with TemporaryDirectory() as folder:
+        FileStore(str(Path(folder) / "store"), 2).get("what nobody sets")
+
+
+def until_asked() -> None:
+    limit = time.monotonic() + 60
+    while not here[-1].asked():
+        assert time.monotonic() < limit, "no signal came"
+        time.sleep(0.01)
+
+
+def planned() -> dict[tuple[int, int, int], Callable[[], None]]:
+    found = {}
+    for part in filter(None, os.environ.get(PLAN, "").split(",")):
+        attempt, rank, step, what = part.split(":")
+        found[int(attempt), int(rank), int(step)] = globals()[what]
+    return found
+
+
+def run() -> None:
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank = int(os.environ.get("RANK", "0"))
+    plan = planned()
+    batch_of = steps.batch_of
+
+    def disturbed(text: Any, config: Any, language: Any, step: int) -> Any:
+        if (attempt, rank, step) in plan:
+            plan[attempt, rank, step]()
+        return batch_of(text, config, language, step)
+
+    steps.batch_of = disturbed
+    signals.Interrupts = Noted  # type: ignore[misc]
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()
