@@ -11,6 +11,7 @@ from bench.faults.fault import Fault
 from bench.faults.runs import Ended, Victim
 from bench.faults.table import Checks, Outcome, Row
 from penstock.train.checkpoint.find import path_of, read_manifest
+from penstock.train.exit_codes import ExitCode
 
 
 def told(ended: Ended) -> float:
@@ -74,7 +75,7 @@ def not_a_number(root: Path, quick: bool) -> Outcome:
         root, Fault("nan", "F", stage=1, microbatch=1, step=7), processes=0 if quick else 2, settings=settings
     ).run()
     ends = ended.all("end")
-    checks.that(ended.code == 1, f"exit code {ended.code}")
+    checks.that(ended.code == ExitCode.NOT_FINITE, f"exit code {ended.code}")
     checks.that({e["error"] for e in ends} == {"NonFiniteError"}, f"{[e['error'] for e in ends]}")
     checks.that(len({e["message"] for e in ends}) == 1, "ranks tell different things")
     checks.that(all("step 7: the loss of microbatch 1 is NaN" in e["message"] for e in ends), "not named")

@@ -45,14 +45,14 @@ def install(injector: Injector) -> None:
     keeper: Any = loop.Keeper
     resume = keeper.resume
 
-    def echoed(self: Any) -> int:
-        done: int = resume(self)
+    def echoed(self: Any) -> Any:
+        standing = resume(self)
         echo = os.environ.get(ECHO)
-        if done and echo:
+        if standing.done and echo:
             with Checkpoints(echo, self._checkpoints.pipe, self._checkpoints.optimizer) as checkpoints:
                 checkpoints.save()
                 checkpoints.wait()
-        return done
+        return standing
 
     keeper.resume = echoed
     train = loop.train

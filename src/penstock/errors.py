@@ -61,10 +61,14 @@ class NonFiniteError(StageError):
     Attributes:
         stage: where it was seen first, looking back from the loss; -1 for the norm of all gradients.
         microbatch: of which; -1 for a weight's gradient.
+        what: the number that is not finite, in words.
     """
 
-    def __init__(self, message: str, stage: int = -1, microbatch: int = -1) -> None:
+    def __init__(
+        self, message: str, stage: int = -1, microbatch: int = -1, what: str = "a loss or gradient"
+    ) -> None:
         super().__init__(message)
+        self.what = what
         self.stage = stage
         self.microbatch = microbatch
 

@@ -184,9 +184,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pyt
         return next_token_loss(logits, target) * (math.nan if len(calls) > 4 else 1.0)
 
     monkeypatch.setattr(llama, "next_token_loss", broken)
-    with pytest.raises(
-        NonFiniteError, match="step 2: the loss or gradient of microbatch 0 at stage 1 is NaN or infinite"
-    ):
+    with pytest.raises(NonFiniteError, match="step 2: the loss of microbatch 0 is NaN or infinite"):
         train(tiny(tmp_path, text_folder(tmp_path)), quietly)
     assert [line["step"] for line in lines(tmp_path / "runs" / "tiny", "train")] == [1]
 

@@ -160,7 +160,8 @@ class PipelineOptimizer:
                 self.zero_grad()
                 raise NonFiniteError(
                     f"the norm of the gradients of update {self.steps} is {float(norm)}, so no weight was changed; a lower "
-                    "learning rate or a longer warm-up usually helps"
+                    "learning rate or a longer warm-up usually helps",
+                    what="the norm of all gradients",
                 )
         self.pipe.on_ranks(self._apply)
         for scheduler in self.schedulers:

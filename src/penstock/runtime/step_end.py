@@ -119,6 +119,7 @@ def explain(finding: Finding, losses: Losses, last: int, step: int) -> PenstockE
         "lower learning rate, a longer warm-up or clipping usually helps; with float16 use a GradScaler",
         stage,
         finding.microbatch,
+        what,
     )
 
 

@@ -160,13 +160,14 @@ class Steps:
         run.pipe.steps = done
         run.optimizer.zero_grad()
         in_a_row = self._standing.skipped_in_a_row + 1
-        where = f"step {done}: {_what(error)} is NaN or infinite; no weight was changed"
+        where = f"step {done}: {error.what} is NaN or infinite; no weight was changed"
         if in_a_row > allowed:
             raise NonFiniteError(
                 f"{where}. train.skip_nonfinite is {allowed}, and this is step number {in_a_row} in a row; a lower learning "
                 "rate, a longer warm-up or clipping usually helps",
                 error.stage,
                 error.microbatch,
+                error.what,
             ) from error
         self._standing = replace(self._standing, done=done, skipped_in_a_row=in_a_row)
         run.reporter.say(f"{where}. The step is skipped, number {in_a_row} in a row of at most {allowed}")
@@ -210,14 +211,6 @@ class Steps:
         """Tokens a second."""
         config = self._run.config
         return config.train.batch * config.data.sequence * steps / seconds if steps else 0.0
-
-
-def _what(error: NonFiniteError) -> str:
-    if error.stage < 0:
-        return "the norm of all gradients"
-    if error.microbatch < 0:
-        return f"the gradient of a weight of stage {error.stage}"
-    return f"the loss or gradient of microbatch {error.microbatch} at stage {error.stage}"
 
 
 def measured_bubble(pipe: Pipeline, fleet: Fleet, seconds: float) -> float:
