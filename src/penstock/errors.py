@@ -14,6 +14,7 @@
     ├── TransportError       a message that did not come, or came wrong
     │   ├── PeerError         another rank failed first; the message carries what it said
     │   └── WaitTimeoutError  a bounded wait ran out
+    │       └── HangError     a rank of this process hangs, and cannot be ended
     └── StoppedError         the run was asked to stop and did; its state is saved
 
 ``ConfigError`` is also a ``ValueError`` so that code that knows nothing of Penstock reacts as it would to
@@ -91,6 +92,13 @@ class PeerError(TransportError):
 
 class WaitTimeoutError(TransportError):
     """A bounded wait ran out."""
+
+
+class HangError(WaitTimeoutError):
+    """A rank of this process hangs. Its thread cannot be ended: only the end of the process does that.
+
+    The message names the rank, and the stage, op and microbatch it is in; the stacks of all threads are on stderr.
+    """
 
 
 class StoppedError(PenstockError):

@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.runtime.clocks import Readings, clock
 from penstock.runtime.crew import Crew
+from penstock.runtime.limit import Limit
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.streams import Streams
 from penstock.runtime.transport.threads import StreamChannel, ThreadChannel, thread_channels
@@ -103,8 +104,8 @@ def run(crew: Crew, *jobs) -> None:
 def ranks(device):
     """(crew, channels) of two ranks on the modelled device."""
     streams = Streams([DEVICE, DEVICE], [DEVICE, OTHER])
-    crew = Crew(2, 5.0, streams)
-    yield crew, thread_channels(lower(build_schedule("1f1b", 2, 4)), 5.0, streams=streams)
+    crew = Crew(2, Limit(5.0), streams)
+    yield crew, thread_channels(lower(build_schedule("1f1b", 2, 4)), Limit(5.0), streams=streams)
     crew.close()
 
 
@@ -232,7 +233,7 @@ def test_the_cpu_has_no_streams_and_no_events(monkeypatch):
     assert (trace.end >= trace.start).all()
     assert clock(None, 8) is perf_counter
     assert Streams.of([[nn.Linear(2, 2)], [nn.GELU()]]) is None
-    channels = thread_channels(lower(build_schedule("1f1b", 2, 4)), 5.0)
+    channels = thread_channels(lower(build_schedule("1f1b", 2, 4)), Limit(5.0))
     assert [type(channel) for channel in channels] == [ThreadChannel, ThreadChannel]
     assert not any(isinstance(channel, StreamChannel) for channel in channels)
 

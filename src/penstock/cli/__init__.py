@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
+import threading
 import traceback
+from typing import NoReturn
 
 import click
 
 from penstock import __version__
-from penstock.errors import ConfigError, NonFiniteError, PenstockError, StageError, StoppedError
+from penstock.errors import ConfigError, HangError, NonFiniteError, PenstockError, StageError, StoppedError
 from penstock.train.exit_codes import ExitCode, of_signal
 
 COMMANDS = {
@@ -72,10 +75,23 @@ def main() -> None:
             # What failed is the user's own code: where it did, too.
             traceback.print_exception(error.__cause__)
         click.echo(f"penstock: {error}", err=True)
-        sys.exit(_code_of(error))
+        _end(_code_of(error))
 
 
 def _code_of(error: PenstockError) -> ExitCode:
     if isinstance(error, ConfigError):
         return ExitCode.BAD_INPUT
+    if isinstance(error, HangError):
+        return ExitCode.HUNG
     return ExitCode.NOT_FINITE if isinstance(error, NonFiniteError) else ExitCode.FAILED
+
+
+def _end(code: int) -> NoReturn:
+    """End the process, even if a rank's thread hangs, which nothing else would end."""
+    from penstock.runtime.hang import RANK_THREAD
+
+    if any(thread.name.startswith(RANK_THREAD) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

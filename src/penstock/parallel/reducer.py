@@ -48,6 +48,9 @@ class Reducer(Protocol):
     def gather(self, flat: Tensor) -> Handle:
         """Begin to fill in a 1-d tensor of which replica r has the r-th part, in place."""
 
+    def limit(self, seconds: float) -> None:
+        """How long the waits of what is started from now on may last."""
+
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
         """Begin to give every replica's numbers, equally many, to every replica; the result is by replica."""
 
@@ -100,6 +103,9 @@ class GroupReducer:
             flat, part_of(flat, self.rank, self.size), group=self.group, async_op=not self.blocking
         )
         return self._begun(work, flat, "collect")
+
+    def limit(self, seconds: float) -> None:
+        self.timeout = timedelta(seconds=seconds)
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
         table = torch.zeros(self.size, len(numbers), dtype=torch.int64)

@@ -6,11 +6,14 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 from typing import Any
 
 import torch
 
-from penstock.errors import PeerError, WaitTimeoutError
+from penstock.errors import HangError, PeerError, WaitTimeoutError
+from penstock.runtime.hang import GRACE, RANK_THREAD, SHORT_GRACE, TICK, Judge, dump_stacks
+from penstock.runtime.limit import Limit
 from penstock.runtime.streams import Streams
 
 Job = Callable[[], Any]
@@ -21,68 +24,148 @@ class Crew:
 
     Args:
         ranks: how many.
-        timeout: once one rank has failed, how long the others have to stop, in seconds.
+        limit: how long a rank may keep the others waiting.
         streams: on which the ranks compute; None on the CPU.
     """
 
-    def __init__(self, ranks: int, timeout: float, streams: Streams | None = None) -> None:
-        self.timeout = timeout
+    def __init__(self, ranks: int, limit: Limit, streams: Streams | None = None) -> None:
+        self.limit = limit
         self._streams = streams
         self._jobs: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(ranks)]
         self._done: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+        self._running: set[int] = set()
+        self._hung: set[int] = set()
         # Ranks compute side by side, so each gets its share of the cores; torch keeps this per thread.
         share = max(1, torch.get_num_threads() // ranks)
         self._threads = [
-            threading.Thread(target=self._serve, args=(r, share), name=f"penstock-rank-{r}", daemon=True)
+            threading.Thread(target=self._serve, args=(r, share), name=f"{RANK_THREAD}{r}", daemon=True)
             for r in range(ranks)
         ]
         for thread in self._threads:
             thread.start()
 
-    def run(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
+    def run(self, jobs: Sequence[Job], stop: Callable[[str], None], judge: Judge | None = None) -> None:
         """Run one job a rank and wait for all.
 
         Args:
             jobs: by rank.
-            stop: called if the caller is interrupted while it waits; must make every job end.
+            stop: called with the reason if the jobs are to end before they are done; must make every one end that waits.
+            judge: tells who hangs; without one a job hangs that takes longer than a first step may wait.
 
         Raises:
-            BaseException: what the rank that failed first raised (another rank's word of it comes second).
-            WaitTimeoutError: a rank failed and another would not stop.
+            BaseException: what the rank that failed first raised (another rank's word of it comes second). Ranks that are
+                still at work a few seconds later are named in a note, and waited for before the next jobs.
+            HangError: a rank hangs, as `Judge` says it, or did not stop when a wait for it had run out.
         """
+        self.settle()
         if self._streams is None:
-            self._run(jobs, stop)
+            self._run(jobs, stop, judge)
             return
         with self._streams.step():
-            self._run([self._streams.on_rank(rank, job) for rank, job in enumerate(jobs)], stop)
+            self._run([self._streams.on_rank(rank, job) for rank, job in enumerate(jobs)], stop, judge)
 
-    def _run(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
+    def settle(self) -> None:
+        """Wait for ranks that are still at work on jobs that failed.
+
+        Raises:
+            HangError: they do not end.
+        """
+        until = monotonic() + (0.0 if self._hung else self.limit.seconds)
+        while self._running:
+            if not self._collect(max(0.0, until - monotonic())):
+                self._hung |= self._running
+                raise HangError(
+                    f"{_named(self._running)} still at work on an earlier step; build a new pipeline"
+                )
+        self._hung.clear()
+
+    def _run(self, jobs: Sequence[Job], stop: Callable[[str], None], judge: Judge | None) -> None:
         for inbox, job in zip(self._jobs, _with_settings(jobs), strict=True):
             inbox.put(job)
-        running = set(range(len(jobs)))
+        self._running = set(range(len(jobs)))
         failures: list[BaseException] = []
-        while running:
+        began = failed = monotonic()
+        while self._running:
             try:
-                rank, error = self._done.get(timeout=self.timeout if failures else None)
-            except queue.Empty:
-                raise WaitTimeoutError(
-                    f"rank(s) {sorted(running)} did not stop within {self.timeout:g} s of the failure: {failures[0]}"
-                ) from failures[0]
+                found = self._collect(TICK)
             except BaseException:
-                stop()
+                stop("the step was interrupted")
                 raise
-            running.discard(rank)
-            if error is not None:
-                failures.append(error)
+            if found and found[0] is not None:
+                failed = failed if failures else monotonic()
+                failures.append(found[0])
+            if not found:
+                hung = self._who_hangs(judge, began)
+                if failures:
+                    self._give_up(failures, monotonic() - failed, hung, judge)
+                elif hung:
+                    self._end(hung, stop, judge)
         if failures:
-            raise next((e for e in failures if not isinstance(e, PeerError)), failures[0])
+            raise _first(failures)
+
+    def _collect(self, seconds: float) -> tuple[BaseException | None] | None:
+        """The end of a job, with what it raised; None if none ends in time."""
+        try:
+            rank, error = self._done.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        self._running.discard(rank)
+        return (error,)
+
+    def _who_hangs(self, judge: Judge | None, began: float) -> set[int]:
+        if judge is not None:
+            return self._running.intersection(judge.hung())
+        return set(self._running) if monotonic() - began > self.limit.first else set()
+
+    def _give_up(
+        self, failures: Sequence[BaseException], since: float, hung: set[int], judge: Judge | None
+    ) -> None:
+        """Once some have failed: leave those behind that do not stop."""
+        first = _first(failures)
+        waited = isinstance(first, WaitTimeoutError)
+        if since < min(self.limit.seconds, SHORT_GRACE if waited else GRACE):
+            return
+        doing = self._doing(self._running, judge)
+        if waited or hung:
+            self._hung = set(self._running)
+            dump_stacks(doing)
+            raise HangError(
+                f"{doing}; it did not stop within {since:.1f} s of the failure: {first}. The stacks of all threads are on "
+                "stderr; only the end of the process ends this thread"
+            ) from first
+        first.add_note(f"{doing}; it was left behind after {since:.1f} s")
+        raise first
+
+    def _end(self, hung: set[int], stop: Callable[[str], None], judge: Judge | None) -> None:
+        """End the jobs of all but those that hang."""
+        doing = self._doing(hung, judge)
+        dump_stacks(doing)
+        stop(f"{doing}, which is longer than {self.limit.seconds:g} s")
+        until = monotonic() + min(self.limit.seconds, SHORT_GRACE)
+        while self._running - hung and monotonic() < until:
+            self._collect(TICK)
+        self._hung = set(self._running)
+        raise HangError(
+            f"{doing}, which is longer than the limit of {self.limit.seconds:g} s. The stacks of all threads are on stderr; "
+            "only the end of the process ends this thread"
+        )
+
+    def _doing(self, ranks: set[int], judge: Judge | None) -> str:
+        if judge is None:
+            return f"{_named(ranks)} still at work"
+        return "; ".join(judge.where(n) for n in sorted(ranks))
 
     def close(self) -> None:
-        """End the threads; may be called twice."""
+        """End the threads, but for those that hang; may be called twice."""
         for inbox in self._jobs:
             inbox.put(None)
-        for thread in self._threads:
-            thread.join(self.timeout)
+        until = monotonic() + self.limit.seconds
+        for rank, thread in enumerate(self._threads):
+            if rank in self._hung:
+                continue
+            thread.join(
+                min(GRACE, self.limit.seconds) if rank in self._running else max(0.0, until - monotonic())
+            )
         self._threads = []
 
     def _serve(self, rank: int, share: int) -> None:
@@ -96,6 +179,16 @@ class Crew:
             del job
             self._done.put((rank, error))
             del error
+
+
+def _first(failures: Sequence[BaseException]) -> BaseException:
+    """The failure that the others follow from."""
+    return next((e for e in failures if not isinstance(e, PeerError)), failures[0])
+
+
+def _named(ranks: set[int]) -> str:
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"the thread of rank {numbers} is" if len(ranks) == 1 else f"the threads of ranks {numbers} are"
 
 
 def _with_settings(jobs: Sequence[Job]) -> list[Job]:

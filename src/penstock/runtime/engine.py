@@ -14,8 +14,10 @@ from penstock.parallel.threads import thread_reducers
 from penstock.runtime.batch import Cut
 from penstock.runtime.build import Assembly
 from penstock.runtime.crew import Crew
-from penstock.runtime.executor import Executor, run_step
+from penstock.runtime.executor import Executor
 from penstock.runtime.gather import gather_trace
+from penstock.runtime.hang import Judge
+from penstock.runtime.limit import Limit
 from penstock.runtime.recorder import measured_trace
 from penstock.runtime.shared import equalise
 from penstock.runtime.streams import Streams
@@ -34,7 +36,7 @@ class Engine:
     Args:
         parts: their stages.
         local_ranks: the ranks of this process.
-        timeout: the longest any wait may last, in seconds.
+        limit: of any wait.
         world: the other processes, joined; None if all ranks are threads of this process.
         device: where the stages are; None for the CPU.
         replicas: how many pipelines the threads of this process are.
@@ -47,7 +49,7 @@ class Engine:
         self,
         parts: Assembly,
         local_ranks: Sequence[int],
-        timeout: float,
+        limit: Limit,
         world: World | None,
         device: torch.device | None,
         replicas: int,
@@ -55,7 +57,7 @@ class Engine:
         self.parts = parts
         self.twins = [parts.twin() for _ in range(replicas - 1)] if world is None else []
         self.local_ranks = local_ranks
-        self.timeout = timeout
+        self.limit = world.limit if world is not None else limit
         self.closed = False
         self._world = world
         self._crew: Crew | None = None
@@ -77,14 +79,14 @@ class Engine:
             self._streams = Streams.of([[parts.stages[r, s].module for s in of_rank[r]] for r in local_ranks])
             if self._streams is not None and self.twins:
                 raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
-            self._crew = Crew(schedule.ranks * replicas, timeout, self._streams)
+            self._crew = Crew(schedule.ranks * replicas, limit, self._streams)
             if self.twins:
                 self._replicate(self._crew)
 
     def _replicate(self, crew: Crew) -> None:
         """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""
         everyone = [self.parts, *self.twins]
-        ends = {rank: thread_reducers(len(everyone), self.timeout) for rank in self.local_ranks}
+        ends = {rank: thread_reducers(len(everyone), self.limit.seconds) for rank in self.local_ranks}
         jobs = [
             partial(part.replicate, rank, ends[rank][n], None)
             for n, part in enumerate(everyone)
@@ -114,6 +116,8 @@ class Engine:
             BatchError: what `cut` raised; the other ranks are told.
             PenstockError: as `Executor.run`.
         """
+        if self._crew is not None:
+            self._crew.settle()
         self._step += 1
         self._failed = True
         executors = self._ready(trains)
@@ -126,7 +130,9 @@ class Engine:
         if trains:
             self._level(works[0].reduces)
         try:
-            run_step(executors, works, self._step, self._crew)
+            with self.limit.step(trains):
+                self._apply_limit()
+                self._run_step(executors, works)
         except BaseException:
             if self._world is None:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
@@ -135,6 +141,30 @@ class Engine:
         self._failed = False
         self._traced = executors[: len(self.local_ranks)]
         return works
+
+    def _run_step(self, executors: Sequence[Executor], works: Sequence[Work]) -> None:
+        if self._crew is None:
+            executors[0].run(self._step, works[0])
+            return
+
+        def stop(why: str) -> None:
+            for executor in executors:
+                if executor.channel is not None:
+                    executor.channel.fail(Failure(executor.rank, self._step, why))
+
+        names = [f"rank {e.rank}" for e in executors]
+        if self.twins:
+            ranks = len(self.local_ranks)
+            names = [f"{name} of replica {n // ranks}" for n, name in enumerate(names)]
+        judge = Judge(self.limit, [e.words for e in executors], names, executors[0].program)
+        jobs = [partial(e.run, self._step, w) for e, w in zip(executors, works, strict=True)]
+        self._crew.run(jobs, stop, judge)
+
+    def _apply_limit(self) -> None:
+        """Let those who wait for replicas have the same limit."""
+        for part in (self.parts, *self.twins):
+            for replicas in part.replicas.values():
+                replicas.limit(self.limit.seconds)
 
     def _refuse(self, executors: Sequence[Executor], error: BatchError) -> None:
         for executor in executors if self._world is not None else ():
@@ -157,7 +187,7 @@ class Engine:
             channels = [self._world.channel]
         elif parts.schedule.ranks > 1:
             program = parts.program if trains else parts.evaluate_program
-            channels = thread_channels(program, self.timeout, parts.holders, self._streams)
+            channels = thread_channels(program, self.limit, parts.holders, self._streams)
         return [
             parts.executor(trains, rank, channel, one_memory=self._world is None)
             for rank, channel in zip(self.local_ranks, channels, strict=True)
@@ -213,5 +243,5 @@ class Engine:
             self._world.disconnect(failed=self._failed)
 
 
-def _nothing() -> None:
+def _nothing(why: str = "") -> None:
     """What a replica's thread does while only the first one's have something to do."""

@@ -8,19 +8,21 @@ what a stage does of itself at the end of B or W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from penstock.errors import PeerError, StageError, TransportError
+from penstock.errors import PeerError
 from penstock.runtime.backwards import Backwards
+from penstock.runtime.blame import explained
 from penstock.runtime.clocks import clock
-from penstock.runtime.crew import Crew
+from penstock.runtime.closures import Give, GiveAll, Take, TakeAll, all_given, all_taken, one_after_another
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.shared import Shared
+from penstock.runtime.status import END, ROW, STEP, WAITS, new_words
 from penstock.runtime.step_end import Finding, agree, explain, find_nonfinite
 from penstock.runtime.streams import device_of
 from penstock.runtime.transport.base import Channel, Failure
@@ -29,12 +31,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action, Instruction, Program
 from penstock.stage.runner import Ends, Parcels, Report
 from penstock.stage.stage import Stage
-from penstock.stage.values import Parcel, describe
-
-Take = Callable[[], Parcel]
-Give = Callable[[Parcel], None]
-TakeAll = Callable[[], Parcels]
-GiveAll = Callable[[Parcels], None]
+from penstock.stage.values import Parcel
 
 
 class Executor:
@@ -76,8 +73,8 @@ class Executor:
         self._work = Work()
         self._inputs: Parcels | None = None
         self._handed: dict[int, Parcel] = {}
-        self._ops: list[Callable[[], None]] = []
-        self._op_rows: list[tuple[int, ...]] = []
+        self.words = channel.words if channel is not None else new_words()
+        self._ops: list[tuple[int, Callable[[], None]]] = []
         self._backwards = Backwards.of(program, rank)
         self._compile()
         self._collector = program.schedule.placement.holders[-1][0]
@@ -96,8 +93,8 @@ class Executor:
             WaitTimeoutError: a wait ran out.
         """
         self._work = work
-        at = 0
-        finding = None
+        words, finding = self.words, None
+        words[STEP], words[ROW], words[WAITS] = step, self.first_row, 0
         for stage in self.stages.values():
             stage.begin(work.turn, work.first_microbatch)
         if self.channel is not None:
@@ -106,9 +103,9 @@ class Executor:
             with self._reducing(step, work.reduces), torch.set_grad_enabled(self.trains):
                 if self.shared is not None:
                     self.shared.begin()
-                for at, op in enumerate(self._ops):  # noqa: B007 - read when an op fails
+                for words[ROW], op in self._ops:
                     op()
-                at = len(self._ops)
+                words[ROW] = END
                 if self.shared is not None:
                     self.shared.finish()
                 if self.replicas is not None and self.trains:
@@ -117,7 +114,8 @@ class Executor:
             if self.replicas is not None:
                 work.losses, finding = self.replicas.gather(work.losses, finding)
         except BaseException as error:
-            told = self._explain(error, at, step)
+            # The words stay as they are: others may still ask for whom this rank has waited.
+            told = explained(error, self.rank, self.program, self.channel, words, self._inputs)
             self._clean_up()
             if self.channel is not None:
                 known = error.failure if isinstance(error, PeerError) else None
@@ -129,6 +127,7 @@ class Executor:
             raise told from error
         if self.channel is not None:
             self.channel.finish()
+        words[STEP] = 0
         self._work, self._inputs = Work(), None
         if finding is not None:
             raise explain(finding, work.losses, self.program.schedule.stages - 1, step)
@@ -153,22 +152,6 @@ class Executor:
             stage.drop()
         if self.shared is not None:
             self.shared.abandon()
-
-    def _explain(self, error: BaseException, at: int, step: int) -> BaseException:
-        """The error to raise: it names rank, stage, microbatch and op, unless another rank has named its own."""
-        if not isinstance(error, Exception) or isinstance(error, PeerError):
-            return error
-        where, given = f"rank {self.rank}, at the end of step {step}", ""
-        if at < len(self._ops):
-            schedule, rows = self.program.schedule, self._op_rows[at]
-            op = schedule.op(rows[0])
-            ops = " and ".join(str(schedule.op(row)) for row in rows)
-            where = f"rank {self.rank}, stage {op.stage}, microbatch {op.microbatch}, op {ops} of step {step}"
-            if op.kind == Kind.F and self._inputs is not None:
-                given = f" (the stage's input was {describe(self._inputs[0])})"
-        if isinstance(error, TransportError):
-            return type(error)(f"{error} (at {where})")
-        return StageError(f"{where}: {type(error).__name__}: {error}{given}")
 
     def _agree(self) -> Finding | None:
         work, schedule = self._work, self.program.schedule
@@ -220,8 +203,7 @@ class Executor:
         parts = [self._compute(row, takes.get(row, []), gives.get(row, [])) for row in rows]
         if self.shared is not None or self.replicas is not None:
             parts += [partial(self._complete, stage) for stage in complete]
-        self._op_rows.append(rows)
-        self._ops.append(parts[0] if len(parts) == 1 else partial(_one_after_another, parts))
+        self._ops.append((run.row, parts[0] if len(parts) == 1 else partial(one_after_another, parts)))
 
     def _take(self, line: Instruction) -> Take:
         tag, peer = self.program.tag(line.row, line.port), line.peer
@@ -247,18 +229,18 @@ class Executor:
         stage = self.stages[op.stage]
         slot = row - self.first_row
         if op.kind == Kind.F:
-            take = _all_taken([self._input(op.microbatch), *takes] if op.stage == 0 else takes)
+            take = all_taken([self._input(op.microbatch), *takes] if op.stage == 0 else takes)
             if op.stage == self.program.schedule.stages - 1:
                 return self._last_forward(op.microbatch, stage, slot, take)
-            return self._forward(op.microbatch, stage, slot, take, _all_given(gives))
+            return self._forward(op.microbatch, stage, slot, take, all_given(gives))
         if op.kind == Kind.W:
             return self._timed(partial(stage.backward_weight, op.microbatch), stage, slot)
         if op.kind == Kind.R:
             return self._timed(partial(stage.recompute, op.microbatch), stage, slot)
         half = op.kind == Kind.I and op not in self._backwards.merged
         run = stage.backward_input if half else stage.backward
-        give = _all_given([self._input_gradient(op.microbatch), *gives] if op.stage == 0 else gives)
-        return self._backward(op.microbatch, stage, run, slot, _all_taken(takes) if takes else None, give)
+        give = all_given([self._input_gradient(op.microbatch), *gives] if op.stage == 0 else gives)
+        return self._backward(op.microbatch, stage, run, slot, all_taken(takes) if takes else None, give)
 
     def _how(self, stage: Stage, microbatch: int) -> dict[str, Any]:
         """How a forward is to run."""
@@ -351,47 +333,3 @@ class Executor:
             held[slot] = stage.held_bytes
 
         return op
-
-
-def _one_after_another(parts: Sequence[Callable[[], None]]) -> None:
-    for part in parts:
-        part()
-
-
-def _all_taken(takes: Sequence[Take]) -> TakeAll:
-    if len(takes) == 1:
-        only = takes[0]
-        return lambda: (only(),)
-    return lambda: tuple([take() for take in takes])
-
-
-def _all_given(gives: Sequence[Give]) -> GiveAll:
-    if len(gives) == 1:
-        only = gives[0]
-        return lambda parcels: only(parcels[0])
-
-    def give(parcels: Parcels) -> None:
-        for one, parcel in zip(gives, parcels, strict=True):
-            one(parcel)
-
-    return give
-
-
-def run_step(executors: Sequence[Executor], works: Sequence[Work], step: int, crew: Crew | None) -> None:
-    """Run a step on the ranks of this process.
-
-    Args:
-        executors, works: by rank.
-        step: its number.
-        crew: the ranks' threads; None for a single rank.
-    """
-    if crew is None:
-        executors[0].run(step, works[0])
-        return
-
-    def interrupt() -> None:
-        for executor in executors:
-            if executor.channel is not None:
-                executor.channel.fail(Failure(executor.rank, step, "the step was interrupted"))
-
-    crew.run([partial(e.run, step, w) for e, w in zip(executors, works, strict=True)], interrupt)

@@ -21,6 +21,7 @@ from penstock.runtime.batch import Cut, Cutter, Reduction, require_reduction
 from penstock.runtime.build import Assembly, TensorOptions
 from penstock.runtime.engine import Engine
 from penstock.runtime.holdings import Holdings
+from penstock.runtime.limit import FIRST_TIMEOUT, Limit
 from penstock.runtime.memory import choose_recompute
 from penstock.runtime.result import StepResult, step_result
 from penstock.runtime.setup import (
@@ -67,7 +68,8 @@ class Pipeline:
         split: which layers make up which stage; see `penstock.stage.split.split_layers`.
         device: where the stages, and each batch, are moved; by default everything stays where it is. In processes
             "cuda" is the GPU of LOCAL_RANK, and messages go through NCCL.
-        timeout: the longest any wait between ranks may last, in seconds.
+        timeout: the longest any wait between ranks may last, in seconds; a rank that hangs is found by it.
+        first_timeout: the same until the first training step is done, and in the first evaluation: they compile and import.
         reduction: how the microbatches' losses make the step's, and with it the gradients: "mean" weighs each by its
             rows, "sum" adds them, and a function of a microbatch's target weighs each by what it counts (valid tokens),
             so that the gradient is that of the whole batch however uneven the microbatches are.
@@ -110,6 +112,7 @@ class Pipeline:
         split: Split = "even",
         device: torch.device | str | None = None,
         timeout: float = 60.0,
+        first_timeout: float = FIRST_TIMEOUT,
         reduction: Reduction = "mean",
         recompute: Policy = "none",
         memory: int | None = None,
@@ -127,6 +130,7 @@ class Pipeline:
         require_count("virtual_stages", virtual_stages)
         require_count("ranks", 1 if ranks is None else ranks)
         self.timeout = require_timeout(timeout)
+        limit = Limit(self.timeout, require_timeout(first_timeout, "first_timeout"))
         require_loss(loss_fn)
         self._random = RandomState(require_seed(seed))
         self.seed = self._random.seed
@@ -146,7 +150,9 @@ class Pipeline:
         runs = split_layers(self.layers, self.schedule.stages, split)
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
-        self._world = world.join(self.timeout, mesh) if world is not None and self.in_processes else None
+        self._world = (
+            world.join(self.timeout, mesh, limit.first) if world is not None and self.in_processes else None
+        )
         self.rank = self._world.rank if self._world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
         self.replicas, self.tensor_ranks = (1, 1) if mesh is None else (mesh.dp, mesh.tp)
@@ -177,9 +183,7 @@ class Pipeline:
             self._parts.ties,
             self.rank if self.in_processes else None,
         )
-        self._engine = Engine(
-            self._parts, self.local_ranks, self.timeout, self._world, self.device, self.replicas
-        )
+        self._engine = Engine(self._parts, self.local_ranks, limit, self._world, self.device, self.replicas)
         self._memory = memory if recompute == "auto" else None
         self._places: tuple[dict[str, int], int] | None = None
 

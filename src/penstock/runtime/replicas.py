@@ -79,6 +79,11 @@ class Replicas:
         self._expected: dict[Tensor, int] = {}
         self._incomplete: dict[int, set[int]] = {}
 
+    def limit(self, seconds: float) -> None:
+        """How long a wait for the other replicas may last from now on."""
+        if self.buckets is not None:
+            self.buckets.reducer.limit(seconds)
+
     def detach(self) -> None:
         """Let go of the parameters."""
         if self.buckets is not None:

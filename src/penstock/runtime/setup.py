@@ -26,11 +26,11 @@ def require_count(what: str, value: object) -> None:
         raise ConfigError(f"{what} must be a whole number of at least 1, not {value!r}")
 
 
-def require_timeout(timeout: object) -> float:
+def require_timeout(timeout: object, name: str = "timeout") -> float:
     """Refuse anything but a positive, finite number of seconds."""
     if isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0:
         return float(timeout)
-    raise ConfigError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    raise ConfigError(f"{name} must be a positive number of seconds, not {timeout!r}")
 
 
 def require_loss(loss_fn: object) -> None:

@@ -17,6 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from penstock.errors import ConfigError, WaitTimeoutError
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.parallel.reducer import GroupReducer, Reducer
+from penstock.runtime.limit import Limit
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.schedule.program import Program
@@ -47,24 +48,26 @@ class World:
         self._buckets: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
         self._lanes: list[dist.ProcessGroup] = []
-        self._timeout = timedelta(seconds=60)
+        self.limit = Limit(60.0)
 
     @property
     def is_first(self) -> bool:
         """Whether this process is at the start of every axis but that of the pipeline."""
         return self.mesh is None or not any(self.mesh.coordinate(axis) for axis in ("dp", "tp"))
 
-    def join(self, timeout: float, shape: MeshShape | None = None) -> World:
+    def join(self, timeout: float, shape: MeshShape | None = None, first: float | None = None) -> World:
         """Open the communicators; every process calls it.
 
         Args:
             timeout: the longest a wait may last, in seconds.
             shape: where every process is, if there are several pipelines or tensors are cut.
+            first: the same until the first step is done, here as well; as `timeout` if None.
 
         Raises:
             ConfigError: a shape that does not fit the number of processes.
+            WaitTimeoutError: not all processes came in time.
         """
-        self._timeout = timedelta(seconds=timeout)
+        self.limit = Limit(timeout, first)
         if not dist.is_initialized():
             self._meet()
         if shape is not None and (shape.dp > 1 or shape.tp > 1):
@@ -79,13 +82,18 @@ class World:
         self._reductions = self._group(self._ranks)
         return self
 
+    @property
+    def _longest(self) -> timedelta:
+        """Of the communicators themselves, which keep the limit they are made with."""
+        return timedelta(seconds=max(self.limit.timeout, self.limit.first))
+
     def _meet(self) -> None:
         """Find the other processes: through the file that `STORE` names, or as torchrun and Slurm say."""
         both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         path = os.environ.get(STORE)
         if not path:
             _stay_local()
-            dist.init_process_group(both, timeout=self._timeout)
+            dist.init_process_group(both, timeout=self._longest)
             return
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not os.access(Path(path).parent, os.W_OK):  # the store would try for minutes to open it
@@ -95,22 +103,22 @@ class World:
             )
         try:
             store = FileStore(path, self.size)
-            store.set_timeout(self._timeout)
+            store.set_timeout(self._longest)
             dist.init_process_group(
-                both, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
+                both, store=store, rank=self.rank, world_size=self.size, timeout=self._longest
             )
         except RuntimeError as error:
             text = str(error).splitlines()[0]
             raise WaitTimeoutError(
                 f"rank {self.rank} did not meet all {self.size} processes through {STORE}={path} within "
-                f"{self._timeout.total_seconds():g} s: {text}"
+                f"{self.limit.seconds:g} s: {text}"
             ) from error
 
     def _group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
         """A communicator of these processes, which all call it; where there are others, they do not."""
         some = len(ranks) < dist.get_world_size()
         found: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=some
+            ranks, timeout=self._longest, backend=backend, use_local_synchronization=some
         )
         return found
 
@@ -118,7 +126,7 @@ class World:
         """This process's end of what reduces gradients over its replicas; None if there are none."""
         if self.mesh is None or self.mesh.shape.dp == 1:
             return None
-        return GroupReducer(self._buckets, self._timeout.total_seconds())
+        return GroupReducer(self._buckets, self.limit.seconds)
 
     def connect(
         self,
@@ -160,13 +168,13 @@ class World:
                     self._lanes.append(lane)
                     peer = pair[0] if self.rank == pair[1] else pair[1]
                     bulk[pair] = Bulk(lane, dist.get_group_rank(lane, peer), device)
-                    bulk[pair].greet(self.rank == pair[0], self._timeout)
+                    bulk[pair].greet(self.rank == pair[0], self._longest)
         self.channel = ProcessChannel(
             self._messages,
             self.exchange,
             {s: size for (s, t), size in sizes.items() if t == self.rank},
             {t: size for (s, t), size in sizes.items() if s == self.rank},
-            self._timeout.total_seconds(),
+            self.limit,
             bulk,
         )
         return self.channel
@@ -175,7 +183,7 @@ class World:
         ranks = [self._ranks[r] for r in pair]
         if self.mesh is not None:
             return self._group(ranks, backend)
-        found: dist.ProcessGroup = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+        found: dist.ProcessGroup = dist.new_group(ranks, timeout=self._longest, backend=backend)
         return found
 
     def exchange(self, value: Any) -> list[Any]:

@@ -250,7 +250,7 @@ class Program:
             width = 2 if schedule.paired[row] else 1
             group = range(row, row + width)
             for k in group:
-                for giver, port in self._givers(k):
+                for giver, port in self.givers(k):
                     peer = int(self.rank[giver])
                     if peer == rank:
                         yield Instruction(Action.TAKE, k, port=port)
@@ -274,7 +274,7 @@ class Program:
                     yield Instruction(Action.REDUCE, k, number=stage)
             row += width
 
-    def _givers(self, row: int) -> list[tuple[int, int]]:
+    def givers(self, row: int) -> list[tuple[int, int]]:
         """(giving row, port) of everything a row takes."""
         near = [(int(self.source[row]), 0)] if self.source[row] >= 0 else []
         return near + [(g, port) for g, t, port in self.hand_overs.get(row, ()) if t == row]

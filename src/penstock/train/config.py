@@ -230,11 +230,13 @@ class RuntimeConfig:
             enough.
         threads: CPU threads a rank computes with; 0 shares the machine's cores among its ranks.
         timeout: seconds any wait between ranks may last.
+        first_timeout: the same until the first step is done, and in the first evaluation.
     """
 
     device: str = _key("")
     threads: int = _key(0, NOT_NEGATIVE)
     timeout: float = _key(60.0, POSITIVE)
+    first_timeout: float = _key(600.0, POSITIVE)
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,7 @@ def build_pipeline(config: Config, language: Language, device: torch.device) -> 
         virtual_stages=parallel.virtual_stages,
         device=device,
         timeout=config.runtime.timeout,
+        first_timeout=config.runtime.first_timeout,
         mesh=shape_of(parallel),
         family=language.family,
         sequence_parallel=parallel.sequence_parallel,

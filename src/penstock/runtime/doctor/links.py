@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from penstock.errors import PenstockError, WaitTimeoutError
 from penstock.runtime.doctor.machine import open_now
+from penstock.runtime.limit import Limit
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.world import World
 from penstock.stage.values import Parcel
@@ -132,7 +133,7 @@ class _Opened:
         limit = timedelta(seconds=self._timeout)
         self._group = dist.new_group(backend="gloo", timeout=limit)
         exchange: Callable[[Any], list[Any]] = self._world.exchange
-        self._channel = ProcessChannel(self._group, exchange, self._peers, self._peers, self._timeout)
+        self._channel = ProcessChannel(self._group, exchange, self._peers, self._peers, Limit(self._timeout))
         return self._channel
 
     def __exit__(self, *_: object) -> None:

@@ -7,8 +7,10 @@ taken later than one behind it is kept aside until then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from penstock.runtime.status import Words
 from penstock.stage.values import Parcel
 
 
@@ -31,9 +33,16 @@ class Channel(Protocol):
 
     Attributes:
         one_process: whether the ranks are threads of one process, so that what one has found the others have, too.
+        words: what the rank is doing (see `status`); the channel writes for whom it waits.
+        others: the words of all ranks; None where they cannot be seen.
     """
 
     one_process: bool
+    words: Words
+    others: Sequence[Words | None]
+
+    def fault(self, rank: int) -> str | None:
+        """What is wrong with a rank, if that can be seen from here: that its process has ended, or is stopped."""
 
     def open(self, step: int) -> None:
         """Begin a step; whatever a failed earlier step left behind is dropped."""

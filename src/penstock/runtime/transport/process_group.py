@@ -30,6 +30,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import PeerError, TransportError, WaitTimeoutError
+from penstock.runtime.limit import Limit
 from penstock.runtime.transport.base import Failure
 from penstock.runtime.transport.wire import (
     DEVICE,
@@ -99,10 +100,10 @@ class GroupOutgoing:
         peer: int,
         slots: int,
         capacity: int,
-        timeout: timedelta,
+        limit: Limit,
         bulk: Bulk | None = None,
     ) -> None:
-        self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
+        self.group, self.peer, self.limit, self.bulk = group, peer, limit, bulk
         self._free = [_Frame() for _ in range(capacity + 1)]
         self._pending: deque[tuple[list[dist.Work], dist.Work | None, _Frame, Any]] = deque()
         self._book = LayoutBook()
@@ -166,10 +167,10 @@ class GroupOutgoing:
         while len(self._pending) > most:
             works, on_device, frame, _ = self._pending.popleft()
             for work in works:
-                _wait(work, self.timeout, self.peer, "take what was sent")
+                _wait(work, self.limit.delta, self.peer, "take what was sent")
             if on_device is not None and self.bulk is not None:
                 # On a GPU the stream waits, on which the memory of what was sent may be used again from now on.
-                _wait(on_device, self.bulk.limit(self.timeout), self.peer, "take a value on a device")
+                _wait(on_device, self.bulk.limit(self.limit.delta), self.peer, "take a value on a device")
             self._free.append(frame)
 
     def close(self) -> None:
@@ -196,10 +197,10 @@ class GroupIncoming:
         group: dist.ProcessGroup,
         peer: int,
         slots: int,
-        timeout: timedelta,
+        limit: Limit,
         bulk: Bulk | None = None,
     ) -> None:
-        self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
+        self.group, self.peer, self.limit, self.bulk = group, peer, limit, bulk
         self._stream: Any = None
         if bulk is not None and bulk.device.type == "cuda":
             self._stream = torch.cuda.Stream(bulk.device)  # type: ignore[no-untyped-call]
@@ -223,10 +224,10 @@ class GroupIncoming:
     def next(self) -> tuple[int, int, Parcel | Failure]:
         """Wait for the next message on the edge: (step, tag, content)."""
         frame, first, body, work = self._posted[0]
-        _wait(first, self.timeout, self.peer, "send")
+        _wait(first, self.limit.delta, self.peer, "send")
         header = Header.read(frame.memory)
         if work is not None:
-            _wait(work, self.timeout, self.peer, "send the rest of a message")
+            _wait(work, self.limit.delta, self.peer, "send the rest of a message")
         self._posted.popleft()
         end = HEADER_BYTES + header.layout_bytes
         if header.flags & FAILURE:
@@ -248,7 +249,7 @@ class GroupIncoming:
                 body = torch.empty(header.payload_bytes, dtype=torch.uint8)
                 _wait(
                     self.group.recv([body], self.peer, _EXTRA),
-                    self.timeout,
+                    self.limit.delta,
                     self.peer,
                     "send a large message",
                 )
@@ -265,7 +266,7 @@ class GroupIncoming:
             body = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=bulk.device)
             if layout.payload_bytes:
                 work = bulk.group.recv([body], bulk.peer, _PAYLOAD)
-                _wait(work, bulk.limit(self.timeout), self.peer, "send a value on a device")
+                _wait(work, bulk.limit(self.limit.delta), self.peer, "send a value on a device")
         if aside is not None:
             computing = torch.cuda.current_stream(bulk.device)
             computing.wait_stream(aside)

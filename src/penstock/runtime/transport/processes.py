@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import distributed as dist
 
 from penstock.errors import PeerError
+from penstock.runtime.limit import Limit
+from penstock.runtime.status import WAITS, Words, new_words
 from penstock.runtime.transport.base import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
 from penstock.runtime.transport.shared_memory import Bell, Host, SharedIncoming, SharedOutgoing, supported
@@ -41,7 +42,7 @@ class ProcessChannel:
         group: the communicator for messages between ranks, used for nothing else.
         exchange: gives every rank's value to every rank, by rank.
         incoming, outgoing: peer → (slots, capacity) of the edge from and to it.
-        timeout: the longest a wait may last, in seconds.
+        limit: of any wait.
         bulk: (sender, receiver) → the communicator of that edge for values on a device; empty where stages are on
             the CPU.
     """
@@ -54,17 +55,18 @@ class ProcessChannel:
         exchange: Callable[[Any], list[Any]],
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
-        timeout: float,
+        limit: Limit,
         bulk: Mapping[tuple[int, int], Bulk] | None = None,
     ) -> None:
-        limit = timedelta(seconds=timeout)
         shares = not bulk and supported() and os.environ.get(SWITCH, "1") != "0"
         self._bell = Bell() if shares else None
+        self.words: Words = new_words()
+        self.others: Sequence[Words | None] = ()
         rank = dist.get_rank(group)
         lanes = bulk or {}
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
-        self._share(exchange, incoming, outgoing, timeout)
+        self._share(exchange, incoming, outgoing, limit)
         for peer, (slots, capacity) in sorted(outgoing.items()):
             if peer not in self._out:
                 self._out[peer] = GroupOutgoing(group, peer, slots, capacity, limit, lanes.get((rank, peer)))
@@ -79,7 +81,7 @@ class ProcessChannel:
         exchange: Callable[[Any], list[Any]],
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
-        timeout: float,
+        limit: Limit,
     ) -> None:
         """Open the edges that can go through shared memory; both ends must be able to."""
         bell = self._bell
@@ -92,7 +94,7 @@ class ProcessChannel:
             for peer, (_, capacity) in sorted(outgoing.items()):
                 host = hosts[peer]
                 if host is not None and host.machine == bell.host.machine:
-                    offered[peer] = SharedOutgoing(peer, capacity, timeout, bell, host)
+                    offered[peer] = SharedOutgoing(peer, capacity, limit, bell, host)
         offers = exchange({peer: edge.offer() for peer, edge in offered.items()})
         rank = hosts.index(bell.host) if bell is not None else -1
         for peer in sorted(incoming):
@@ -100,7 +102,7 @@ class ProcessChannel:
             if bell is not None and host is not None and rank in offers[peer]:
                 # Another container or user may hide its files; then the edge goes through the group.
                 with contextlib.suppress(OSError):
-                    self._in[peer] = SharedIncoming(peer, timeout, bell, host, offers[peer][rank])
+                    self._in[peer] = SharedIncoming(peer, limit, bell, host, offers[peer][rank])
         opened: list[set[int]] = exchange(set(self._in))
         for peer, edge in offered.items():
             if rank in opened[peer]:
@@ -120,12 +122,21 @@ class ProcessChannel:
         self._step = step
         self._aside.clear()
 
+    def fault(self, rank: int) -> str | None:
+        """What is wrong with another rank's process, if that can be seen from here."""
+        return None
+
     def send(self, peer: int, tag: int, parcel: Parcel) -> None:
+        words = self.words
+        words[WAITS] = peer + 1
         self._out[peer].send(self._step, tag, parcel)
+        words[WAITS] = 0
 
     def recv(self, peer: int, tag: int) -> Parcel:
         if tag in self._aside:
             return self._aside.pop(tag)
+        words = self.words
+        words[WAITS] = peer + 1
         while True:
             step, arrived, content = self._in[peer].next()
             if step != self._step:
@@ -133,6 +144,7 @@ class ProcessChannel:
             if isinstance(content, Failure):
                 raise PeerError(content.message, content)
             if arrived == tag:
+                words[WAITS] = 0
                 return content
             self._aside[arrived] = content
 

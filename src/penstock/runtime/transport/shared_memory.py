@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PeerError, TransportError, WaitTimeoutError
+from penstock.runtime.limit import Limit
 from penstock.runtime.transport.base import Failure
 from penstock.runtime.transport.wire import (
     FAILURE,
@@ -216,13 +217,13 @@ class SharedOutgoing:
     Args:
         peer: the other rank.
         capacity: messages that can be under way.
-        timeout: the longest a send waits for a free slot, in seconds.
+        limit: of what a send waits for a free slot.
         bell: of this process.
         host: where the receiver is.
     """
 
-    def __init__(self, peer: int, capacity: int, timeout: float, bell: Bell, host: Host) -> None:
-        self.peer, self.timeout, self.bell, self.host = peer, timeout, bell, host
+    def __init__(self, peer: int, capacity: int, limit: Limit, bell: Bell, host: Host) -> None:
+        self.peer, self.limit, self.bell, self.host = peer, limit, bell, host
         # One slot more than messages, so that word of a failure always finds one.
         self.ring = _Ring(capacity + 1)
         self._sent = 0
@@ -247,7 +248,7 @@ class SharedOutgoing:
         if sent - ring.words[_TAKEN] >= ring.slots - 1:
             self.bell.wait(
                 lambda: sent - ring.words[_TAKEN] < ring.slots - 1,
-                ring.words, _SENDER_SLEEPS, self.host, self.timeout, f"rank {self.peer} to take what was sent",
+                ring.words, _SENDER_SLEEPS, self.host, self.limit.seconds, f"rank {self.peer} to take what was sent",
             )  # fmt: skip
         slot = sent % ring.slots
         frame = ring.frames[slot]
@@ -303,8 +304,8 @@ class SharedOutgoing:
 class SharedIncoming:
     """The receiving end of an edge; its ring is the one that the sender offers."""
 
-    def __init__(self, peer: int, timeout: float, bell: Bell, host: Host, offer: tuple[int, int]) -> None:
-        self.peer, self.timeout, self.bell, self.host = peer, timeout, bell, host
+    def __init__(self, peer: int, limit: Limit, bell: Bell, host: Host, offer: tuple[int, int]) -> None:
+        self.peer, self.limit, self.bell, self.host = peer, limit, bell, host
         descriptor, slots = offer
         self.ring = _Ring(slots, f"/proc/{host.pid}/fd/{descriptor}")
         self._taken = 0
@@ -319,7 +320,7 @@ class SharedIncoming:
         if number[0] != wanted:
             self.bell.wait(
                 lambda: number[0] == wanted,
-                ring.words, _RECEIVER_SLEEPS, self.host, self.timeout, f"rank {self.peer}, which has to send",
+                ring.words, _RECEIVER_SLEEPS, self.host, self.limit.seconds, f"rank {self.peer}, which has to send",
             )  # fmt: skip
         frame = ring.frames[slot]
         header = Header.read(frame)

@@ -14,6 +14,8 @@ import queue
 from collections.abc import Sequence
 
 from penstock.errors import PeerError, WaitTimeoutError
+from penstock.runtime.limit import Limit
+from penstock.runtime.status import WAITS, Words, new_words
 from penstock.runtime.streams import Events, Streams
 from penstock.runtime.transport.base import Failure
 from penstock.schedule.program import Program
@@ -29,23 +31,32 @@ class ThreadChannel:
     one_process = True
 
     def __init__(
-        self, rank: int, timeout: float, edges: dict[tuple[int, int], tuple[_Messages, _Places]]
+        self, rank: int, limit: Limit, edges: dict[tuple[int, int], tuple[_Messages, _Places]]
     ) -> None:
         self.rank = rank
-        self.timeout = timeout
+        self.limit = limit
+        self.words: Words = new_words()
+        self.others: Sequence[Words | None] = [self.words]
         self._out = {dst: edge for (src, dst), edge in edges.items() if src == rank}
         self._in = {src: edge for (src, dst), edge in edges.items() if dst == rank}
         self._aside: dict[int, Parcel] = {}
+
+    def fault(self, rank: int) -> str | None:
+        """A thread ends only with its process."""
+        return None
 
     def open(self, step: int) -> None:
         self._aside.clear()
 
     def send(self, peer: int, tag: int, parcel: Parcel) -> None:
         messages, places = self._out[peer]
+        words = self.words
+        words[WAITS] = peer + 1
         try:
-            place = places.get(timeout=self.timeout)
+            place = places.get(timeout=self.limit.seconds)
         except queue.Empty:
             raise self._too_late(f"rank {peer} to take what was sent") from None
+        words[WAITS] = 0
         if place is not None:
             raise PeerError(place.message, place)
         messages.put((tag, parcel))
@@ -54,15 +65,18 @@ class ThreadChannel:
         if tag in self._aside:
             return self._aside.pop(tag)
         messages, places = self._in[peer]
+        words = self.words
+        words[WAITS] = peer + 1
         while True:
             try:
-                arrived, content = messages.get(timeout=self.timeout)
+                arrived, content = messages.get(timeout=self.limit.seconds)
             except queue.Empty:
                 raise self._too_late(f"a message from rank {peer}") from None
             if isinstance(content, Failure):
                 raise PeerError(content.message, content)
             places.put(None)
             if arrived == tag:
+                words[WAITS] = 0
                 return content
             self._aside[arrived] = content
 
@@ -79,7 +93,7 @@ class ThreadChannel:
         self._aside.clear()
 
     def _too_late(self, what: str) -> WaitTimeoutError:
-        return WaitTimeoutError(f"rank {self.rank} waited {self.timeout:g} s for {what}")
+        return WaitTimeoutError(f"rank {self.rank} waited {self.limit.seconds:g} s for {what}")
 
 
 class StreamChannel(ThreadChannel):
@@ -92,12 +106,12 @@ class StreamChannel(ThreadChannel):
     def __init__(
         self,
         rank: int,
-        timeout: float,
+        limit: Limit,
         edges: dict[tuple[int, int], tuple[_Messages, _Places]],
         streams: Streams,
         events: Events,
     ) -> None:
-        super().__init__(rank, timeout, edges)
+        super().__init__(rank, limit, edges)
         self._streams = streams
         self._events = events
 
@@ -113,7 +127,7 @@ class StreamChannel(ThreadChannel):
 
 def thread_channels(
     program: Program,
-    timeout: float,
+    limit: Limit,
     holders: Sequence[Sequence[int]] = (),
     streams: Streams | None = None,
 ) -> Sequence[ThreadChannel]:
@@ -124,7 +138,7 @@ def thread_channels(
 
     Args:
         program: whose edges they are.
-        timeout: the longest a send or receive waits, in seconds.
+        limit: of what a send or receive waits.
         holders: ranks that hold the same parameters and add up their gradients, by what they hold.
         streams: on which the ranks compute; None on the CPU.
     """
@@ -139,7 +153,13 @@ def thread_channels(
                 for _ in range((edge.capacity if edge else 0) + both + 1):
                     places.put(None)
                 edges[source, target] = (queue.SimpleQueue(), places)
-    if streams is None:
-        return [ThreadChannel(rank, timeout, edges) for rank in ranks]
     events: Events = {}
-    return [StreamChannel(rank, timeout, edges, streams, events) for rank in ranks]
+    channels = [
+        ThreadChannel(rank, limit, edges)
+        if streams is None
+        else StreamChannel(rank, limit, edges, streams, events)
+        for rank in ranks
+    ]
+    for channel in channels:
+        channel.others = [one.words for one in channels]
+    return channels

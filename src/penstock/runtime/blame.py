@@ -1,0 +1,71 @@
+"""What a failed rank says: where it was, what it waited for, and who keeps everybody waiting."""
+
+from __future__ import annotations
+
+from penstock.errors import PeerError, StageError, TransportError
+from penstock.runtime.status import ROW, STEP, WAITS, Words, awaited, culprit, place_of, rows_of
+from penstock.runtime.transport.base import Channel
+from penstock.schedule.ops import Kind
+from penstock.schedule.program import Program
+from penstock.stage.runner import Parcels
+from penstock.stage.values import describe
+
+
+def explained(
+    error: BaseException,
+    rank: int,
+    program: Program,
+    channel: Channel | None,
+    words: Words,
+    inputs: Parcels | None,
+) -> BaseException:
+    """The error to raise: it names rank, stage, microbatch and op, unless another rank has named its own.
+
+    Args:
+        error: what stopped the rank.
+        rank: which.
+        program: of the step.
+        channel: its end of the transport.
+        words: what it was doing.
+        inputs: what its last forward took; None if there was none.
+    """
+    if not isinstance(error, Exception) or (isinstance(error, PeerError) and error.failure is not None):
+        return error
+    where, given = _where(rank, program, words), ""
+    if isinstance(error, TransportError):
+        text = f"{error}{_awaited(program, words)} (at {where})"
+        if channel is not None:
+            text += _blame(program, channel, words)
+        return type(error)(text)
+    row = words[ROW]
+    if inputs is not None and row >= 0 and program.schedule.kind[row] == Kind.F:
+        given = f" (the stage's input was {describe(inputs[0])})"
+    return StageError(f"{where}: {type(error).__name__}: {error}{given}")
+
+
+def _where(rank: int, program: Program, words: Words) -> str:
+    step, row, schedule = words[STEP], words[ROW], program.schedule
+    if row < 0:
+        return f"rank {rank}, at the end of step {step}"
+    op = schedule.op(row)
+    ops = " and ".join(str(schedule.op(r)) for r in rows_of(program, row))
+    return f"rank {rank}, stage {op.stage}, microbatch {op.microbatch}, op {ops} of step {step}"
+
+
+def _awaited(program: Program, words: Words) -> str:
+    found = awaited(program, words[ROW], words[WAITS] - 1)
+    return f"; it was to send what {found}" if found else ""
+
+
+def _blame(program: Program, channel: Channel, words: Words) -> str:
+    """Who it is that the others wait for, and what that rank does."""
+    first = words[WAITS] - 1
+    if not 0 <= first < len(channel.others):
+        return ""
+    rank, fault = culprit(first, channel.others, channel.fault)
+    theirs = channel.others[rank]
+    if fault is None and theirs is None:
+        return ""
+    doing = "" if theirs is None else f" {'was' if fault else 'is'} {place_of(program, theirs)}"
+    joined = f" {fault}; it" if fault and doing else f" {fault}" if fault else ""
+    return f". Rank {rank}{joined}{doing}"

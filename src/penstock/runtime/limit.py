@@ -1,0 +1,43 @@
+"""How long a wait may last: one number for all waits of a run, longer in the first step of its kind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+FIRST_TIMEOUT = 600.0
+"""Seconds; the first steps compile, import and allocate, and not every rank takes equally long for that."""
+
+
+class Limit:
+    """What every wait asks when it begins.
+
+    Args:
+        timeout: the longest a wait may last, in seconds.
+        first: the same until the first training step is done, and during the first evaluation; as `timeout` if None.
+
+    Attributes:
+        seconds: what counts now.
+    """
+
+    def __init__(self, timeout: float, first: float | None = None) -> None:
+        self.timeout = timeout
+        self.first = timeout if first is None else first
+        self.seconds = self.first
+        self._done: set[bool] = set()
+
+    @property
+    def delta(self) -> timedelta:
+        """`seconds`, as torch takes it."""
+        return timedelta(seconds=self.seconds)
+
+    @contextlib.contextmanager
+    def step(self, trains: bool) -> Iterator[None]:
+        """Around a step: the first one that ends well of each kind, training and evaluation, has the longer limit."""
+        self.seconds = self.timeout if trains in self._done else self.first
+        try:
+            yield
+            self._done.add(trains)
+        finally:
+            self.seconds = self.timeout
