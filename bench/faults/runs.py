@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.faults.fault import ECHO, Fault
+from bench.faults.fault import ECHO, Diary, Fault
 
 MARK = "PENSTOCK_FAULT_RUN"
 """An environment variable that every process of a run inherits, by which those it leaves behind are found."""
@@ -138,10 +138,27 @@ class Victim:
             )
         return self
 
-    def send(self, number: int, group: bool = False) -> None:
-        """A signal to the process that was started, or to all of its group, as from a terminal."""
+    def send(self, number: int, group: bool = False, pid: int | None = None) -> None:
+        """A signal to the process that was started, to all of its group as from a terminal, or to another process.
+
+        Raises:
+            ProcessLookupError: it is gone.
+        """
         assert self._process is not None
-        (os.killpg if group else os.kill)(self._process.pid, number)
+        (os.killpg if group else os.kill)(pid or self._process.pid, number)
+
+    def running(self) -> bool:
+        """Whether the process that was started still runs."""
+        assert self._process is not None
+        return self._process.poll() is None
+
+    def processes_left(self) -> list[int]:
+        """Process ids of the run."""
+        return leftovers(self.root)
+
+    def note(self, what: str, **more: object) -> None:
+        """Write into the run's diaries from outside."""
+        Diary(self.diaries).write(what, **more)
 
     def events(self) -> list[dict[str, Any]]:
         """The diaries so far, in order of time."""
@@ -162,7 +179,7 @@ class Victim:
             for event in self.events():
                 if event["what"] == what and all(event.get(k) == v for k, v in more.items()):
                     return event
-            if self._process.poll() is not None:
+            if not self.running():
                 break
             time.sleep(0.01)
         raise TimeoutError(f"{what} {more} has not come; {(self.root / 'err').read_text()[-2000:]}")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench.faults.listening import listening
 from torch import nn
 
 from penstock.errors import ConfigError, WaitTimeoutError
@@ -16,7 +17,6 @@ from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.world import STORE, World
 from tests.runtime import plain
-from tests.runtime.listening import listening
 
 ROOT = Path(__file__).parents[2]
 

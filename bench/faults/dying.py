@@ -1,0 +1,176 @@
+"""Rows 1, 2, 10, 11 and 15: processes that are killed, stopped or told to end, and runs that never get going."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+from penstock.train.exit_codes import ExitCode
+from safetensors.torch import load_file
+
+from bench.faults.fault import Fault
+from bench.faults.runs import Ended, Victim
+from bench.faults.table import Checks, Outcome, Row
+from penstock.train.checkpoint.find import damage, read_manifest, steps_in
+
+KILLED_IN = ("F", "B", "reduction", "optimizer")
+MESH: dict[str, object] = {"parallel.pp": 2, "parallel.dp": 2}
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """A run's last weights, by name."""
+    return {
+        name: tensor.numpy().tobytes()
+        for path in sorted(run.glob("model*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def redone(ended: Ended) -> int:
+    """Most steps that a restart had to do again."""
+    most = done = 0
+    for event in ended.all("step"):
+        if event["step"] <= done:
+            most = max(most, done - event["step"] + 1)
+        done = max(done, event["step"]) if event["step"] > done else event["step"]
+    return most
+
+
+def killed(root: Path, quick: bool) -> Outcome:
+    """Row 1: two pipelines of two ranks, in four processes."""
+    processes, settings = (2, {}) if quick else (4, MESH)
+    plain = weights(Victim(root / "plain", processes=processes, restarts=0, settings=settings).run().folder)
+    checks, knows, again, most = Checks(), [], [], 0
+    checks.that(bool(plain), "the undisturbed run has no weights")
+    cases = [(1, "B")] if quick else [(rank, at) for at in KILLED_IN for rank in range(processes)]
+    for rank, at in cases:
+        case = f"rank {rank} in {at}"
+        microbatch = 1 if at in "FB" else None
+        fault = Fault("kill", at, rank, microbatch=microbatch, step=7)
+        ended = Victim(root / f"{rank}-{at}", fault, processes, 3, settings).run(240.0)
+        first = {event["pid"] for event in ended.all("start")[:processes]}
+        told = [event for event in ended.all("end") if event["pid"] in first]
+        steps = [event["time"] for event in ended.all("step") if event["pid"] not in first]
+        checks.that(ended.code == 0, f"{case}: exit code {ended.code}: {ended.err[-300:]}")
+        checks.that(bool(told), f"{case}: no other rank has told an error")
+        checks.that(bool(steps), f"{case}: not trained again")
+        if told and steps:
+            knows.append(max(event["time"] for event in told) - ended.struck)
+            again.append(min(steps) - ended.struck)
+            checks.that(knows[-1] < 2.0, f"{case}: others knew after {knows[-1]:.1f} s")
+            checks.that(again[-1] < 15.0, f"{case}: trained again after {again[-1]:.1f} s")
+            said = " ".join(event["message"] for event in told)
+            checks.that(
+                f"rank {rank}" in said or at in ("reduction", "optimizer"), f"{case} is not named: {said}"
+            )
+            wanted = r"stage \d+.*microbatch \d+" if at in "FB" else "rank"
+            checks.that(re.search(wanted, said) is not None, f"{case}: {said}")
+        most = max(most, redone(ended))
+        checks.that(most <= 5, f"{case}: {most} steps done again")
+        checks.that(weights(ended.folder) == plain, f"{case}: other weights than the undisturbed run")
+        checks.that(not ended.left, f"{case}: left running {ended.left}")
+    return checks.outcome(
+        f"{len(cases)} kills: others knew in {max(knows, default=0):.1f} s at most, training again in "
+        f"{min(again, default=0):.1f}-{max(again, default=0):.1f} s, {most} step(s) redone, weights bit-equal, no orphan"
+    )
+
+
+def stopped(root: Path, quick: bool) -> Outcome:
+    """Row 2."""
+    checks = Checks()
+    fault = Fault("stop", "F", rank=1, microbatch=2, step=3)
+    limits = {"runtime.timeout": 5, "runtime.first_timeout": 60}
+    ended = Victim(root, fault, processes=2, restarts=0, settings=limits).run()
+    took = ended.over - ended.struck
+    checks.that(took < 8.0, f"all ended after {took:.1f} s")
+    checks.that(ended.code > 0, f"exit code {ended.code}")
+    checks.that("most recent call first" in ended.err, "no stacks")
+    checks.that("rank 1" in ended.err, "the stopped rank is not named")
+    checks.that(not ended.left, f"left running {ended.left}")
+    return checks.outcome(f"all ended after {took:.1f} s, exit code {ended.code}, stacks printed")
+
+
+def terminated(root: Path, quick: bool) -> Outcome:
+    """Row 10: the first rank is slow, so that the other one waits for it nearly always."""
+    checks, told = Checks(), []
+    starters = (("torchrun", None),) if quick else (("torchrun", None), ("penstock --restarts", 3))
+    for name, restarts in starters:
+        settings = {"train.steps": 100_000, "train.checkpoint_every": 0}
+        fault = Fault("slow", "F+B", rank=0, again=True)
+        victim = Victim(root / name.split()[0], fault, 2, restarts, settings).start()
+        victim.until("step", step=7)
+        began = time.time()
+        victim.send(signal.SIGTERM)
+        ended = victim.wait(60.0)
+        took = ended.over - began
+        last = max(event["step"] for event in ended.all("step"))
+        saved = steps_in(ended.folder / "checkpoints")
+        codes = [int(code) for code in re.findall(r"exitcode\s*: (-?\d+)", ended.err)] or [ended.code]
+        checks.that(took < 25.0, f"{name}: ended after {took:.1f} s")
+        checks.that(set(codes) == {ExitCode.STOPPED}, f"{name}: exit codes {codes}")
+        checks.that(ended.code != 0, f"{name}: exit code {ended.code}")
+        checks.that(bool(saved), f"{name}: nothing saved")
+        for step, path in saved[:1]:
+            checks.that(last - step <= 1, f"{name}: step {step} saved of {last}")
+            checks.that(not damage(path, read_manifest(path)), f"{name}: the checkpoint is damaged")
+            told.append(f"{name}: {took:.1f} s, workers' code {codes[0]}, step {step} of {last} saved")
+        checks.that(not ended.left, f"{name}: left running {ended.left}")
+    return checks.outcome("; ".join(told))
+
+
+def interrupted(root: Path, quick: bool) -> Outcome:
+    """Row 11: both within one step, which takes long."""
+    checks = Checks()
+    settings = {"train.steps": 100_000, "train.checkpoint_every": 3}
+    victim = Victim(root, Fault("hang", "F", stage=1, step=8), settings=settings).start()
+    victim.until("fault")
+    before = steps_in(victim.folder / "checkpoints")
+    victim.send(signal.SIGINT, group=True)
+    time.sleep(0.3)  # two signals at once are one
+    began = time.time()
+    victim.send(signal.SIGINT, group=True)
+    ended = victim.wait(30.0)
+    took = ended.over - began
+    checks.that(took < 1.0, f"out after {took:.1f} s")
+    checks.that(ended.code in (130, -signal.SIGINT), f"exit code {ended.code}")
+    checks.that(bool(before), "no checkpoint was there")
+    checks.that(before == steps_in(ended.folder / "checkpoints"), "the checkpoints are others")
+    for _, path in before:
+        checks.that(not damage(path, read_manifest(path)), f"{path.name} is damaged")
+    checks.that(not ended.left, f"left running {ended.left}")
+    return checks.outcome(
+        f"out {took:.2f} s after the second one, exit code {ended.code}, old checkpoints intact"
+    )
+
+
+def never_starts(root: Path, quick: bool) -> Outcome:
+    """Row 15."""
+    checks = Checks()
+    fault = Fault("kill", "start", rank=1, again=True)
+    ended = Victim(root, fault, processes=2, restarts=3).run(240.0)
+    starts = sum(event["rank"] == 1 for event in ended.all("start"))
+    checks.that(starts == 4, f"{starts} starts")
+    checks.that(ended.code == ExitCode.GAVE_UP, f"exit code {ended.code}")
+    checks.that(not ended.left, f"left running {ended.left}")
+    return checks.outcome(f"gave up after {starts} starts, exit code {ended.code}")
+
+
+ROWS = (
+    Row(
+        1,
+        "kill -9 each rank in F, B, reduction, optimizer of step 7",
+        "known < 2 s, again < 15 s, bit-equal",
+        killed,
+    ),
+    Row(2, "SIGSTOP one rank, timeout 5 s", "all end < 8 s, stacks printed", stopped),
+    Row(
+        10,
+        "SIGTERM to the launcher mid-receive",
+        "saved, documented code, < 25 s, <= 1 step lost",
+        terminated,
+    ),
+    Row(11, "Ctrl-C twice", "out at once, old checkpoint intact", interrupted),
+    Row(15, "crash at every start", "stops after 3 restarts without progress", never_starts),
+)
