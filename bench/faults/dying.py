@@ -7,13 +7,13 @@ import signal
 import time
 from pathlib import Path
 
-from penstock.train.exit_codes import ExitCode
 from safetensors.torch import load_file
 
 from bench.faults.fault import Fault
 from bench.faults.runs import Ended, Victim
 from bench.faults.table import Checks, Outcome, Row
 from penstock.train.checkpoint.find import damage, read_manifest, steps_in
+from penstock.train.exit_codes import ExitCode
 
 KILLED_IN = ("F", "B", "reduction", "optimizer")
 MESH: dict[str, object] = {"parallel.pp": 2, "parallel.dp": 2}
@@ -107,15 +107,18 @@ def terminated(root: Path, quick: bool) -> Outcome:
         took = ended.over - began
         last = max(event["step"] for event in ended.all("step"))
         saved = steps_in(ended.folder / "checkpoints")
-        codes = [int(code) for code in re.findall(r"exitcode\s*: (-?\d+)", ended.err)] or [ended.code]
+        codes = [event["code"] for event in ended.all("exit")]
         checks.that(took < 25.0, f"{name}: ended after {took:.1f} s")
-        checks.that(set(codes) == {ExitCode.STOPPED}, f"{name}: exit codes {codes}")
+        checks.that(codes == [ExitCode.STOPPED] * 2, f"{name}: exit codes {codes}: {ended.err[-3000:]}")
+        checks.that("exitcode" not in ended.err, f"{name}: {ended.err[-3000:]}")
         checks.that(ended.code != 0, f"{name}: exit code {ended.code}")
         checks.that(bool(saved), f"{name}: nothing saved")
         for step, path in saved[:1]:
             checks.that(last - step <= 1, f"{name}: step {step} saved of {last}")
             checks.that(not damage(path, read_manifest(path)), f"{name}: the checkpoint is damaged")
-            told.append(f"{name}: {took:.1f} s, workers' code {codes[0]}, step {step} of {last} saved")
+            told.append(
+                f"{name}: {took:.1f} s, exit codes {codes} ({ended.code}), step {step} of {last} saved"
+            )
         checks.that(not ended.left, f"{name}: left running {ended.left}")
     return checks.outcome("; ".join(told))
 

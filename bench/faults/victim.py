@@ -80,7 +80,12 @@ def main() -> None:
     from penstock.cli import main as penstock
 
     sys.argv = ["penstock", *arguments]
-    penstock()
+    try:
+        penstock()
+    except SystemExit as leave:
+        injector.diary.write("exit", code=leave.code)
+        raise
+    injector.diary.write("exit", code=0)
 
 
 if __name__ == "__main__":
