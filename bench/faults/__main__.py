@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from bench.compare import emit, machine
-from bench.faults import inside, saves
+from bench.faults import doors, dying, inside, saves
 from bench.faults.table import Outcome, Row
 
-ROWS: list[Row] = sorted([*inside.ROWS, *saves.ROWS], key=lambda row: row.number)
+ROWS: list[Row] = sorted([*dying.ROWS, *inside.ROWS, *saves.ROWS, *doors.ROWS], key=lambda row: row.number)
 
 
 def measure(row: Row, quick: bool) -> Outcome:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bench.faults.__main__ import ROWS
 
-QUICK = (3, 5, 9)
+QUICK = (3, 5, 9, 11)
 """Rows 6, 7, 8 and 12 have their tests beside the checkpoints, without the trainer around them."""
 
 
