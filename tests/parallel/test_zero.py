@@ -10,8 +10,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.reducer import GroupReducer
-from penstock.parallel.zero import ShardedOptimizer
-from penstock.parallel.zero_state import join_state_dicts
+from penstock.parallel.zero import ShardedOptimizer, join_state_dicts
 from penstock.runtime.local import LocalProcesses
 from tests.parallel.replicas import each, gradients, loss_of, model, share, together
 
@@ -115,12 +114,11 @@ def test_a_replica_holds_its_share_of_the_state(size):
             net(torch.ones(2, 64)).sum().backward()
         optimizer.step()
         optimizer.wait_all()
-        return optimizer.state_bytes(), optimizer.buckets.buckets
+        return optimizer.state_bytes(), len(optimizer.shards.owned())
 
     whole = 2 * 4 * 2 * (64 * 64 + 64)  # two moments, four bytes, two layers
-    for found, buckets in together(size, body):
-        steps = 4 * len(buckets)
-        assert whole // size <= found - steps <= whole // size + 2 * 64 * len(buckets)
+    for found, pieces in together(size, body):
+        assert found - 4 * pieces == whole // size
 
 
 def test_groups_keep_their_options_and_schedules_reach_them():
@@ -238,15 +236,19 @@ def test_layers_wait_for_their_own_parameters_only_and_others_are_there_at_once(
         with optimizer.reducing():
             loss_of(net, *share(0, ROWS, reducer.rank, 2)).backward()
         optimizer.step()
-        coming = set(optimizer._coming)
-        numbers = [{optimizer._bucket[id(p)] for p in layer.parameters()} for layer in net]
+        coming = set(optimizer.shards._coming)
+
+        def number(p):
+            return optimizer.shards.part(p).entry.bucket
+
+        numbers = [{number(p) for p in layer.parameters()} for layer in net]
         assert coming == numbers[1] | numbers[2] | numbers[3]
         net[:2](share(0, ROWS, 0, 2)[0])
-        assert set(optimizer._coming) == numbers[2] | numbers[3]
+        assert set(optimizer.shards._coming) == numbers[2] | numbers[3]
         optimizer.wait(net[2][0].weight)
-        assert set(optimizer._coming) == (numbers[2] | numbers[3]) - {optimizer._bucket[id(net[2][0].weight)]}
+        assert set(optimizer.shards._coming) == (numbers[2] | numbers[3]) - {number(net[2][0].weight)}
         optimizer.wait_all()
-        return not optimizer._coming
+        return not optimizer.shards._coming
 
     assert together(2, body) == [True, True]
 
@@ -260,7 +262,7 @@ def test_misuse_is_an_error():
     loss_of(net, *share(0, ROWS, 0, 1)).backward()
     optimizer.finish()
     assert all(p.grad is None for p in net.parameters())
-    with pytest.raises(PenstockError, match="waiting for step"):
+    with pytest.raises(PenstockError, match="wait for the optimizer's step"):
         optimizer.finish()
     optimizer.zero_grad()
     for kind in (torch.optim.LBFGS, torch.optim.Adafactor):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import ConfigError, PeerError, WaitTimeoutError
+from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
 
 
 class Handle(Protocol):
@@ -53,6 +53,14 @@ class Reducer(Protocol):
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
         """Begin to give every replica's numbers, equally many, to every replica; the result is by replica."""
+
+    def share(self, value: object) -> list[Any]:
+        """Give every replica's value to every replica, and wait; the result is by replica.
+
+        Raises:
+            PeerError: another replica is gone.
+            WaitTimeoutError: a replica did not come in time.
+        """
 
 
 def part_of(flat: Tensor, rank: int, size: int) -> Tensor:
@@ -120,6 +128,14 @@ class GroupReducer:
 
         return result
 
+    def share(self, value: object) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise _failure(error, "share what they have", self.timeout) from error
+        return values
+
     def _begun(self, work: Any, flat: Tensor, what: str) -> Handle:
         if work is None:
             return DONE
@@ -150,13 +166,17 @@ class _Waiting:
             else:
                 self.work.wait(self.timeout)
         except RuntimeError as error:
-            text = str(error)
-            if "imed out" in text:
-                waited = f"{self.timeout.total_seconds():g} s" if self.timeout is not None else "too long"
-                raise WaitTimeoutError(
-                    f"waited {waited} for the other replicas to {self.what}; one of them failed, is slow, or left out a step"
-                ) from error
-            raise PeerError(f"the connection to another replica broke: {text.splitlines()[0]}") from error
+            raise _failure(error, self.what, self.timeout) from error
+
+
+def _failure(error: RuntimeError, what: str, timeout: timedelta | None) -> PenstockError:
+    text = str(error)
+    if "imed out" in text:
+        waited = f"{timeout.total_seconds():g} s" if timeout is not None else "too long"
+        return WaitTimeoutError(
+            f"waited {waited} for the other replicas to {what}; one of them failed, is slow, or left out a step"
+        )
+    return PeerError(f"the connection to another replica broke: {text.splitlines()[0]}")
 
 
 # The names of torch 2.12 on; before, the others, which warn from then on.

@@ -108,6 +108,11 @@ class ThreadReducer:
 
         return result
 
+    def share(self, value: object) -> list[Any]:
+        handle = self._bring(value, None, lambda brought: None)
+        handle.wait()
+        return list(handle.meeting.brought)
+
     def fail(self, message: str) -> None:
         """Tell every replica that this one failed: whatever they wait for raises `PeerError`, now and later."""
         self._table.fail(f"replica {self.rank} failed: {message}")

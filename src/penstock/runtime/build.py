@@ -138,15 +138,17 @@ class Assembly:
         """Of all stages of all local ranks, in a fixed order."""
         return [p for module in self._modules.values() for p in module.parameters()]
 
-    def replicate(self, rank: int, reducer: Reducer | None, exchange: Exchange | None) -> None:
+    def replicate(
+        self, rank: int, reducer: Reducer | None, exchange: Exchange | None, zero: bool = False
+    ) -> None:
         """Make the buckets of a rank's gradients, once all its parameters are as they are to be, or again.
 
         Args:
             rank: which.
-            reducer, exchange: as `Replicas` takes them.
+            reducer, exchange, zero: as `Replicas` takes them.
         """
         if rank in self.replicas:
-            self.replicas[rank].detach()
+            self.replicas.pop(rank).detach()
         shared = [p for bundle in self.bundles[rank] for p in bundle.parameters]
         # In one memory only the first holder of a parameter has its gradient in the end.
         elsewhere = [p for b in self.bundles[rank] for p in b.parameters if b.holders[0] != rank]
@@ -157,6 +159,7 @@ class Assembly:
             shared,
             elsewhere if self._world is None else [],
             self._bucket_bytes,
+            zero,
         )
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from penstock.errors import BatchError, ConfigError
+from penstock.parallel.shards import Shards
 from penstock.parallel.threads import thread_reducers
 from penstock.runtime.batch import Cut
 from penstock.runtime.build import Assembly
@@ -193,16 +194,32 @@ class Engine:
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
 
-    def replicate(self) -> None:
-        """Make the buckets of gradients, and again where their dtype has changed; in processes every one calls it."""
+    def replicate(self, zero: bool = False) -> None:
+        """Make the buckets of gradients, and again where their dtype has changed; in processes every one calls it.
+
+        Args:
+            zero: divide the update of the parameters among the replicas that are processes.
+        """
         world = self._world
         if world is not None and world.mesh is not None:
-            self.parts.replicate(world.rank, world.replicas(), world.exchange_beside)
+            self._executors.clear()
+            self.parts.replicate(world.rank, world.replicas(), world.exchange_beside, zero)
         elif self.twins and self._crew is not None:
             self._replicate(self._crew)
         else:
             return
         self._executors.clear()
+
+    @property
+    def shards(self) -> Shards | None:
+        """What of the parameters this process updates, if that is divided among replicas."""
+        replicas = self.parts.replicas.get(self._world.rank) if self._world is not None else None
+        return replicas.shards if replicas is not None else None
+
+    def settle(self) -> None:
+        """Wait for parameters that are being collected."""
+        if self.shards is not None:
+            self.shards.wait_all()
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""
@@ -235,6 +252,13 @@ class Engine:
         if self.closed:
             return
         self.closed = True
+        try:
+            if not self._failed:
+                self.settle()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._executors.clear()
         self.parts.ties.undo()
         if self._crew is not None:

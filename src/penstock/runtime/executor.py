@@ -157,8 +157,9 @@ class Executor:
         work, schedule = self._work, self.program.schedule
         finding = None
         if work.finite and self.trains:
-            last = schedule.stages - 1
-            finding = find_nonfinite(self.stages, work.losses, last, work.first_microbatch)
+            last, first = schedule.stages - 1, work.first_microbatch
+            more = self.replicas.shared_out if self.replicas is not None else None
+            finding = find_nonfinite(self.stages, work.losses, last, first, more)
         return agree(
             self.channel, self.rank, self._collector, schedule.ranks, self.program.tags, work.losses, finding
         )

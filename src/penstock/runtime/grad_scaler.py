@@ -75,12 +75,10 @@ class GradScaler:
         factor = _float32(1.0 / self.scale)
 
         def unscale(rank: int) -> float:
-            return _unscale(
-                [local(p.grad) for _, p in pipe.rank_parameters(rank) if p.grad is not None], factor
-            )
+            return _unscale([local(p.grad) for p in pipe.updated(rank) if p.grad is not None], factor)
 
         bad = sum(pipe.on_ranks(unscale))
-        return not float(pipe.sum_over_ranks(torch.tensor(bad, dtype=torch.float64)))
+        return not float(pipe.sum_over_ranks(torch.tensor(bad, dtype=torch.float64), replicas=True))
 
     def update(self, finite: bool) -> None:
         """Choose the next step's scale; every process calls it with what `unscale_` returned."""

@@ -7,7 +7,7 @@ model. Gradients reach them in fp32, too: ``Tensor.grad_dtype`` tells the autogr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,20 @@ class MainWeights:
     Args:
         named: (name, parameter) of the rank.
         copies: whether 16-bit parameters have fp32 copies.
+        written: name → the parameter that others write to, where `named` has a piece of it.
 
     Attributes:
         by_name: name → fp32 copy, of those that have one; of a cut parameter this process's part.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], copies: bool) -> None:
-        wide = {name for name, p in named if copies and p.dtype in _NARROW and p.requires_grad}
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        copies: bool,
+        written: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self.copies = copies
+        wide = {name for name, p in named if self.wants_copy(p)}
         self._parameters = {name: p for name, p in named if name in wide}
         self.by_name = {
             name: nn.Parameter(local(p.detach()).to(torch.float32)) for name, p in self._parameters.items()
@@ -43,7 +50,16 @@ class MainWeights:
             for name, p in named
             if is_sharded(p) and name not in wide
         }
-        self._versions = {name: local(p)._version for name, p in self._parameters.items()}
+        self._written = {name: (written or {}).get(name, p) for name, p in self._parameters.items()}
+        self._versions = {name: self._version(name) for name in self._parameters}
+
+    def wants_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter, or a piece of it, has an fp32 copy."""
+        return self.copies and parameter.dtype in _NARROW and parameter.requires_grad
+
+    def _version(self, name: str) -> int:
+        version: int = local(self._written[name].detach())._version
+        return version
 
     def of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer is to update in place of a parameter."""
@@ -62,7 +78,7 @@ class MainWeights:
         for name, parameter in self._parameters.items():
             main = self.by_name[name]
             written = local(parameter.detach())
-            changed = written._version != self._versions[name]
+            changed = self._version(name) != self._versions[name]
             if changed and not torch.equal(main.detach().to(written.dtype), written):
                 main.detach().copy_(written)
             main.grad = None if parameter.grad is None else local(parameter.grad)
@@ -82,9 +98,8 @@ class MainWeights:
         self._round(name, self._parameters[name], self.by_name[name])
 
     def _round(self, name: str, parameter: nn.Parameter, main: nn.Parameter) -> None:
-        own = local(parameter.detach())
-        own.copy_(main.detach())
-        self._versions[name] = own._version
+        local(parameter.detach()).copy_(main.detach())
+        self._versions[name] = self._version(name)
 
 
 def keep_gradients_in_float32(parameters: Iterable[nn.Parameter]) -> None:

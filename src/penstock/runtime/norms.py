@@ -12,7 +12,11 @@ from penstock.runtime.world import World
 
 
 def clip_(
-    parameters: Sequence[tuple[int, nn.Parameter, bool]], max_norm: float, count: int, world: World | None
+    parameters: Sequence[tuple[int, nn.Parameter, bool]],
+    max_norm: float,
+    count: int,
+    world: World | None,
+    divided: bool = False,
 ) -> Tensor:
     """Clip gradients by their global 2-norm.
 
@@ -24,6 +28,7 @@ def clip_(
         max_norm: the largest norm allowed.
         count: how many parameters the whole model has.
         world: the other ranks; None if all parameters are here.
+        divided: what is given are pieces of parameters, of which the replicas have the others.
 
     Returns:
         0-d tensor, the norm before clipping.
@@ -36,12 +41,15 @@ def clip_(
         if parameter.grad is None or not counts:
             continue
         norm = torch.linalg.vector_norm(local(parameter.grad)).double()
-        if is_cut(parameter.grad):
+        if divided or is_cut(parameter.grad):
             squares[place] = norm.square()
         else:
             places[place] = norm
         present[place] = 1.0
     if world is not None:
+        if divided:
+            world.add_up_replicas(squares)
+            world.add_up_replicas(present)
         world.add_up_tensor_parallel(squares)
         for column in (places, squares, present):
             world.add_up(column)

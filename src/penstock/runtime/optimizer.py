@@ -6,31 +6,35 @@ rank's costs. Nothing of it is exchanged but the gradients' norm and whether an 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.errors import ConfigError, NonFiniteError, nearest
+from penstock.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.local import local
-from penstock.parallel.zero import NOT_ELEMENTWISE
 from penstock.runtime import optimizer_state
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.main_weights import MainWeights, keep_gradients_in_float32
+from penstock.runtime.optimizer_build import (
+    MakeOptimizer,
+    MakeScheduler,
+    build,
+    build_scheduler,
+    require_elementwise,
+    require_no_fp16,
+    require_zero,
+)
 from penstock.runtime.parameter_groups import Named, assign
 from penstock.runtime.setup import require_count
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
-
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,18 @@ class PipelineOptimizer:
         scaler: scales the loss; an inf or a NaN in any gradient skips the update on every rank.
         main_weights: update fp32 copies of bf16 and fp16 parameters and round those into the model; gradients are kept
             in fp32 then. See `penstock.runtime.main_weights`.
+        zero: divide the optimizer's state and work among the replicas of the pipeline (ZeRO stage 1, 1910.02054, section
+            5.1): each updates its part of the parameters and gets the others'. True: `step` returns when all are there.
+            "overlap": they are collected while the next step's first forwards run, each layer waiting for its own;
+            until then read parameters through the pipeline only (``pipe.parameters()``, ``pipe.state_dict()``), which
+            waits. Replicas that are threads of one process have one state and do the work once in any case.
         **defaults: of the optimizer: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
         optimizers: the torch optimizers, by rank of this process.
         steps: updates applied.
         skipped: updates skipped.
+        shards: the pieces of parameters that this process updates, with `zero` and several replicas; else None.
 
     Raises:
         ConfigError: something given cannot be used; in processes on every one.
@@ -94,9 +104,11 @@ class PipelineOptimizer:
         lr_scheduler: MakeScheduler | None = None,
         scaler: GradScaler | None = None,
         main_weights: bool = False,
+        zero: bool | Literal["overlap"] = False,
         **defaults: Any,
     ) -> None:
         require_count("accumulate", accumulate)
+        require_zero(pipe, zero)
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):
             raise ConfigError(f"clip must be a positive number or None, not {clip!r}")
         if lr_factor is not None and lr_scheduler is not None:
@@ -109,23 +121,39 @@ class PipelineOptimizer:
         self._parts, options = assign(pipe, groups)
         if main_weights:
             keep_gradients_in_float32(p for module in pipe._modules() for p in module.parameters())
-            pipe._engine.replicate()
         elif self.scaler is not None:
-            _require_no_fp16(pipe)
+            require_no_fp16(pipe)
+        if main_weights or zero or pipe._engine.shards is not None:
+            pipe._engine.replicate(bool(zero))
+        self.shards = pipe._engine.shards
+        self._overlaps = zero == "overlap"
+        held = {rank: [self._held(part) for part in parts] for rank, parts in self._parts.items()}
         self.main_weights = {
-            rank: MainWeights([pair for part in parts for pair in part], main_weights)
+            rank: MainWeights(
+                [pair for part in held[rank] for pair in part],
+                main_weights,
+                {name: p for part in parts for name, p in part},
+            )
             for rank, parts in self._parts.items()
         }
         self.optimizers = {
-            rank: _build(optimizer, self.main_weights[rank], parts, options, defaults)
-            for rank, parts in self._parts.items()
+            rank: build(optimizer, self.main_weights[rank], parts, options, defaults)
+            for rank, parts in held.items()
         }
         if lr_factor is not None:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
-        self.schedulers = [_scheduler(lr_scheduler, o) for o in self.optimizers.values() if lr_scheduler]
-        _require_elementwise(pipe, next(iter(self.optimizers.values())))
+        self.schedulers = [build_scheduler(lr_scheduler, o) for o in self.optimizers.values() if lr_scheduler]
+        require_elementwise(pipe, next(iter(self.optimizers.values())), self.shards is not None)
         pipe.scaler = self.scaler
         self._wait_for_steps(0)
+
+    def _held(self, part: Named) -> Named:
+        """The pieces of a group's parameters that are updated here; without ZeRO they are the parameters."""
+        if self.shards is None:
+            return part
+        pairs = [(name, p, self.shards.part(p)) for name, p in part]
+        owned = [(name, p if piece is None else piece.own) for name, p, piece in pairs]
+        return [(name, own) for name, own in owned if own is not None]
 
     def step(self) -> OptimizerStep:
         """Take the gradients of the ``pipe.step`` before; on every `accumulate`-th call update, and drop them.
@@ -137,6 +165,10 @@ class PipelineOptimizer:
             NonFiniteError: `clip` is given and the norm is an inf or a NaN, with no such gradient for a scaler to see; the
                 weights are as before, the gradients are dropped.
         """
+        if self.pipe._engine.shards is not self.shards:
+            raise PenstockError(
+                "another PipelineOptimizer was made for this pipeline since; its gradients go to that one"
+            )
         rates = tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
         self._wait_for_steps(self._waiting + 1)
         if self._waiting < self.accumulate:
@@ -170,7 +202,7 @@ class PipelineOptimizer:
 
     @torch.no_grad()
     def _average(self, rank: int) -> None:
-        for _, parameter in self.pipe.rank_parameters(rank):
+        for parameter in self.pipe.updated(rank):
             if parameter.grad is not None:
                 local(parameter.grad).div_(self.accumulate)
 
@@ -179,12 +211,18 @@ class PipelineOptimizer:
         main.lend_gradients()
         self.optimizers[rank].step()
         main.round_into_parameters()
+        if self.shards is not None:
+            self.shards.collect()
+            if not self._overlaps:
+                self.shards.wait_all()
 
     def zero_grad(self) -> None:
         """Drop all gradients, and with them what has accumulated; `step` does it after an update."""
         self._wait_for_steps(0)
-        for parameter in self.pipe.parameters():
+        for _, parameter in self.pipe._holdings.named_parameters():
             parameter.grad = None
+        if self.shards is not None:
+            self.shards.drop()
 
     def _wait_for_steps(self, done: int) -> None:
         """So many steps are waiting to be applied; replicas add up their gradients in the last one only."""
@@ -197,17 +235,33 @@ class PipelineOptimizer:
         ``parameters`` (group and shape), ``state`` (as the torch optimizer keeps it) and ``main_weights`` are by
         whole-model name: the parts of several processes are joined by joining these three. ``optimizer``, ``groups``
         (options), ``lr_scheduler``, ``scaler``, ``steps`` and ``skipped`` are the same in all parts. Tensors are not
-        copied.
+        copied. With `zero` the replicas put their parts together, on the CPU: all of them call it, or `give_state`.
 
         Raises:
             ConfigError: gradients are waiting for more of them; they are no part of the state and would be lost.
         """
+        self._require_applied()
+        return optimizer_state.collect(self)
+
+    def give_state(self) -> None:
+        """With `zero`, give this replica's part of the state to those that call `state_dict`, and keep nothing."""
+        self._require_applied()
+        if self.shards is not None:
+            optimizer_state.collect(self, keep=False)
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state that this process holds, main weights included."""
+        mains = [main for weights in self.main_weights.values() for main in weights.by_name.values()]
+        states = [entries for made in self.optimizers.values() for entries in made.state.values()]
+        tensors = [t for entries in states for t in entries.values() if isinstance(t, Tensor)]
+        return sum(t.numel() * t.itemsize for t in (*mains, *tensors))
+
+    def _require_applied(self) -> None:
         if self._waiting:
             raise ConfigError(
                 f"{self._waiting} of {self.accumulate} pipeline steps have accumulated, and the state has no gradients; "
                 "save after a step that was applied"
             )
-        return optimizer_state.collect(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, or several processes' joined parts; gradients are dropped.
@@ -223,76 +277,3 @@ class PipelineOptimizer:
     def parts(self, rank: int) -> list[Named]:
         """A rank's (name, parameter) pairs, group by group."""
         return self._parts[rank]
-
-
-def _build(
-    make: MakeOptimizer,
-    main: MainWeights,
-    parts: list[Named],
-    options: list[dict[str, Any]],
-    defaults: dict[str, Any],
-) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [main.of(name, p) for name, p in part], **chosen}
-        for part, chosen in zip(parts, options, strict=True)
-    ]
-    name = getattr(make, "__name__", "the optimizer")
-    try:
-        made = make(groups, **defaults)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} cannot be made with these options and groups: {error}") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"{make!r} made a {type(made).__name__}, not a torch.optim.Optimizer")
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{name} runs the model itself, several times a step, through a closure; a pipeline cannot give it one"
-        )
-    allowed = sorted(set(made.defaults) | {"lr"})
-    problems = [
-        f"groups[{n}] has {key!r}, which is no option of {name}{nearest(key, allowed)}; it has {', '.join(allowed)}"
-        for n, chosen in enumerate(options)
-        for key in chosen
-        if key not in allowed
-    ]
-    if problems:
-        raise ConfigError("; ".join(problems))
-    return made
-
-
-def _scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    made = make(optimizer)
-    if not isinstance(made, LRScheduler):
-        raise ConfigError(
-            f"lr_scheduler must make a torch.optim.lr_scheduler.LRScheduler; it made a {type(made).__name__}. For a "
-            "function of the step, use lr_factor"
-        )
-    if isinstance(made, ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau wants a measurement at every step; change the learning rates in `optimizers` yourself"
-        )
-    if made.optimizer is not optimizer:
-        raise ConfigError("lr_scheduler must make a scheduler of the optimizer it is given")
-    return made
-
-
-def _require_elementwise(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer).__name__
-    if pipe.tensor_ranks > 1 and kind in NOT_ELEMENTWISE:
-        raise ConfigError(
-            f"{kind} does not update every element by itself, and tensor parallelism gives it parts of matrices; use an "
-            "elementwise optimizer, such as AdamW or SGD, or tp = 1"
-        )
-
-
-def _require_no_fp16(pipe: Pipeline) -> None:
-    found = [
-        name
-        for name, p in pipe.named_parameters()
-        if p.requires_grad and p.dtype == torch.float16 and getattr(p, "grad_dtype", p.dtype) == torch.float16
-    ]
-    if found:
-        raise ConfigError(
-            f"{', '.join(found[:3])}{' and others' if len(found) > 3 else ''}: unscaling gradients kept in fp16 would "
-            "lose what the scale has saved; use main_weights=True, or fp32 parameters under autocast"
-        )

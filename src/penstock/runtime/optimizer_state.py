@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.parallel.local import cut_like, is_sharded, like, local, whole
+from penstock.parallel.piece import Piece, Run
+from penstock.parallel.shards import Part
 
 if TYPE_CHECKING:
     from penstock.runtime.optimizer import PipelineOptimizer
@@ -28,10 +30,31 @@ _KEYS = {
 }
 
 
-def collect(optimizer: PipelineOptimizer) -> dict[str, Any]:
-    """What `PipelineOptimizer.state_dict` returns."""
+_MAIN = "main weight"
+"""Beside the entries of a torch optimizer, whose names have no spaces."""
+
+
+class _Member(NamedTuple):
+    """A parameter and its place in a rank's optimizer.
+
+    Attributes:
+        group: of the optimizer.
+        name, parameter: which.
+        updated: what the torch optimizer updates in its place; None if all of it is updated by other replicas.
+        piece: what of it `updated` is, if the replicas have divided it.
+    """
+
+    group: int
+    name: str
+    parameter: nn.Parameter
+    updated: nn.Parameter | None
+    piece: Piece | None
+
+
+def common(optimizer: PipelineOptimizer) -> dict[str, Any]:
+    """What of `PipelineOptimizer.state_dict` is the same on every rank; the rest of it is empty."""
     first = next(iter(optimizer.optimizers.values()))
-    state: dict[str, Any] = {
+    return {
         "optimizer": type(first).__name__,
         "steps": optimizer.steps,
         "skipped": optimizer.skipped,
@@ -42,23 +65,66 @@ def collect(optimizer: PipelineOptimizer) -> dict[str, Any]:
         "lr_scheduler": optimizer.schedulers[0].state_dict() if optimizer.schedulers else None,
         "scaler": optimizer.scaler.state_dict() if optimizer.scaler is not None else None,
     }
+
+
+def collect(optimizer: PipelineOptimizer, keep: bool = True) -> dict[str, Any]:
+    """What `PipelineOptimizer.state_dict` returns.
+
+    Args:
+        optimizer: whose.
+        keep: False only gives what is divided among replicas to the others.
+    """
+    state = common(optimizer)
     for rank, torch_optimizer in optimizer.optimizers.items():
         mains = optimizer.main_weights[rank].by_name
-        for n, name, parameter, updated in _named(optimizer, rank):
-            state["parameters"][name] = {"group": n, "shape": list(parameter.shape)}
-            if updated in torch_optimizer.state:
+        members = list(_members(optimizer, rank))
+        for member in members:
+            name, parameter, updated = member.name, member.parameter, member.updated
+            state["parameters"][name] = {"group": member.group, "shape": list(parameter.shape)}
+            if member.piece is not None:
+                continue
+            if updated is not None and updated in torch_optimizer.state:
                 state["state"][name] = _joined(torch_optimizer.state[updated], parameter, updated)
             if name in mains:
                 state["main_weights"][name] = whole(like(mains[name].detach(), parameter))
+        _collect_divided(optimizer, rank, members, state, keep)
     return state
 
 
-def _named(optimizer: PipelineOptimizer, rank: int) -> Iterator[tuple[int, str, nn.Parameter, nn.Parameter]]:
-    """(group, name, parameter, what the torch optimizer updates in its place) of one rank."""
+def _collect_divided(
+    optimizer: PipelineOptimizer, rank: int, members: list[_Member], state: dict[str, Any], keep: bool
+) -> None:
+    """Put together what the replicas have divided."""
+    if optimizer.shards is None:
+        return
+    states, mains = optimizer.optimizers[rank].state, optimizer.main_weights[rank].by_name
+    by_parameter = {id(member.parameter): member for member in members}
+
+    def entries(part: Part) -> dict[str, Any] | None:
+        member = by_parameter[id(part.entry.parameter)]
+        own = member.updated
+        found = dict(states[own]) if own is not None and own in states else {}
+        if member.name in mains:
+            found[_MAIN] = mains[member.name]
+        return found or None
+
+    for parameter, found in optimizer.shards.join(entries, keep):
+        name = by_parameter[id(parameter)].name
+        main = found.pop(_MAIN, None)
+        if main is not None:
+            state["main_weights"][name] = main
+        if found:
+            state["state"][name] = found
+
+
+def _members(optimizer: PipelineOptimizer, rank: int) -> Iterator[_Member]:
     main = optimizer.main_weights[rank]
-    for n, part in enumerate(optimizer.parts(rank)):
-        for name, parameter in part:
-            yield n, name, parameter, main.of(name, parameter)
+    for n, pairs in enumerate(optimizer.parts(rank)):
+        for name, parameter in pairs:
+            part = optimizer.shards.part(parameter) if optimizer.shards is not None else None
+            own = parameter if part is None else part.own
+            updated = None if own is None else main.of(name, own)
+            yield _Member(n, name, parameter, updated, None if part is None else part.piece)
 
 
 def _joined(state: dict[str, Any], parameter: nn.Parameter, updated: nn.Parameter) -> dict[str, Any]:
@@ -73,8 +139,10 @@ def _joined(state: dict[str, Any], parameter: nn.Parameter, updated: nn.Paramete
     }
 
 
-def _parted(state: Mapping[str, Any], parameter: nn.Parameter) -> Mapping[str, Any]:
+def _parted(state: Mapping[str, Any], parameter: nn.Parameter, piece: Piece | None) -> Mapping[str, Any]:
     """The state of this process's part of a parameter; the reverse of `_joined`."""
+    if piece is not None:
+        return {key: _run(key, value, piece) for key, value in state.items()}
     if not is_sharded(parameter):
         return state
     return {
@@ -83,6 +151,13 @@ def _parted(state: Mapping[str, Any], parameter: nn.Parameter) -> Mapping[str, A
         else value
         for key, value in state.items()
     }
+
+
+def _run(key: str, value: Any, piece: Piece) -> Any:
+    """A piece's values out of the parameter's, or as they were read."""
+    if isinstance(value, Run):
+        return value.values
+    return piece.of(value) if piece.covers(key, value) else value
 
 
 def restore(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> None:
@@ -130,8 +205,8 @@ def _problems_by_name(optimizer: PipelineOptimizer, state: Mapping[str, Any]) ->
     saved, mains = state["parameters"], state["main_weights"]
     problems, own = [], set()
     for rank in optimizer.optimizers:
-        has_main = optimizer.main_weights[rank].by_name
-        for n, name, parameter, _ in _named(optimizer, rank):
+        for n, name, parameter, _, _ in _members(optimizer, rank):
+            has_main = optimizer.main_weights[rank].wants_copy(parameter)
             own.add(name)
             if name not in saved:
                 problems.append(f"{name} is missing")
@@ -141,12 +216,12 @@ def _problems_by_name(optimizer: PipelineOptimizer, state: Mapping[str, Any]) ->
                 problems.append(f"{name} has shape {shape}, not {tuple(parameter.shape)}")
             if group != n:
                 problems.append(f"{name} is in group {group}, not {n}")
-            if (name in mains) != (name in has_main):
+            if (name in mains) != has_main:
                 saved_one = name in mains
                 problems.append(
                     f"{name} has {'a' if saved_one else 'no'} main weight, and has {'none' if saved_one else 'one'} here"
                 )
-            elif name in mains and mains[name].shape != parameter.shape:
+            elif has_main and not isinstance(mains[name], Run) and mains[name].shape != parameter.shape:
                 problems.append(f"the main weight of {name} has shape {tuple(mains[name].shape)}")
     here = {name for stage in optimizer.pipe.stages.values() for name in stage.module.names}
     layers = {layer.name for layer in optimizer.pipe.layers}
@@ -162,29 +237,35 @@ def _restore_rank(
     optimizer: PipelineOptimizer, rank: int, own: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
     """Hand a rank's part to its torch optimizer, which numbers parameters in the order of its groups."""
-    named = list(_named(optimizer, rank))
+    members = [member for member in _members(optimizer, rank) if member.updated is not None]
     numbers: list[list[int]] = [[] for _ in own.param_groups]
-    for number, (n, *_) in enumerate(named):
-        numbers[n].append(number)
+    for number, member in enumerate(members):
+        numbers[member.group].append(number)
     part = {
-        number: _parted(state["state"][name], parameter)
-        for number, (_, name, parameter, _) in enumerate(named)
-        if name in state["state"]
+        number: _parted(state["state"][member.name], member.parameter, member.piece)
+        for number, member in enumerate(members)
+        if member.name in state["state"]
     }
     groups = [{**group, "params": ids} for group, ids in zip(state["groups"], numbers, strict=True)]
     own.load_state_dict(
         {"state": {n: _copied(entries) for n, entries in part.items()}, "param_groups": groups}
     )
     for number, entries in part.items():
-        loaded = own.state[named[number][3]]
+        updated = members[number].updated
+        assert updated is not None
+        loaded = own.state[updated]
         for key, value in entries.items():
             # torch casts to the parameter's dtype what some optimizers keep in fp32 beside a bf16 parameter.
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device, copy=True)
-    for _, name, parameter, _ in named:
+    for _, name, parameter, _, piece in members:
         if name in optimizer.main_weights[rank].by_name:
-            main = local(cut_like(state["main_weights"][name], parameter))
+            main = state["main_weights"][name]
+            main = local(cut_like(main, parameter)) if piece is None else _run(_MAIN, main, piece)
             optimizer.main_weights[rank].load(name, main)
+    if optimizer.shards is not None and optimizer.main_weights[rank].copies:  # each has rounded its own
+        optimizer.shards.collect()
+        optimizer.shards.wait_all()
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:

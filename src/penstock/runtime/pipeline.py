@@ -235,6 +235,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, parameter), in model order; in processes this rank's own."""
+        self._engine.settle()
         return self._holdings.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -244,10 +245,17 @@ class Pipeline:
 
     def rank_parameters(self, rank: int) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of those that one of the `local_ranks` updates: each of the model's on exactly one."""
+        self._engine.settle()
         return self._holdings.of_rank(rank)
+
+    def updated(self, rank: int) -> list[nn.Parameter]:
+        """What has the gradients of a rank's parameters after a step: they themselves, or pieces of them (ZeRO)."""
+        shards = self._engine.shards
+        return shards.owned() if shards is not None else [p for _, p in self._holdings.of_rank(rank)]
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers by their names in the whole model; in processes this rank's own."""
+        self._engine.settle()
         return self._holdings.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -257,6 +265,7 @@ class Pipeline:
             ConfigError: an entry of a stage held here is missing or has another shape, or no layer has the name. Nothing
                 is loaded then.
         """
+        self._engine.settle()
         self._holdings.load_state_dict(state)
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -283,8 +292,14 @@ class Pipeline:
         if self._places is None:
             self._places = self._holdings.places(self._world)
         places, count = self._places
-        parameters = [(places[name], p, counts) for name, p, counts in self._holdings.counted()]
-        return norms.clip_(parameters, max_norm, count, self._world)
+        held = [(places[name], p, counts) for name, p, counts in self._holdings.counted()]
+        shards = self._engine.shards
+        if shards is not None:
+            parts = [(place, shards.part(p), counts) for place, p, counts in held]
+            held = [
+                (place, part.own, counts) for place, part, counts in parts if part and part.own is not None
+            ]
+        return norms.clip_(held, max_norm, count, self._world, divided=shards is not None)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
@@ -295,13 +310,18 @@ class Pipeline:
         self._require_open()
         return self._engine.on_ranks(job)
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of a float64 tensor over the processes, which all call it; the tensor itself if there is one."""
+    def sum_over_ranks(self, values: Tensor, replicas: bool = False) -> Tensor:
+        """The sum of a float64 tensor over the processes of this pipeline, or those of all replicas, which all call it.
+
+        The tensor itself if there is one process.
+        """
         if self._world is None:
             return values
         total = values.clone()
         self._world.add_up_tensor_parallel(total)
         self._world.add_up(total)
+        if replicas:
+            self._world.add_up_replicas(total)
         return total
 
     def trace(self) -> Trace | None:
@@ -344,6 +364,8 @@ class Pipeline:
         named: Mapping[str, object],
     ) -> StepResult:
         self._require_open()
+        if trains and self._engine.shards is not None:
+            self._engine.shards.require_used()
         finite, reduces = self._check_finite and self.scaler is None, self.reduce_gradients
         with self._random.watching():
             works = self._engine.run(

@@ -18,6 +18,7 @@ from penstock.errors import PenstockError, TransportError
 from penstock.parallel.buckets import GradientBuckets
 from penstock.parallel.local import is_sharded, settle
 from penstock.parallel.reducer import Reducer
+from penstock.parallel.shards import Shards
 from penstock.runtime.step_end import Finding, Losses
 from penstock.stage.module import StageModule
 
@@ -38,6 +39,11 @@ class Replicas:
         shared: parameters whose gradients are complete only when those of other ranks are added (see `shared`).
         elsewhere: parameters whose gradients are reduced on another rank.
         bucket_bytes: the most bytes in a bucket.
+        zero: the update of the parameters is divided among the replicas, and so are the sums of their gradients.
+
+    Attributes:
+        buckets: of the gradients; None if there are none to reduce.
+        shards: what of the parameters is updated here, if that is divided.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class Replicas:
         shared: Sequence[nn.Parameter],
         elsewhere: Sequence[nn.Parameter],
         bucket_bytes: int,
+        zero: bool = False,
     ) -> None:
         self.exchange = exchange
         left_out = {id(p) for p in elsewhere}
@@ -59,10 +66,20 @@ class Replicas:
         }
         # Microbatches were given their share of the whole batch's loss, so the replicas' gradients are only added.
         self.buckets: GradientBuckets | None = None
+        self.shards: Shards | None = None
+        self._modules = modules
         if reducer is not None and any(p.requires_grad for _, p in named.values()):
-            self.buckets = GradientBuckets(
-                named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=bucket_bytes
-            )
+            if zero:
+                self.shards = Shards(
+                    named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=bucket_bytes
+                )
+                self.buckets = self.shards.buckets
+                for module in modules.values():
+                    module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]
+            else:
+                self.buckets = GradientBuckets(
+                    named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=bucket_bytes
+                )
             self.buckets.attach()
         self._cut = [p for _, p in named.values() if is_sharded(p)]
         self._late = [p for p in shared if p.requires_grad and id(p) not in left_out]
@@ -88,6 +105,10 @@ class Replicas:
         """Let go of the parameters."""
         if self.buckets is not None:
             self.buckets.detach()
+        if self.shards is not None:
+            self.shards.wait_all()
+        for module in self._modules.values():
+            module.before = []
 
     @contextlib.contextmanager
     def step(self, number: int, reduces: bool) -> Iterator[None]:
@@ -149,9 +170,20 @@ class Replicas:
         for parameter in self._late:
             self._ready(parameter)
         late = {id(p) for p in self._late}
-        self.buckets.finish()
+        (self.shards or self.buckets).finish()
         self._expected = {p: n for p, n in counted.items() if n and id(p) not in late}
         self._incomplete = {}
+
+    def shared_out(self, stage: int) -> list[Tensor]:
+        """The gradients of a stage's parameters, where they are divided: those that are here."""
+        if self.shards is None:
+            return []
+        parts = [self.shards.part(p) for p in self._modules[stage].parameters()]
+        return [
+            part.own.grad
+            for part in parts
+            if part is not None and part.own is not None and part.own.grad is not None
+        ]
 
     def gather(self, losses: Losses, finding: Finding | None) -> tuple[Losses, Finding | None]:
         """End the step on every replica: the losses of all, by microbatch of the global batch, and one verdict."""

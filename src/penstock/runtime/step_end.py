@@ -7,7 +7,7 @@ failed has sent its failure instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,7 +70,13 @@ class Losses:
         return [Finding(_ROWS, 0, n) for n, (a, b) in enumerate(pairs) if a != b][:1]
 
 
-def find_nonfinite(stages: Mapping[int, Stage], losses: Losses, last: int, first: int) -> Finding | None:
+def find_nonfinite(
+    stages: Mapping[int, Stage],
+    losses: Losses,
+    last: int,
+    first: int,
+    shared_out: Callable[[int], list[Tensor]] | None = None,
+) -> Finding | None:
     """The first number of a rank's step that is NaN or infinite; forgets the stages' suspects.
 
     Args:
@@ -78,6 +84,7 @@ def find_nonfinite(stages: Mapping[int, Stage], losses: Losses, last: int, first
         losses: those it saw.
         last: number of the last stage.
         first: the number in the global batch of what is microbatch 0 here.
+        shared_out: by stage, the gradients that are elsewhere than in its parameters.
     """
     found: list[Finding] = []
     counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
@@ -86,6 +93,7 @@ def find_nonfinite(stages: Mapping[int, Stage], losses: Losses, last: int, first
         found += [Finding(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.suspects)]
         stage.suspects.clear()
         grads = [local(p.grad) for p in stage.module.parameters() if p.grad is not None]
+        grads += shared_out(s) if shared_out is not None else []
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
             found.append(Finding(_WEIGHT, last - s, -1))
     return min(found, default=None)

@@ -211,6 +211,11 @@ class World:
         if self.mesh is not None and self.mesh.shape.tp > 1:
             dist.all_reduce(values, group=self.mesh.group("tp"))
 
+    def add_up_replicas(self, values: Tensor) -> None:
+        """Sum a tensor over the processes that hold the same parts of the model, in place; they all call it."""
+        if self.mesh is not None and self.mesh.shape.dp > 1:
+            dist.all_reduce(values, group=self._buckets)
+
     def disconnect(self, failed: bool = False) -> None:
         """Close what `connect` opened; after a sound run once every rank is here, so that nothing in flight is cut."""
         if self.channel is None:

@@ -24,6 +24,7 @@ class StageModule(nn.Module):
         gives_by_layer: for each layer the named values it gives.
         gives: those of all layers.
         together: the layers compiled as one, if they are.
+        before: for each layer what is called before it runs, if anything is: it waits for the layer's parameters.
     """
 
     def __init__(self, layers: Sequence[Layer], device: torch.device | None = None, seed: int = 0) -> None:
@@ -40,6 +41,7 @@ class StageModule(nn.Module):
             self.layers.append(module.to(device) if device is not None else module)
         self.takes = tuple(names_taken(layer) for layer in self.layers)
         self.together: _Together | None = None
+        self.before: list[Callable[[], None]] = []
         self.gives_by_layer = tuple(names_given(layer) for layer in self.layers)
         self.gives = frozenset(name for names in self.gives_by_layer for name in names)
 
@@ -56,11 +58,15 @@ class StageModule(nn.Module):
         """Layers `start` to `stop` - 1, in a context that has been entered."""
         named, draw = context.named, context.draw
         if self.together is not None:
+            for wait in self.before:
+                wait()
             return _drawing(draw, "all layers", self.together, partial(self.together, value, named))
         quiet = context.quiet
         for n, layer in enumerate(self.layers):
             if not start <= n < stop:
                 continue
+            if self.before:
+                self.before[n]()
             takes, name = self.takes[n], self.names[n]
             given = {k: named[k] for k in takes if k in named} if takes and named else {}
             call = partial(layer, value, **given)

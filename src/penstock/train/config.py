@@ -149,6 +149,7 @@ class ParallelConfig:
         order: of the axes, outermost first; neighbouring processes differ in the last one.
         sequence_parallel: with `tp`, also cut along the sequence what lies between the matrices.
         bucket_bytes: with `dp`, gradients are added up in buckets of so many bytes, while the backward runs.
+        zero: with `dp`, each pipeline keeps its share of the optimizer's state, and updates its share of the weights.
     """
 
     pp: int | None = _key(None, COUNT)
@@ -158,6 +159,7 @@ class ParallelConfig:
     order: str = _key("pp,dp,tp", ORDER)
     sequence_parallel: bool = _key(False)
     bucket_bytes: int = _key(BUCKET_BYTES, COUNT)
+    zero: bool = _key(False)
 
 
 @dataclass(frozen=True)

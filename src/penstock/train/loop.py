@@ -106,7 +106,7 @@ def train(
         torch.set_num_threads(threads)
         fleet = Fleet.of(pipe)
         path = Path(fleet.decide(lambda: str(run_folder.create(path, config))))
-        optimizer = build_optimizer(pipe, config.optim, config.train.steps)
+        optimizer = build_optimizer(pipe, config.optim, config.train.steps, config.parallel.zero)
         with (
             make_reporter(config.train.steps, fleet.leads) as reporter,
             Keeper(path, config, pipe, optimizer, fleet, reporter) as keeper,

@@ -76,6 +76,11 @@ def require_shares(config: Config) -> None:
             f"schedule.microbatches {m} do not divide over parallel.dp {parallel.dp}: every replica does an equal share of "
             f"the batch; take a multiple of {parallel.dp}, or parallel.dp = {math.gcd(m, parallel.dp)}"
         )
+    if parallel.zero and parallel.tp > 1:
+        raise ConfigError(
+            f"parallel.zero divides whole parameters, and parallel.tp {parallel.tp} cuts them; take parallel.tp = 1, or "
+            "leave parallel.zero out: of cut matrices every process has its part of the optimizer's state only"
+        )
     if parallel.sequence_parallel and config.data.sequence % parallel.tp:
         raise ConfigError(
             f"data.sequence {config.data.sequence} does not divide over parallel.tp {parallel.tp}, which "

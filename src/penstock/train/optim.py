@@ -19,8 +19,15 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and not any(word in name for word in ("embed", "wte", "wpe"))
 
 
-def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int) -> PipelineOptimizer:
-    """AdamW (1711.05101) in two groups, with weight decay and without, for a run of so many steps."""
+def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int, zero: bool = False) -> PipelineOptimizer:
+    """AdamW (1711.05101) in two groups, with weight decay and without, for a run of so many steps.
+
+    Args:
+        pipe: what is trained.
+        config: the rates and the decay.
+        steps: of the whole run.
+        zero: divide state and work among the replicas; parameters must be read through `pipe` then.
+    """
     return PipelineOptimizer(
         pipe,
         torch.optim.AdamW,
@@ -32,6 +39,7 @@ def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int) -> Pipeline
         eps=config.epsilon,
         weight_decay=0.0,
         fused=True,
+        zero="overlap" if zero else False,
     )
 
 

@@ -47,11 +47,11 @@ def pipeline(
     )  # fmt: skip
 
 
-def adamw(pipe: Pipeline) -> PipelineOptimizer:
+def adamw(pipe: Pipeline, zero: Any = False) -> PipelineOptimizer:
     """Two groups, a schedule of the learning rate, clipping."""
     return PipelineOptimizer(
         pipe, torch.optim.AdamW, groups=[{"match": "norm", "weight_decay": 0.0}], clip=1.0,
-        lr_factor=lambda step: 1.0 / (1 + step), lr=0.01,
+        lr_factor=lambda step: 1.0 / (1 + step), lr=0.01, zero=zero,
     )  # fmt: skip
 
 
@@ -83,6 +83,7 @@ def trained(
     before: int,
     after: int,
     saves: bool = True,
+    zero: Any = False,
     **options: Any,
 ) -> tuple[list[float], tuple[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
     """Go on from the newest checkpoint of a folder, if there is one; save after so many steps, then take some more.
@@ -92,7 +93,7 @@ def trained(
     """
     torch.set_num_threads(1)
     with pipeline(mesh, **options) as pipe:
-        optimizer = adamw(pipe)
+        optimizer = adamw(pipe, zero)
         with Checkpoints(folder, pipe, optimizer) as checkpoints:
             checkpoints.load_newest()
             loaded = state_of(pipe, optimizer)

@@ -14,6 +14,7 @@ from penstock.runtime.local import LocalProcesses
 from penstock.train.checkpoint.checkpoints import Checkpoints
 from penstock.train.checkpoint.find import read_manifest, steps_in
 from penstock.train.checkpoint.manifest import MANIFEST
+from penstock.train.checkpoint.read import Reader
 from tests.train.checkpoint import runs
 from tests.train.checkpoint.runs import adamw, equal, joined, pipeline, state_of, steps, trained
 
@@ -72,7 +73,9 @@ def test_the_last_ones_stay_and_every_so_many_steps(tmp_path: Path):
 LAYOUTS = [
     (4, {"mesh": None}),
     (4, {"mesh": MeshShape(2, 2, 1)}),
+    (4, {"mesh": MeshShape(2, 2, 1), "zero": True}),
     (2, {"mesh": MeshShape(1, 1, 2)}),
+    (4, {"mesh": MeshShape(1, 4, 1), "zero": "overlap"}),
     (4, {"mesh": None, "schedule": "interleaved-1f1b", "virtual_stages": 2}),
 ]
 
@@ -98,6 +101,32 @@ def test_a_run_goes_on_at_other_layouts_in_processes(tmp_path: Path, processes: 
 
 def in_processes(rank: int, folder: Path, options: dict):
     return trained(rank, folder, options["mesh"], 4, 0, **{k: v for k, v in options.items() if k != "mesh"})
+
+
+def read_elements(rank: int, folder: Path, zero: bool) -> int:
+    """How many elements of the optimizer's state a process reads that holds every parameter."""
+    read = 0
+    original = Reader._run
+
+    def counting(self, name, dim, run):
+        nonlocal read
+        found = original(self, name, dim, run)
+        read += found.numel() if name.startswith("optimizer/") else 0
+        return found
+
+    Reader._run = counting
+    try:
+        trained(rank, folder, MeshShape(1, 2, 1), 0, 0, saves=False, zero=zero)
+    finally:
+        Reader._run = original
+    return read
+
+
+def test_a_divided_optimizer_reads_the_rows_of_its_own_pieces(tmp_path: Path, processes: LocalProcesses):
+    trained(0, tmp_path, None, 2, 0, ranks=2)
+    whole = processes.run(2, read_elements, tmp_path, False)[0]
+    told = processes.run(2, read_elements, tmp_path, True)
+    assert max(told) < 0.6 * whole, (told, whole)
 
 
 def by_name(states):

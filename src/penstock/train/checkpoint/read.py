@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
 from penstock.parallel.local import is_cut, is_sharded, like
+from penstock.parallel.piece import ONE_A_PARAMETER, Run
+from penstock.parallel.shards import Part
+from penstock.runtime import optimizer_state
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.checkpoint.files import DTYPES
@@ -50,7 +54,22 @@ class Reader:
         Raises:
             DataError: it is not there, or its file says otherwise than the manifest.
         """
-        return self.part(name, None)
+        return self._run(name, 0, None)
+
+    def piece(self, key: str, name: str, part: Part) -> Tensor | Run:
+        """A tensor whole, or of an optimizer's entry `key` for every element the piece that this process updates.
+
+        Of a piece the rows are read that it is in; elements that lie in memory otherwise are read whole.
+        """
+        piece, shape = part.piece, self._shape(name)
+        if key in ONE_A_PARAMETER or shape != piece.shape:
+            return self.tensor(name)
+        if not shape or piece.stride != torch.empty(shape, device="meta").stride():
+            return Run(piece.of(self.tensor(name)))
+        width = math.prod(shape[1:])
+        begin, end = piece.first // width, -(-(piece.first + piece.count) // width)
+        rows = self._run(name, 0, slice(begin, end)).reshape(-1)
+        return Run(rows[piece.first - begin * width :][: piece.count])
 
     def like(self, name: str, model: Tensor) -> Tensor:
         """A tensor cut over the processes as `model` is, if it has its shape; of it this process reads its own part."""
@@ -60,12 +79,13 @@ class Reader:
             return like(self.tensor(name).to(model.device), model)
         (placement,) = model.placements  # type: ignore[attr-defined]
         mesh = model.device_mesh  # type: ignore[attr-defined]
-        return like(
-            self.part(name, (placement.dim, mesh.get_local_rank(), mesh.size())).to(model.device), model
-        )
+        each = -(-model.shape[placement.dim] // mesh.size())  # as ``torch.chunk`` cuts
+        number = mesh.get_local_rank()
+        run = self._run(name, placement.dim, slice(number * each, (number + 1) * each))
+        return like(run.to(model.device), model)
 
-    def part(self, name: str, cut: tuple[int, int, int] | None) -> Tensor:
-        """A tensor, or of a (dimension, number, count) of equal runs along it one, as ``torch.chunk`` cuts them."""
+    def _run(self, name: str, dim: int, run: slice | None) -> Tensor:
+        """A tensor, or a run of it along a dimension."""
         shape = self._shape(name)
         stored = self.manifest.tensors[name]
         try:
@@ -75,12 +95,10 @@ class Reader:
                     f"{self.path / stored.file}: {name} is {view.get_dtype()} of shape {view.get_shape()}, not "
                     f"{stored.dtype} of {list(shape)}"
                 )
-            if cut is None or not shape:
+            if run is None or not shape:
                 found: Tensor = self._file(stored.file).get_tensor(name)
             else:
-                dim, number, count = cut
-                each = -(-shape[dim] // count)
-                found = view[(slice(None),) * dim + (slice(number * each, (number + 1) * each),)]
+                found = view[(slice(None),) * dim + (run,)]
         except (OSError, SafetensorError) as error:
             raise DataError(f"cannot read {name} in {self.path / stored.file}: {error}") from error
         if DTYPES.get(found.dtype) != stored.dtype:
@@ -157,26 +175,30 @@ def _optimizer_state(reader: Reader, pipe: Pipeline, optimizer: PipelineOptimize
     values = reader.manifest.values.get("optimizer")
     if values is None:
         raise ConfigError(f"{reader.path} was saved without an optimizer; load it without one")
-    fresh = optimizer.state_dict()
-    _require_alike(reader, values, fresh)
+    _require_alike(reader, values, optimizer_state.common(optimizer))
     own = {name: p for rank in pipe.local_ranks for name, p in pipe.rank_parameters(rank)}
     plain = {k: decode(v, reader.tensor) for k, v in values.items() if k not in ("state", "main_weights")}
+    parts = {
+        name: optimizer.shards.part(p) if optimizer.shards is not None else None for name, p in own.items()
+    }
     state = {
-        name: {key: _entry(reader, value, own[name]) for key, value in entries.items()}
+        name: {key: _entry(reader, key, value, own[name], parts[name]) for key, value in entries.items()}
         for name, entries in values["state"].items()
         if name in own
     }
     main = {
-        name: _entry(reader, value, own[name])
+        name: _entry(reader, "", value, own[name], parts[name])
         for name, value in values["main_weights"].items()
         if name in own
     }
     return {**plain, "state": state, "main_weights": main}
 
 
-def _entry(reader: Reader, value: Any, parameter: Tensor) -> Any:
+def _entry(reader: Reader, key: str, value: Any, parameter: Tensor, part: Part | None) -> Any:
     if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
-        return reader.like(value["$tensor"], parameter)
+        if part is None:
+            return reader.like(value["$tensor"], parameter)
+        return reader.piece(key, value["$tensor"], part) if part.own is not None else Run(_ELSEWHERE)
     return decode(value, reader.tensor)
 
 

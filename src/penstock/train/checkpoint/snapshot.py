@@ -68,7 +68,7 @@ def writes(pipe: Pipeline) -> bool:
 def take_snapshot(
     pipe: Pipeline, optimizer: PipelineOptimizer | None, extra: Mapping[str, Any], copies: Copies
 ) -> Snapshot:
-    """Copy what this process has to write; where matrices are cut, their processes put them together.
+    """Copy what this process has to write; what several processes have parts of, they put together.
 
     Args:
         pipe, optimizer: between two steps.
@@ -79,6 +79,8 @@ def take_snapshot(
         ConfigError: something that a checkpoint cannot keep, or gradients that are waiting for more of them.
     """
     if pipe.replica:
+        if optimizer is not None:
+            optimizer.give_state()
         return Snapshot(pipe.steps)
     state = optimizer.state_dict() if optimizer is not None else None
     model = pipe.state_dict()

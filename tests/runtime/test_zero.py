@@ -1,0 +1,307 @@
+"""ZeRO-1 in a pipeline: the optimizer divided among replicas takes the steps of the whole one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from penstock.errors import ConfigError, NonFiniteError, PenstockError
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.grad_scaler import GradScaler
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.train.config import ModelConfig
+from penstock.train.models.llama import layers, next_token_loss
+from tests.runtime import plain
+from tests.runtime.test_optimizer_state import assert_equal, joined
+from tests.runtime.test_optimizer_ties import batch as words
+from tests.runtime.test_optimizer_ties import loss_fn as words_loss
+from tests.runtime.test_optimizer_ties import model as tied_model
+
+CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
+GROUPS = [{"match": r"norm|embedding", "weight_decay": 0.0, "lr": 0.02}]
+M, STEPS = 8, 6
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    found = torch.randint(0, 32, (M, 9), generator=generator)
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def pipe_on(mesh: MeshShape | None, parts: Any = None, schedule: str = "1f1b", **options: Any) -> Pipeline:
+    return Pipeline(
+        parts or layers(CONFIG), next_token_loss, microbatches=M // (mesh.dp if mesh else 1), schedule=schedule,
+        mesh=mesh, ranks=None if mesh else 1, timeout=60, bucket_bytes=4000, **options,
+    )  # fmt: skip
+
+
+def adamw(pipe: Pipeline, **options: Any) -> PipelineOptimizer:
+    settings = {"groups": GROUPS, "lr": 0.01, "weight_decay": 0.1, "clip": 0.5}
+    return PipelineOptimizer(pipe, torch.optim.AdamW, **{**settings, **options})
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> CosineAnnealingLR:
+    return CosineAnnealingLR(optimizer, 10)
+
+
+def half_frozen() -> list[tuple[str, nn.Module]]:
+    torch.manual_seed(0)
+    parts = [(layer.name, layer.build()) for layer in layers(CONFIG)]
+    for _, part in parts[1:3]:
+        part.requires_grad_(False)
+    return parts
+
+
+def in_bf16() -> list[tuple[str, nn.Module]]:
+    torch.manual_seed(0)
+    return [(layer.name, layer.build().bfloat16()) for layer in layers(CONFIG)]
+
+
+CASES = {
+    "plain": (None, "1f1b", {}),
+    "fused, accumulated": (None, "zb-h1", {"fused": True, "accumulate": 2}),
+    "scheduled": (None, "interleaved-1f1b", {"lr_scheduler": cosine, "clip": math.inf}),
+    "frozen": (half_frozen, "gpipe", {"clip": None}),
+    "main weights": (in_bf16, "1f1b", {"main_weights": True, "clip": None}),
+    "both ends on two ranks": (None, "chimera", {}),
+}
+
+
+def trained(rank: int, mesh: MeshShape, case: str, zero: Any) -> tuple:
+    parts, schedule, options = CASES[case]
+    virtual = {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}
+    with pipe_on(mesh, parts and parts(), schedule, **virtual) as pipe:
+        optimizer = adamw(pipe, zero=zero, **options)
+        before = copy.deepcopy(pipe.state_dict())
+        told = [(pipe.step(*tokens(n)).losses, optimizer.step()) for n in range(STEPS)]
+        state = copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
+        assert (optimizer.shards is not None) == bool(zero)
+        return (
+            [losses for losses, _ in told],
+            [done for _, done in told],
+            state,
+            optimizer.state_bytes(),
+            before,
+        )
+
+
+def alike(found: object, wanted: object, tolerance: float) -> None:
+    if isinstance(wanted, Tensor):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            alike(found[key], wanted[key], tolerance)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_divided_optimizer_takes_the_steps_of_the_whole_one(processes: LocalProcesses, case: str):
+    mesh = MeshShape(2, 2, 1)
+    whole = processes.run(4, trained, mesh, case, False)
+    for zero in (True, "overlap"):
+        compare(processes.run(4, trained, mesh, case, zero), whole, mesh, case)
+
+
+def compare(divided: list, whole: list, mesh: MeshShape, case: str) -> None:
+    # The norm of two halves is that of the whole but for its last bit, and clipping brings that into everything.
+    tolerance = 0.0 if CASES[case][2].get("clip", 0.5) in (None, math.inf) else 1e-6
+    for rank, (ours, theirs) in enumerate(zip(divided, whole, strict=True)):
+        alike(torch.stack(ours[0]), torch.stack(theirs[0]), tolerance)
+        for done, wanted in zip(ours[1], theirs[1], strict=True):
+            assert (done.applied, done.lr) == (wanted.applied, wanted.lr)
+            assert (done.grad_norm is None) == (wanted.grad_norm is None)
+            if done.grad_norm is not None:
+                torch.testing.assert_close(done.grad_norm, wanted.grad_norm, rtol=1e-6, atol=0)
+        alike(dict(ours[2][0]), dict(theirs[2][0]), tolerance)
+        alike(ours[2][1], theirs[2][1], tolerance)
+        first = divided[mesh.rank(pp=mesh.coordinate(rank, "pp"))]
+        assert_equal(dict(ours[2][0]), dict(first[2][0]))
+        assert_equal(ours[2][1], first[2][1])
+        assert ours[1] == divided[0][1]
+        assert any(not torch.equal(value, ours[4][name]) for name, value in ours[2][0].items())
+    for place in range(2):
+        pair = [mesh.rank(pp=place, dp=replica) for replica in range(2)]
+        assert sum(divided[rank][3] for rank in pair) == pytest.approx(whole[pair[0]][3], rel=0.01)
+
+
+def test_a_tied_weight_stays_one(processes: LocalProcesses):
+    for weights, tied in processes.run(4, tied_and_divided):
+        whole = tied_and_whole()
+        assert all(torch.equal(view, tied[0]) for view in tied)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)
+
+
+def tied_and_divided(rank: int):
+    with Pipeline(
+        tied_model(), words_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=60, bucket_bytes=512
+    ) as pipe:
+        optimizer = PipelineOptimizer(
+            pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5, zero="overlap"
+        )
+        for n in range(3):
+            pipe.step(*words(n))
+            optimizer.step()
+        weights = {n: p.detach().clone() for n, p in pipe.named_parameters()}
+        table = [v for n, v in pipe.state_dict().items() if n in ("0.weight", "5.weight")]
+        return weights, [t.clone() for t in table]
+
+
+def tied_and_whole() -> dict[str, Tensor]:
+    with Pipeline(tied_model(), words_loss, microbatches=4, ranks=1) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5)
+        for n in range(3):
+            pipe.step(*words(n))
+            optimizer.step()
+        return {n: p.detach().clone() for n, p in pipe.named_parameters()}
+
+
+class Poisoned(nn.Module):
+    """A layer whose weight gets NaN for a gradient when the input has a mark; its output is sound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(plain.WIDTH, plain.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.inner.weight
+        if (x == 9.0).any():
+            weight = weight + (weight * 0).square().sqrt()  # 0, with a slope of 0 times infinity
+        return nn.functional.linear(x, weight, self.inner.bias)
+
+
+def pair(mesh: MeshShape | None) -> Pipeline:
+    torch.manual_seed(0)
+    net = nn.Sequential(Poisoned(), nn.Linear(plain.WIDTH, plain.WIDTH))
+    ranks = None if mesh else 1
+    return Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, ranks=ranks, timeout=30)
+
+
+def refused(rank: int) -> dict[str, str]:
+    """What is said of each misuse; nothing of it changes a weight."""
+    said: dict[str, str] = {}
+
+    def attempt(name: str, call: Any) -> None:
+        try:
+            call()
+        except PenstockError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    x, y = plain.batch(0, 8)
+    marked = x.clone()
+    marked[5, 0] = 9.0  # in the second replica
+    with pair(MeshShape(2, 2, 1)) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, zero="overlap")
+        pipe.step(x, y)
+        optimizer.step()
+        before = copy.deepcopy(pipe.state_dict())
+        attempt("nan", lambda: pipe.step(marked, y))
+        attempt("pending", lambda: pipe.step(x, y))
+        optimizer.zero_grad()
+        assert_equal(dict(pipe.state_dict()), dict(before))
+        pipe.step(x, y)
+        assert optimizer.step().applied
+        assert any(not torch.equal(v, before[n]) for n, v in pipe.state_dict().items())
+        attempt("adafactor", lambda: PipelineOptimizer(pipe, torch.optim.Adafactor, lr=0.01, zero=True))
+        attempt("value", lambda: PipelineOptimizer(pipe, torch.optim.AdamW, zero="later"))
+        PipelineOptimizer(pipe, torch.optim.AdamW)
+        attempt("replaced", optimizer.step)
+    return said
+
+
+def test_what_cannot_be_is_refused_on_every_process_and_changes_no_weight(processes: LocalProcesses):
+    for said in processes.run(4, refused):
+        assert said["nan"].startswith(
+            f"{NonFiniteError.__name__}: step 2: the gradient of a weight of stage 0 is NaN"
+        )
+        assert "wait for the optimizer's step() or zero_grad()" in said["pending"]
+        assert (
+            "Adafactor does not update every element by itself, and ZeRO gives it parts" in said["adafactor"]
+        )
+        assert "zero must be False, True or 'overlap', not 'later'" in said["value"]
+        assert "another PipelineOptimizer was made for this pipeline since" in said["replaced"]
+    for told in processes.run(4, of_cut_matrices):
+        assert told.startswith("zero=True divides flat buffers of whole parameters, and tp = 2 keeps parts")
+
+
+def of_cut_matrices(rank: int) -> str:
+    with pipe_on(MeshShape(1, 2, 2)) as pipe:
+        try:
+            adamw(pipe, zero=True)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:
+    x, y = plain.batch(0, 8)
+    marked = x.clone()
+    marked[5, 0] = 9.0
+    with pair(MeshShape(2, 2, 1)) as pipe:
+        scaler = GradScaler(init_scale=8.0, growth_interval=2)
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, clip=1.0, scaler=scaler, zero=zero)
+        told = []
+        for batch in (x, marked, x, x):
+            pipe.step(batch, y)
+            done = optimizer.step()
+            told.append((done.applied, optimizer.scaler.scale, done.grad_norm))
+        return told
+
+
+def test_an_inf_in_one_replica_skips_the_update_in_all(processes: LocalProcesses):
+    whole = processes.run(4, overflowing, False)[0]
+    for told in processes.run(4, overflowing, True):
+        assert (
+            [one[:2] for one in told]
+            == [one[:2] for one in whole]
+            == [(True, 8.0), (False, 4.0), (True, 4.0), (True, 8.0)]
+        )
+        for ours, theirs in zip(told, whole, strict=True):
+            torch.testing.assert_close(ours[2], theirs[2])
+
+
+@pytest.mark.parametrize("mesh", [None, MeshShape(1, 2, 1)], ids=["alone", "threads"])
+def test_where_one_process_has_all_there_is_nothing_to_divide(mesh):
+    with pair(mesh) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, zero=True)
+        pipe.step(*plain.batch(0, 8))
+        assert optimizer.step().applied
+        assert optimizer.shards is None
+        assert sorted(optimizer.state_dict()["state"]) == [n for n, _ in sorted(pipe.named_parameters())]
+
+
+def half_by_half(rank: int, mesh: MeshShape, case: str, zero: bool, weights: dict | None, state: dict | None):
+    """Three steps, from the start or from what another run came to."""
+    parts, schedule, options = CASES[case]
+    with pipe_on(mesh, parts and parts(), schedule) as pipe:
+        optimizer = adamw(pipe, zero=zero, **{**options, "clip": None})
+        if state is not None:
+            pipe.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        for n in range(3):
+            pipe.step(*tokens(n if state is None else 3 + n))
+            optimizer.step()
+        return copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("case", ["plain", "main weights"])
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)], ids=["on, off", "off, on"])
+def test_a_state_goes_on_divided_or_whole(processes: LocalProcesses, case: str, first: bool, second: bool):
+    mesh, other = MeshShape(2, 2, 1), MeshShape(1, 2, 1)  # of two the sum has one order
+    start = joined(processes.run(4, half_by_half, mesh, case, first, None, None)[:: mesh.dp])
+    found = processes.run(2, half_by_half, other, case, second, *start)
+    wanted = processes.run(2, half_by_half, other, case, False, *start)[0]
+    for weights, state in found:
+        assert_equal(dict(weights), dict(wanted[0]))
+        assert_equal(state, wanted[1])
