@@ -40,6 +40,22 @@ def test_handlers_are_as_before_after_the_block():
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_the_first_step_a_signal_ends_it(number: signal.Signals):
+    lines = [
+        "import os, signal, threading",
+        "from penstock.train.signals import Interrupts",
+        "with Interrupts(tells=True):",
+        f"    os.kill(os.getpid(), {int(number)})",
+        "    threading.Event().wait(60)",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == ExitCode.STOPPED
+    assert done.stderr == f"penstock: {number.name}: out at once; no step has been done\n"
+
+
 def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
     text = text_folder(tmp_path)
     once = config_of(tmp_path, text, "once", 4, runtime={"threads": 1}, train={"checkpoint_every": 0})

@@ -17,8 +17,10 @@ from typing import Any
 
 from penstock.cli import main
 from penstock.train import signals, steps
+from tests.runtime.listening import listening
 
 PLAN = "VICTIM"
+NOTES = "VICTIM_NOTES"
 here: list[signals.Interrupts] = []
 
 
@@ -61,6 +63,11 @@ def interrupt_twice() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     with TemporaryDirectory() as folder:
         FileStore(str(Path(folder) / "store"), 2).get("what nobody sets")
+
+
+def note_addresses() -> None:
+    """Keep on which addresses this process listens."""
+    (Path(os.environ[NOTES]) / f"rank-{os.environ['RANK']}").write_text(" ".join(listening()))
 
 
 def until_asked() -> None:

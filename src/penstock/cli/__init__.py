@@ -15,6 +15,7 @@ import click
 from penstock import __version__
 from penstock.errors import ConfigError, HangError, NonFiniteError, PenstockError, StageError, StoppedError
 from penstock.train.exit_codes import ExitCode, of_signal
+from penstock.train.follow import record_failure
 
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",
@@ -67,6 +68,7 @@ def main() -> None:
     except StoppedError:
         sys.exit(ExitCode.STOPPED)  # it has been said how to go on
     except PenstockError as error:
+        record_failure(error)
         if (
             isinstance(error, StageError)
             and not isinstance(error, NonFiniteError)

@@ -6,13 +6,20 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from penstock.train.follow import follow_launcher
+
+if TYPE_CHECKING:
+    from penstock.train.config import Config
 
 
 @click.command(
     epilog="Example:  penstock train --set train.steps=100 --set schedule.name=gpipe\n\n"
     "          penstock train --resume runs/first --set parallel.pp=4\n\n"
+    "          penstock train --restarts 3 --set parallel.pp=2 train.checkpoint_every=50\n\n"
     "          torchrun --nproc-per-node 2 -m penstock train my.toml\n\n"
     "          torchrun --nproc-per-node 8 -m penstock train --set parallel.pp=2 parallel.dp=2 parallel.tp=2"
 )
@@ -37,6 +44,13 @@ import click
     "--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, the rest to stderr."
 )
 @click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Start a process for each rank of [parallel] on this machine. When one fails all are started anew and go on from "
+    "the newest checkpoint, until N starts in a row have failed without a newer one.",
+)
+@click.option(
     "--profile", is_flag=True, help="Profile one step with torch.profiler: RUN/profile, for ui.perfetto.dev."
 )
 def command(
@@ -45,8 +59,9 @@ def command(
     ranks: int | None,
     resume: str | None,
     as_json: bool,
+    restarts: int | None,
     profile: bool,
-) -> None:
+) -> int | None:
     """Train a model through a pipeline.
 
     Without a config a small model learns the text of Python's own standard library on two ranks, in a few minutes.
@@ -63,10 +78,12 @@ def command(
         1    the run failed
         2    something given cannot be used; nothing was written
         3    too many steps in a row were NaN or infinite
+        4    --restarts: failed again and again without a newer checkpoint
         75   stopped by a signal and saved; --resume goes on
         124  a rank hung, and was ended
         130  ended at once by a second Ctrl-C; 143 by a second SIGTERM
     """
+    launched = follow_launcher()
     from penstock.train.config_file import load
     from penstock.train.loop import train
     from penstock.train.progress import reporter
@@ -81,7 +98,9 @@ def command(
     config = load(_config_file(files, resume), pairs)
     if resume is not None:
         config = replace(config, train=replace(config.train, resume=resume))
-    with Interrupts(tells=os.environ.get("RANK", "0") == "0") as interrupts:
+    if restarts is not None:
+        return _supervise(config, restarts, as_json, profile)
+    with Interrupts(tells=not launched and os.environ.get("RANK", "0") == "0") as interrupts:
         outcome = train(
             config,
             lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json),
@@ -89,10 +108,10 @@ def command(
             stopping=interrupts.asked,
         )
     if outcome is None:
-        return
+        return None
     if as_json:
         click.echo(json.dumps(asdict(outcome)))
-        return
+        return None
     bigram = "" if outcome.bigram_bits is None else f"; a bigram table: {outcome.bigram_bits:.3f}"
     click.echo(
         f"\nheld-out bits/{outcome.unit}: {outcome.held_out_bits:.3f}{bigram}\n"
@@ -101,6 +120,19 @@ def command(
     )
     if outcome.report is not None:
         click.echo(f"\nreport: {outcome.report}")
+    return None
+
+
+def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> int:
+    from penstock.train.launch import supervise
+
+    if "RANK" in os.environ:
+        raise click.UsageError(
+            "--restarts starts the processes itself; where others do, as torchrun does, use theirs (--max-restarts), "
+            "with --resume"
+        )
+    words = [word for word, given in (("--json", as_json), ("--profile", profile)) if given]
+    return supervise(config, restarts=restarts, words=words)
 
 
 def _config_file(files: list[str], resume: str | None) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from penstock.errors import ConfigError, WaitTimeoutError
+from penstock.errors import ConfigError, PeerError, WaitTimeoutError
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.parallel.reducer import GroupReducer, Reducer
 from penstock.runtime.limit import Limit
@@ -93,7 +93,12 @@ class World:
         path = os.environ.get(STORE)
         if not path:
             _stay_local()
-            dist.init_process_group(both, timeout=self._longest)
+            with _opening("the processes did not all meet"):
+                names = _names_of_this_start(self._longest)
+                rank, size = (
+                    (-1, -1) if names is None else (self.rank, self.size)
+                )  # by default the environment's
+                dist.init_process_group(both, store=names, rank=rank, world_size=size, timeout=self._longest)
             return
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not os.access(Path(path).parent, os.W_OK):  # the store would try for minutes to open it
@@ -117,9 +122,10 @@ class World:
     def _group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
         """A communicator of these processes, which all call it; where there are others, they do not."""
         some = len(ranks) < dist.get_world_size()
-        found: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=self._longest, backend=backend, use_local_synchronization=some
-        )
+        with _opening(f"no connection between the processes {ranks}"):
+            found: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=self._longest, backend=backend, use_local_synchronization=some
+            )
         return found
 
     def replicas(self) -> Reducer | None:
@@ -246,6 +252,28 @@ def current_world() -> World | None:
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise ConfigError(f"RANK={rank!r} and WORLD_SIZE={size!r} are not a rank below a number of processes")
     return World(int(rank), int(size))
+
+
+@contextlib.contextmanager
+def _opening(what: str) -> Iterator[None]:
+    """What ``torch.distributed`` says of processes that are gone or never came, as our own error."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
+
+
+def _names_of_this_start(timeout: timedelta) -> PrefixStore | None:
+    """What torchrun's processes meet through once it has started them anew; None where torch finds that by itself.
+
+    torchrun keeps its store over restarts, and in it the addresses of processes that are gone, which torch 2.13 would
+    connect to; so each start has names of its own.
+    """
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if start == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    return PrefixStore(f"penstock/{start}", store)
 
 
 def _kind() -> str:

@@ -64,6 +64,11 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
     return shape
 
 
+def processes_of(parallel: ParallelConfig) -> int:
+    """How many processes a run takes, one a rank, if nobody has started any."""
+    return (parallel.pp or THREADS) * parallel.dp * parallel.tp
+
+
 def require_shares(config: Config) -> None:
     """Check what is divided among the ranks of an axis, but for the model.
 

@@ -1,4 +1,8 @@
-"""SIGTERM and Ctrl-C while a run trains: the first asks it to stop after its step, the second ends it at once."""
+"""SIGTERM and Ctrl-C while a run trains: the first asks it to stop after its step, the second ends it at once.
+
+Before the first step there is nothing to save, and what a process waits for then may be a long time coming: the first signal
+ends it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ import signal
 from contextlib import suppress
 from threading import Event, Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from penstock.train.exit_codes import of_signal
+from penstock.train.exit_codes import ExitCode, of_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupts:
@@ -27,9 +32,11 @@ class Interrupts:
     def __init__(self, tells: bool) -> None:
         self._tells = tells
         self._asked = Event()
+        self._begun = False
 
     def asked(self) -> bool:
-        """Whether a signal has asked this process to stop."""
+        """Whether a signal has asked this process to stop; whoever asks for the first time takes care of it from now on."""
+        self._begun = True
         return self._asked.is_set()
 
     def __enter__(self) -> Self:
@@ -57,11 +64,20 @@ class Interrupts:
                 self._take(signal.Signals(data[0]))
 
     def _take(self, number: signal.Signals) -> None:
+        if not self._begun:
+            self._leave(f"{number.name}: out at once; no step has been done", ExitCode.STOPPED)
         if self._asked.is_set():
-            self._tell(f"{number.name} again: out at once; earlier checkpoints are as they were")
-            os._exit(of_signal(number))
+            self._leave(
+                f"{number.name} again: out at once; earlier checkpoints are as they were", of_signal(number)
+            )
         self._asked.set()
         self._tell(f"{number.name}: the step in hand is finished and saved; once more ends the run at once")
+
+    def _leave(self, text: str, code: int) -> NoReturn:
+        self._tell(text)
+        if os.isatty(1):
+            os.write(1, _SHOW_CURSOR)  # the progress bar has hidden it
+        os._exit(code)
 
     def _tell(self, text: str) -> None:
         if self._tells:
