@@ -119,7 +119,7 @@ class Victim:
         victim = ["-m", "bench.faults.victim", str(self.diaries), self.fault.dump() if self.fault else "none"]
         command = [sys.executable]
         if self.restarts is not None:
-            command += ["-m", "bench.faults.supervised", str(self.restarts), str(self.processes), *victim[2:]]
+            command += ["-m", "bench.faults.supervised", str(self.restarts), *victim[2:]]
         elif self.processes:
             command += [*TORCHRUN, "--nproc-per-node", str(self.processes), *victim]
         else:
