@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -111,6 +112,16 @@ class Entry:
             f"{self} was laid out for a dense gradient of shape {tuple(self.view.shape)}, {self.view.dtype}; now it has one "
             f"of shape {tuple(grad.shape)}, {grad.dtype}, {grad.layout}. Convert the model before its buckets are made"
         )
+
+
+def no_gradient(step: int, holes: Mapping[Entry, Sequence[int]]) -> PenstockError:
+    """The error for parameters without a gradient, and on which replicas."""
+    told = [f"{entry} on replica(s) {where}" for entry, where in holes.items()]
+    more = f" and {len(told) - 5} more" if len(told) > 5 else ""
+    return PenstockError(
+        f"no gradient in step {step} for {'; '.join(told[:5])}{more}. Take unused parameters out of the model, or let zeros "
+        'stand for them (missing="zeros")'
+    )
 
 
 class Bucket:

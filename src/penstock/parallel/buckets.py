@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.parallel.agreement import first_replicas, raise_failure, require_equal_models
-from penstock.parallel.bucket import Bucket, Entry
+from penstock.parallel.bucket import Bucket, Entry, no_gradient
 from penstock.parallel.lane import Lane
 from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, plan_buckets
 from penstock.parallel.local import gradient_dtype, local
@@ -99,6 +99,7 @@ class GradientBuckets:
         self._entry = {id(e.parameter): e for e in self.entries}
         require_equal_models(reducer, listed)
         self._groups = groups or {}
+        self._limits: Mapping[Hashable, int] | None = None
         self._lanes = {device: Lane(device) for device in {local(p).device for _, p in listed}}
         self._next_order: list[int] | None = None
         self.buckets: list[Bucket] = []
@@ -250,6 +251,17 @@ class GradientBuckets:
         finally:
             self._holding = before
 
+    def rebuild(
+        self, groups: Mapping[Tensor, Hashable] | None = None, limits: Mapping[Hashable, int] | None = None
+    ) -> None:
+        """Let the next step begin with buckets made anew, by the order seen in the last one; every replica calls it.
+
+        `groups` are as for the class, by default as before; `limits`: group → the most bytes in each of its buckets.
+        """
+        self._groups, self._limits = self._groups if groups is None else groups, limits
+        self._observe()
+        self._next_order = self._next_order or self._order
+
     def zero(self) -> None:
         """Set all gradients to zero, a buffer at a time, without letting go of them."""
         for bucket in self.buckets:
@@ -273,7 +285,7 @@ class GradientBuckets:
             for e in self.entries
         ]
         parts = self.reducer.size if self.sharded else 1
-        plans = plan_buckets(slots, order, *self._bytes, parts)
+        plans = plan_buckets(slots, order, *self._bytes, parts, self._limits)
         self._order = order
         self.buckets = [
             Bucket(plan, self._lanes[plan.device], self.divisor, self._wire_dtype(plan.dtype), self.sharded)
@@ -375,12 +387,7 @@ class GradientBuckets:
         table = self.reducer.exchange([int(e.index in without) for e in self.entries])()
         holes = {e.index: [r for r, row in enumerate(table) if row[e.index]] for e in self.entries}
         if self.missing == "error":
-            told = [f"{self.entries[n]} on replica(s) {where}" for n, where in holes.items() if where]
-            more = f" and {len(told) - 5} more" if len(told) > 5 else ""
-            raise PenstockError(
-                f"no gradient in step {self._step} for {'; '.join(told[:5])}{more}. Take unused parameters out of the "
-                'model, or let zeros stand for them (missing="zeros")'
-            )
+            raise no_gradient(self._step, {self.entries[n]: where for n, where in holes.items() if where})
         for entry in absent:
             if len(holes[entry.index]) < self.reducer.size and entry.parameter.grad is None:
                 entry.adopt()

@@ -5,7 +5,7 @@ Data only; every replica makes the same plan of the same order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,7 @@ def plan_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     parts: int = 1,
+    limits: Mapping[Hashable, int] | None = None,
 ) -> list[Plan]:
     """Cut slots into buckets, which come in the order in which they will be full.
 
@@ -77,6 +78,7 @@ def plan_buckets(
         order: the number of every slot, soonest ready first.
         bucket_bytes, first_bucket_bytes: the most bytes of gradients in a bucket, and in the first one.
         parts: each buffer divides into so many equal parts.
+        limits: group → the most bytes in each of its buckets, the first included; others have `bucket_bytes`.
 
     Raises:
         ConfigError: sizes that are not positive, or an order that does not name every slot once.
@@ -89,18 +91,19 @@ def plan_buckets(
     place = {slot: n for n, slot in enumerate(order)}
     full: list[list[int]] = []
     open_: dict[tuple[Hashable, ...], list[int]] = {}
-    limit = min(first_bucket_bytes, bucket_bytes)
+    usual = min(first_bucket_bytes, bucket_bytes)
     for number in order:
         slot = slots[number]
+        limit = (limits or {}).get(slot.group, usual)
         key = (slot.dtype, slot.device, slot.group)
         if slot.bytes >= limit:
             full.append([number])
-            limit = bucket_bytes
+            usual = bucket_bytes
             continue
         members = open_.setdefault(key, [])
         if sum(slots[n].bytes for n in members) + slot.bytes > limit:
             full.append(members)
-            limit = bucket_bytes
+            usual = bucket_bytes
             members = open_[key] = []
         members.append(number)
     full += [members for members in open_.values() if members]

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.parallel.reducer import Reducer
 from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.executor import Executor
-from penstock.runtime.replicas import Exchange, Replicas
+from penstock.runtime.replicas import BucketBytes, Exchange, Replicas
 from penstock.runtime.shared import Bundle, Shared, alias, bundles, groups_of_holders
 from penstock.runtime.ties import Ties
 from penstock.runtime.transport.base import Channel
@@ -55,7 +55,7 @@ class Assembly:
         compile: what ``torch.compile`` gets; see `compile_modules`.
         world: the other processes, joined; None if there are none.
         tensor: how tensor parallelism cuts the modules.
-        bucket_bytes: the most bytes in a bucket of gradients.
+        bucket_bytes: the most bytes in a bucket of gradients, or "auto".
 
     Attributes:
         split: the names of every stage's layers.
@@ -78,7 +78,7 @@ class Assembly:
         compile: str,
         world: World | None,
         tensor: TensorOptions,
-        bucket_bytes: int,
+        bucket_bytes: BucketBytes,
     ) -> None:
         self.schedule = schedule
         self.split = [[layer.name for layer in run] for run in runs]

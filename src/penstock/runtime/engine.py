@@ -65,6 +65,7 @@ class Engine:
         self._streams: Streams | None = None
         self._executors: dict[bool, list[Executor]] = {}
         self._reduced = False
+        self._reductions = 0
         self._step = 0
         self._failed = False
         self._traced: list[Executor] | None = None
@@ -141,7 +142,24 @@ class Engine:
             raise
         self._failed = False
         self._traced = executors[: len(self.local_ranks)]
+        if trains and works[0].reduces:
+            self._reductions += 1
+            if self._reductions == 2:
+                self._tune(executors)
         return works
+
+    def _tune(self, executors: Sequence[Executor]) -> None:
+        """Let the replicas make their buckets by what they have just seen; each on its own thread."""
+        jobs = [
+            partial(e.replicas.tune, e.program, measured_trace([e]))
+            for e in executors
+            if e.replicas is not None
+        ]
+        if self._crew is None or not self.twins:
+            for job in jobs:
+                job()
+        else:
+            self._crew.run(jobs, _nothing)
 
     def _run_step(self, executors: Sequence[Executor], works: Sequence[Work]) -> None:
         if self._crew is None:
@@ -200,6 +218,7 @@ class Engine:
         Args:
             zero: divide the update of the parameters among the replicas that are processes.
         """
+        self._reductions = 0
         world = self._world
         if world is not None and world.mesh is not None:
             self._executors.clear()

@@ -23,11 +23,13 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.holdings import Holdings
 from penstock.runtime.limit import FIRST_TIMEOUT, Limit
 from penstock.runtime.memory import choose_recompute
+from penstock.runtime.replicas import BucketBytes
 from penstock.runtime.result import StepResult, step_result
 from penstock.runtime.setup import (
     LossScale,
     local_device,
     make_settings,
+    require_bucket_bytes,
     require_count,
     require_loss,
     require_seed,
@@ -86,7 +88,8 @@ class Pipeline:
             global batch, dp * microbatches microbatches, on every process, and each pipeline does its part.
         family, sequence_parallel: which model it is that is cut, and whether also along the sequence; see
             `penstock.parallel.tensor.tensor_parallel`.
-        bucket_bytes: gradients are reduced over the pipelines in buckets of so many bytes, while the backward runs.
+        bucket_bytes: gradients are reduced over the pipelines in buckets of so many bytes, while the backward runs. "auto"
+            chooses for each stage after the second step: one bucket where the reduction hides, more where it shows.
 
     Attributes:
         replicas, replica: how many pipelines share the batch, and which this is.
@@ -124,11 +127,12 @@ class Pipeline:
         mesh: MeshShape | None = None,
         family: str = "penstock",
         sequence_parallel: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: BucketBytes = BUCKET_BYTES,
     ) -> None:
         require_count("microbatches", microbatches)
         require_count("virtual_stages", virtual_stages)
         require_count("ranks", 1 if ranks is None else ranks)
+        self.bucket_bytes = require_bucket_bytes(bucket_bytes)
         self.timeout = require_timeout(timeout)
         limit = Limit(self.timeout, require_timeout(first_timeout, "first_timeout"))
         require_loss(loss_fn)
@@ -172,7 +176,7 @@ class Pipeline:
             compile,
             self._world,
             TensorOptions(family, sequence_parallel),
-            bucket_bytes,
+            self.bucket_bytes,
         )
         self.stages = self._parts.own_stages
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages

@@ -3,29 +3,35 @@
 A rank's gradients live in buckets, whose reduction over its replicas begins while the backward still runs. When a
 gradient is complete is known in two ways. At the Program's REDUCE of a stage all its gradients are: that is enough for the
 first step, in which the buckets count how many contributions each parameter gets. From then on a parameter is complete
-with its last contribution, in the middle of the stage's last backward.
+with its last contribution, in the middle of the stage's last backward. So the second step is the first that shows in which
+order gradients become complete, and by it the buckets are made anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, TransportError
+from penstock.parallel.agreement import first_replicas
 from penstock.parallel.buckets import GradientBuckets
-from penstock.parallel.local import is_sharded, settle
+from penstock.parallel.layout import BUCKET_BYTES
+from penstock.parallel.local import gradient_dtype, is_sharded, local, settle
 from penstock.parallel.reducer import Reducer
 from penstock.parallel.shards import Shards
+from penstock.runtime.bucket_sizes import choose, measure
 from penstock.runtime.step_end import Finding, Losses
+from penstock.schedule.program import Program
 from penstock.stage.module import StageModule
+from penstock.trace.events import Trace
 
 _UNKNOWN = 1 << 60
 
-
 Exchange = Callable[[Any], list[Any]]
+BucketBytes = int | Literal["auto"]
 
 
 class Replicas:
@@ -38,7 +44,7 @@ class Replicas:
         modules: of the rank's stages, by number.
         shared: parameters whose gradients are complete only when those of other ranks are added (see `shared`).
         elsewhere: parameters whose gradients are reduced on another rank.
-        bucket_bytes: the most bytes in a bucket.
+        bucket_bytes: the most bytes in a bucket; "auto" has `tune` choose for each stage.
         zero: the update of the parameters is divided among the replicas, and so are the sums of their gradients.
 
     Attributes:
@@ -53,7 +59,7 @@ class Replicas:
         modules: Mapping[int, StageModule],
         shared: Sequence[nn.Parameter],
         elsewhere: Sequence[nn.Parameter],
-        bucket_bytes: int,
+        bucket_bytes: BucketBytes,
         zero: bool = False,
     ) -> None:
         self.exchange = exchange
@@ -68,17 +74,23 @@ class Replicas:
         self.buckets: GradientBuckets | None = None
         self.shards: Shards | None = None
         self._modules = modules
+        self._reducer = reducer
+        self._chooses = bucket_bytes == "auto"
+        most = BUCKET_BYTES if bucket_bytes == "auto" else bucket_bytes
         if reducer is not None and any(p.requires_grad for _, p in named.values()):
             if zero:
-                self.shards = Shards(
-                    named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=bucket_bytes
-                )
+                self.shards = Shards(named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=most)
                 self.buckets = self.shards.buckets
                 for module in modules.values():
                     module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]
             else:
                 self.buckets = GradientBuckets(
-                    named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=bucket_bytes
+                    named.values(),
+                    reducer,
+                    divisor=1.0,
+                    missing="zeros",
+                    bucket_bytes=most,
+                    rebuild=False,
                 )
             self.buckets.attach()
         self._cut = [p for _, p in named.values() if is_sharded(p)]
@@ -109,6 +121,30 @@ class Replicas:
             self.shards.wait_all()
         for module in self._modules.values():
             module.before = []
+
+    def tune(self, program: Program, trace: Trace) -> None:
+        """After the second step: make the buckets anew, by its order; on every replica of the rank.
+
+        Args:
+            program: of the step.
+            trace: what this rank did in it.
+        """
+        if self.buckets is None or self.shards is not None:  # what is divided stays where it is
+            return
+        if not self._chooses:
+            self.buckets.rebuild()
+            return
+        assert self._reducer is not None, "there are buckets"
+        stage_of: dict[Tensor, int] = {
+            p: s for s, parameters in self._stages.items() for p in parameters if len(self._of[id(p)]) == 1
+        }
+        bytes_of = dict.fromkeys(sorted(set(stage_of.values())), 0)
+        for parameter, stage in stage_of.items():
+            bytes_of[stage] += local(parameter).numel() * gradient_dtype(parameter).itemsize
+        device = local(self.buckets.entries[0].parameter).device
+        chosen = choose(program, trace, bytes_of, measure(self._reducer, device)) if bytes_of else {}
+        agreed = first_replicas(self._reducer, [chosen[s] for s in bytes_of])
+        self.buckets.rebuild(stage_of, dict(zip(bytes_of, agreed, strict=True)))
 
     @contextlib.contextmanager
     def step(self, number: int, reduces: bool) -> Iterator[None]:

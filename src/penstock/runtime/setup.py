@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.parallel.mesh import MeshShape, require_fit
+from penstock.runtime.replicas import BucketBytes
 from penstock.runtime.world import World
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.schedule import Schedule
@@ -24,6 +25,15 @@ def require_count(what: str, value: object) -> None:
     """Refuse anything but a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{what} must be a whole number of at least 1, not {value!r}")
+
+
+def require_bucket_bytes(value: object) -> BucketBytes:
+    """Refuse anything but a positive number of bytes, and "auto"."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"bucket_bytes must be a positive number of bytes or 'auto', not {value!r}")
+    return value
 
 
 def require_timeout(timeout: object, name: str = "timeout") -> float:

@@ -148,7 +148,8 @@ class ParallelConfig:
         tp: processes that share every matrix of a stage.
         order: of the axes, outermost first; neighbouring processes differ in the last one.
         sequence_parallel: with `tp`, also cut along the sequence what lies between the matrices.
-        bucket_bytes: with `dp`, gradients are added up in buckets of so many bytes, while the backward runs.
+        bucket_bytes: with `dp`, gradients are added up in buckets of so many bytes, while the backward runs; 0 chooses for
+            each stage after the second step.
         zero: with `dp`, each pipeline keeps its share of the optimizer's state, and updates its share of the weights.
     """
 
@@ -158,7 +159,7 @@ class ParallelConfig:
     tp: int = _key(1, COUNT)
     order: str = _key("pp,dp,tp", ORDER)
     sequence_parallel: bool = _key(False)
-    bucket_bytes: int = _key(BUCKET_BYTES, COUNT)
+    bucket_bytes: int = _key(BUCKET_BYTES, NOT_NEGATIVE)
     zero: bool = _key(False)
 
 

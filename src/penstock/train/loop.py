@@ -192,7 +192,7 @@ def build_pipeline(config: Config, language: Language, device: torch.device) -> 
         mesh=shape_of(parallel),
         family=language.family,
         sequence_parallel=parallel.sequence_parallel,
-        bucket_bytes=parallel.bucket_bytes,
+        bucket_bytes=parallel.bucket_bytes or "auto",
     )
 
 

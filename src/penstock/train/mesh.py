@@ -81,6 +81,11 @@ def require_shares(config: Config) -> None:
             f"schedule.microbatches {m} do not divide over parallel.dp {parallel.dp}: every replica does an equal share of "
             f"the batch; take a multiple of {parallel.dp}, or parallel.dp = {math.gcd(m, parallel.dp)}"
         )
+    if parallel.zero and not parallel.bucket_bytes and parallel.dp > 1:
+        raise ConfigError(
+            "parallel.zero keeps the buckets that it begins with, and parallel.bucket_bytes = 0 chooses them later; give a "
+            "number of bytes"
+        )
     if parallel.zero and parallel.tp > 1:
         raise ConfigError(
             f"parallel.zero divides whole parameters, and parallel.tp {parallel.tp} cuts them; take parallel.tp = 1, or "

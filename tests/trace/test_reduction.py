@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.simulate.reduction import fewest_buckets, reduce_gradients
 from penstock.trace.events import Activity
+from penstock.trace.reduction import fewest_buckets, reduce_gradients
 from tests.simulate.cases import built, timed
 
 

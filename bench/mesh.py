@@ -1,0 +1,233 @@
+"""Every schedule on every mesh beside one process, and ZeRO-1 beside the whole optimizer: equality, and bytes.
+
+A tiny decoder of 8 blocks takes steps on the same global batches, in plain PyTorch on one process and on each mesh.
+Printed are the largest differences: of any microbatch's loss in any step; of any gradient in the first step, over the
+largest gradient there is; of any weight at the end. Nothing but the order of summation may show: what that comes to is in
+the first row, one process again with the microbatches in reverse. Replicas, and processes that have cut the same matrices,
+must have the very same bits at the end.
+
+Then AdamW with its state divided among 1, 2 and 4 replicas: against the whole one, and how many bytes a rank keeps.
+
+    python -m bench.mesh [--steps N] [--schedule NAME ...] [--zero] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.compare import emit, machine
+from penstock.errors import ConfigError
+from penstock.parallel.local import whole
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.train.config import ModelConfig
+from penstock.train.models.llama import layers, next_token_loss
+
+CONFIG = ModelConfig(vocabulary=32, width=16, layers=8, heads=4, kv_heads=2, hidden=32)
+WIDER = ModelConfig(vocabulary=32, width=64, layers=8, heads=4, kv_heads=2, hidden=176)
+MESHES = (
+    MeshShape(1, 2, 1),
+    MeshShape(1, 1, 2),
+    MeshShape(2, 2, 1),
+    MeshShape(2, 1, 2),
+    MeshShape(2, 2, 2),
+)
+SEQUENCE, STEPS = 8, 20
+TWO_WAYS = ("chimera", "dualpipe", "dualpipe-v")
+"""Schedules that want more microbatches than the others' 4 of a pipeline."""
+
+State = dict[str, Tensor]
+
+
+def batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    found = torch.randint(0, 32, (rows, SEQUENCE + 1), generator=generator)
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@cache
+def alone(microbatches: int, steps: int, reverse: bool = False) -> tuple[Tensor, State, State]:
+    """One process in plain PyTorch: losses (steps, microbatches), the first gradients, the last weights."""
+    losses: list[Tensor] = []
+    gradients: State = {}
+    with Pipeline(layers(CONFIG), next_token_loss, microbatches=1, ranks=1) as pipe:
+        net, named = pipe.stages[0].module, dict(pipe.named_parameters())
+        optimizer = sgd(named.values())
+        for step in range(steps):
+            parts = list(zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True))
+            row = {}
+            for n in range(microbatches)[:: -1 if reverse else 1]:
+                x, y = parts[n]
+                loss = next_token_loss(net(x), y)
+                (loss / microbatches).backward()  # type: ignore[no-untyped-call]
+                row[n] = loss.detach()
+            losses.append(torch.stack([row[n] for n in range(microbatches)]))
+            gradients = gradients or {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(losses), gradients, {name: p.detach().clone() for name, p in named.items()}
+
+
+def on_mesh(
+    rank: int, mesh: MeshShape, name: str, microbatches: int, steps: int
+) -> tuple[Tensor, State, State]:
+    """The same as one process of a mesh: its own part of the model, put together where it is cut."""
+    losses: list[Tensor] = []
+    gradients: State = {}
+    with Pipeline(
+        layers(CONFIG), next_token_loss, microbatches=microbatches, schedule=name, mesh=mesh, timeout=300, bucket_bytes=4096
+    ) as pipe:  # fmt: skip
+        optimizer = sgd(pipe.parameters())
+        for step in range(steps):
+            found = pipe.step(*batch(step, microbatches * mesh.dp)).losses
+            assert found is not None, "there was a target"
+            losses.append(found)
+            gradients = gradients or {
+                name: whole(p.grad).clone() for name, p in pipe.named_parameters() if p.grad is not None
+            }
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {name: whole(p.detach()).clone() for name, p in pipe.named_parameters()}
+        return torch.stack(losses), gradients, weights
+
+
+def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    return max(float((value - wanted[name]).abs().max()) for name, value in found.items())
+
+
+def same_bits(parts: Sequence[Mapping[str, Tensor]], key: Callable[[int], int]) -> bool:
+    """Whether all processes with an equal key have equal tensors."""
+    first: dict[int, Mapping[str, Tensor]] = {}
+    for rank, part in enumerate(parts):
+        twin = first.setdefault(key(rank), part)
+        if part.keys() != twin.keys() or not all(torch.equal(v, twin[n]) for n, v in part.items()):
+            return False
+    return True
+
+
+def deviation(pool: LocalProcesses, mesh: MeshShape, name: str, steps: int) -> dict[str, Any]:
+    """How far a schedule on a mesh is from one process.
+
+    Raises:
+        ConfigError: the schedule has no form for so many pipeline ranks.
+    """
+    microbatches = 8 if name in TWO_WAYS else 4
+    build_schedule(name, mesh.pp, microbatches, None)
+    told = pool.run(mesh.ranks, on_mesh, mesh, name, microbatches, steps, timeout=1200)
+    same = same_bits([one[2] for one in told], lambda rank: mesh.coordinate(rank, "pp"))
+    losses_too = all(torch.equal(one[0], told[0][0]) for one in told)
+    return {**compared(told, microbatches * mesh.dp, steps), "same bits": same and losses_too}
+
+
+def compared(told: Sequence[tuple[Tensor, State, State]], microbatches: int, steps: int) -> dict[str, Any]:
+    """The largest differences from one process."""
+    losses, gradients, weights = alone(microbatches, steps)
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    return {
+        "losses": max(float((one[0] - losses).abs().max()) for one in told),
+        "gradients": max(worst(one[1], gradients) for one in told) / largest,
+        "weights": max(worst(one[2], weights) for one in told),
+    }
+
+
+def divided(rank: int, dp: int, zero: bool, steps: int) -> tuple[State, int]:
+    """AdamW over replicas without a pipeline: weights, and bytes of state."""
+    mesh = MeshShape(1, dp, 1)
+    with Pipeline(
+        layers(WIDER), next_token_loss, microbatches=8 // dp, mesh=mesh if dp > 1 else None, timeout=300
+    ) as pipe:
+        optimizer = PipelineOptimizer(
+            pipe, torch.optim.AdamW, lr=1e-3, clip=1.0, zero="overlap" if zero else False
+        )
+        for step in range(steps):
+            pipe.step(*batch(step, 8))
+            optimizer.step()
+        return {name: p.detach().clone() for name, p in pipe.named_parameters()}, optimizer.state_bytes()
+
+
+def zero_rows(pool: LocalProcesses, steps: int) -> list[dict[str, Any]]:
+    """For each number of replicas, ZeRO-1 beside the whole optimizer."""
+    rows = []
+    for dp in (1, 2, 4):
+        plain = pool.run(dp, divided, dp, False, steps, timeout=600)
+        zero = pool.run(dp, divided, dp, True, steps, timeout=600)
+        rows.append(
+            {
+                "replicas": dp,
+                "weights": max(worst(one[0], plain[0][0]) for one in zero),
+                "same bits": same_bits([one[0] for one in zero], lambda rank: 0),
+                "bytes": [one[1] for one in zero],
+                "plain bytes": plain[0][1],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--schedule", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--zero", action="store_true", help="only ZeRO-1 beside the whole optimizer")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, Any]] = {}
+
+    def say(line: str) -> None:
+        """As it comes: all of it takes minutes."""
+        if not options.json:
+            print(line, flush=True)
+
+    with LocalProcesses(max(mesh.ranks for mesh in MESHES)) as pool:
+        for mesh in () if options.zero else MESHES:
+            say(f"{mesh!s:24}{'losses':>10}{'gradients':>12}{'weights':>10}   replicas")
+            rows = found[str(mesh)] = {}
+            floor = compared([alone(4 * mesh.dp, options.steps, True)], 4 * mesh.dp, options.steps)
+            say(
+                "".join(
+                    [
+                        f"{'one process, reversed':24}",
+                        *(f"{v:{w}.1e}" for v, w in zip(floor.values(), (10, 12, 10), strict=True)),
+                    ]
+                )
+            )
+            for name in options.schedule:
+                try:
+                    row = rows[name] = deviation(pool, mesh, name, options.steps)
+                except ConfigError as error:
+                    say(f"{name:24}  {str(error).partition(';')[0]}")
+                    continue
+                same = "same bits" if row["same bits"] else "DIFFER"
+                say(f"{name:24}{row['losses']:10.1e}{row['gradients']:12.1e}{row['weights']:10.1e}   {same}")
+            say("")
+        zero = zero_rows(pool, options.steps)
+    say(f"{'AdamW, replicas':24}{'weights':>10}   replicas   {'bytes a rank':>14}{'of the whole':>14}")
+    for row in zero:
+        same, most = "same bits" if row["same bits"] else "DIFFER", max(row["bytes"])
+        say(
+            f"{row['replicas']:<24}{row['weights']:10.1e}   {same}  {most:14,}{most / row['plain bytes']:14.4f}"
+        )
+    say(f"{options.steps} steps; {machine()}")
+    if options.json:
+        emit({"meshes": found, "zero": zero, "machine": machine(), "steps": options.steps}, [], True)
+
+
+if __name__ == "__main__":
+    main()
