@@ -13,7 +13,7 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 FLOORS = [
-    {"errors"},
+    {"errors", "reading"},
     {"schedule", "stage", "parallel"},
     {"trace"},
     {"simulate", "runtime"},

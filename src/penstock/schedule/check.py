@@ -19,6 +19,7 @@ from penstock.schedule.program import Program, lower
 from penstock.schedule.schedule import Schedule
 
 SHOWN = 8
+_MISSING = 10_000_000  # forwards, beyond which nobody is told which ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,11 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
     Raises:
         ScheduleError: names the ops that are wrong, the ops of the shortest cycle, or the first op over the budget.
     """
+    if schedule.stages * schedule.microbatches > len(schedule) + _MISSING:
+        raise ScheduleError(
+            f"{schedule.name} is no valid schedule: {len(schedule)} ops are too few for a forward of each of "
+            f"{schedule.microbatches} microbatches on each of {schedule.stages} stages"
+        )
     for find in (_strays, _counts, _pairs, _order):
         problems = list(_first(find(schedule, forward_only)))
         if problems:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.errors import ScheduleError
+from penstock.reading import MEGABYTE, read_bytes
 from penstock.schedule.ops import Op, Pair, parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+
+_MOST = 512 * MEGABYTE
 
 
 def csv_line(schedule: Schedule, rank: int) -> str:
@@ -40,9 +44,9 @@ def read_csv(path: str | Path) -> Schedule:
         ScheduleError: the file cannot be read, is empty, or holds something that is no op (with line and column).
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            lines = [(reader.line_num, cells) for cells in reader]
+        text = read_bytes(path, _MOST, pipes=True).decode("utf-8-sig")
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
     while lines and not any(cell.strip() for cell in lines[-1][1]):

@@ -109,6 +109,10 @@ def _latency(work: Trace) -> float:
 
 def _schedule(work: Trace) -> Schedule:
     stages, microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
+    if stages > len(work) or microbatches > len(work):
+        raise ScheduleError(
+            f"this is no whole step: {len(work)} ops of {stages} stages and {microbatches} microbatches"
+        )
     slices = work.rank_slices()
     missing = [rank for rank, rows in enumerate(slices) if rows.start == rows.stop]
     if missing or not stages or not microbatches:

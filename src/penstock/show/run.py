@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, DataError
+from penstock.reading import MEGABYTE, read_bytes
 from penstock.show.report import write
 from penstock.trace.events import Trace
 from penstock.trace.folder import read_file, read_folder
+
+_MOST = 512 * MEGABYTE
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def write_report(run: Run, path: str | Path, step: int | None = None) -> Path:
 
 def _settings(path: Path, problems: list[str]) -> str:
     try:
-        return path.read_text("utf-8") if path.exists() else ""
+        return read_bytes(path, _MOST).decode("utf-8") if path.exists() else ""
     except (OSError, ValueError) as error:
         problems.append(f"cannot read {path}: {error}")
         return ""
@@ -87,7 +90,7 @@ def _metrics(path: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
     if not path.exists():
         return ()
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bytes(path, _MOST).splitlines()
     except OSError as error:
         problems.append(f"cannot read {path}: {error.strerror}")
         return ()

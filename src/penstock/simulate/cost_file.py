@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, nearest
+from penstock.reading import MEGABYTE, read_bytes
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link
 
+_MOST = 64 * MEGABYTE
 _NEEDED = ("F", "B", "W")
 _OPTIONAL = {
     "full": None, "R": None, "pair": None, "pair_output": "end",
@@ -90,7 +92,7 @@ def _costs(given: dict[str, Any], placement: Placement, latency: float | int | N
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text("utf-8")
+        text = read_bytes(path, _MOST, pipes=True).decode("utf-8")
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the costs {path}: {error.strerror}") from error

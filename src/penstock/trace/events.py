@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import DataError
+from penstock.reading import DAMAGED_ARRAY, MEGABYTE, require_regular
 
 FORMAT = 1
 _COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
 # What numpy, zipfile and zlib raise at a file that is cut off, altered, or something else altogether.
-_DAMAGE = (
-    OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, RuntimeError, MemoryError, OverflowError,
-    SyntaxError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
+_DAMAGE = (OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error, *DAMAGED_ARRAY)
+# A file may unpack to this many bytes, or to so many times its size: what a zip claims, a reader would allocate.
+_SMALL, _MOST_TIMES = 256 * MEGABYTE, 200
+_MORE_RANKS = 1 << 16  # than there are events
 _LETTERS = {"start": "iuf", "end": "iuf", "paired": "b"}
 
 
@@ -123,10 +124,15 @@ class Trace:
         """
         try:
             # Opened here, so that a damaged file is closed, too.
-            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+            require_regular(path)
+            with open(path, "rb") as raw, np.load(_bounded(raw), allow_pickle=False) as file:
                 header = json.loads(str(file["header"]))
                 columns = {name: file[name] for name in _COLUMNS}
                 held = file["held"] if "held" in file.files else None
+            if not all(
+                isinstance(column, np.ndarray) for column in (*columns.values(), held) if column is not None
+            ):
+                raise ValueError("a column is no array")
             form, ranks, info = header["format"], header["ranks"], header["info"]
         except _DAMAGE as error:
             raise DataError(f"cannot read {path} as a trace: {error}") from error
@@ -138,6 +144,22 @@ class Trace:
         return Trace(ranks, **columns, held=held, info=info)
 
 
+def _bounded(file: BinaryIO) -> BinaryIO:
+    """The file itself, from its start, if it does not unpack to far more than it is.
+
+    Raises:
+        ValueError: it does.
+        zipfile.BadZipFile: it is no archive.
+    """
+    size = file.seek(0, 2)
+    with zipfile.ZipFile(file) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > max(_SMALL, _MOST_TIMES * size):
+        raise ValueError(f"its {size:,} bytes unpack to {unpacked:,}")
+    file.seek(0)
+    return file
+
+
 def _wrong(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]]) -> str:
     """What of a file's content no trace can have, in words; empty if it is sound."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or not isinstance(info, dict):
@@ -145,6 +167,8 @@ def _wrong(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]])
     lengths = {len(column) if column.ndim == 1 else -1 for column in columns.values()}
     if len(lengths) > 1 or -1 in lengths:
         return "its columns are not of one length"
+    if ranks > len(columns["rank"]) + _MORE_RANKS:
+        return f"its header says {ranks} ranks, of its {len(columns['rank'])} events"
     for name, column in columns.items():
         if column.dtype.kind not in _LETTERS.get(name, "i"):
             return f"its column {name} has type {column.dtype}"
@@ -155,6 +179,10 @@ def _wrong(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]])
         return "its events are not sorted by rank"
     if len(kind) and not (kind.min() >= 0 and kind.max() < len(Activity)):
         return f"it has a kind of event that is not known: {kind.max()}"
+    for name in ("stage", "microbatch"):
+        column = columns[name]
+        if len(column) and (column.min() < -1 or column[kind <= Activity.R].min(initial=0) < 0):
+            return f"an event has the {name} {column.min()}"
     if not (np.isfinite(start) & np.isfinite(end) & (end >= start)).all():
         return "an event ends before it starts"
     paired = columns["paired"]

@@ -17,6 +17,7 @@ from penstock.trace.events import Trace
 from penstock.trace.join import join, present
 
 FOLDER = "traces"
+_CELLS, _SPARSE = 1 << 22, 256  # a trace that lacks most of its ranks can still be shown
 _NAME = re.compile(r"step-(\d+)(?:\.rank-(\d+))?\.npz")
 
 
@@ -112,6 +113,7 @@ def read_file(path: str | Path) -> tuple[Trace, tuple[str, ...]]:
     trace = Trace.load(path)
     if not len(trace):
         raise DataError(f"{path} holds no event")
+    _require_dense(trace, path)
     missing = _without(trace)
     return trace, ((f"{path}: nothing of {missing}",) if missing else ())
 
@@ -131,6 +133,7 @@ def _read_step(
         return None
     try:
         trace = parts[0] if whole else join(parts, _clocks(parts))
+        _require_dense(trace, "its trace")
     except DataError as error:
         problems.append(f"step {step}: {error}")
         return None
@@ -140,6 +143,19 @@ def _read_step(
             f"step {step} is shown without {missing}: {name} {'has' if whole else 'have'} nothing of it"
         )
     return trace
+
+
+def _require_dense(trace: Trace, what: object) -> None:
+    """Refuse a few events that say of themselves that they are of a huge step: tables of the step would be as huge.
+
+    Raises:
+        DataError: it is so.
+    """
+    stages, microbatches = int(trace.stage.max(initial=-1)) + 1, int(trace.microbatch.max(initial=-1)) + 1
+    if stages * microbatches > _CELLS + _SPARSE * len(trace):
+        raise DataError(
+            f"{what} has {len(trace)} events of {stages} stages and {microbatches} microbatches; those are far too few"
+        )
 
 
 def _clocks(parts: list[Trace]) -> Alignment | None:

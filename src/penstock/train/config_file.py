@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.reading import MEGABYTE, read_bytes
 from penstock.train.config import Config, from_mapping
+
+_MOST = 4 * MEGABYTE
 
 
 def load(path: Path | None, overrides: Iterable[str] = ()) -> Config:
@@ -38,7 +41,7 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(read_bytes(path, _MOST, pipes=True).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import DataError
+from penstock.reading import DAMAGED_ARRAY, require_regular
 from penstock.train.codec import END, Words
 from penstock.train.config import DataConfig
 
@@ -197,9 +198,12 @@ def _tokenised(paths: Sequence[Path], words: Words) -> TokensOf:
 
 def _text(path: Path) -> str:
     try:
+        require_regular(path)
         return path.read_text("utf-8")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise DataError(f"{path} does not fit into memory as one text; divide it") from error
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is no UTF-8 text ({error.reason} at byte {error.start}), which the tokenizer reads; data.pattern "
@@ -209,6 +213,7 @@ def _text(path: Path) -> str:
 
 def _map(path: Path) -> npt.NDArray[np.generic]:
     try:
+        require_regular(path)
         if path.suffix == ".npy":
             tokens: npt.NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
             if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -221,7 +226,7 @@ def _map(path: Path) -> npt.NDArray[np.generic]:
         return np.memmap(path, np.uint8, "r")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, EOFError) as error:
+    except DAMAGED_ARRAY as error:
         raise DataError(f"{path} is no numpy token file: {error}") from error
 
 

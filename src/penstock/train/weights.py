@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.errors import DataError, PenstockError
+from penstock.reading import MEGABYTE, read_bytes, require_regular
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_MOST = 512 * MEGABYTE  # of an index
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -90,7 +92,7 @@ def load(folder: Path) -> dict[str, Tensor]:
     if (folder / WHOLE).exists():
         return _read(folder / WHOLE)
     try:
-        places = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+        places = json.loads(read_bytes(folder / INDEX, _MOST))["weight_map"]
         files = sorted({str(name) for name in places.values()})
     except FileNotFoundError as error:
         raise DataError(f"{folder} holds no weights: neither {WHOLE} nor {INDEX}") from error
@@ -110,6 +112,7 @@ def load(folder: Path) -> dict[str, Tensor]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
+        require_regular(path)
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot read the weights {path}: {error}") from error

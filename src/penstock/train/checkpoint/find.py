@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.errors import ConfigError, DataError
+from penstock.reading import MEGABYTE, read_bytes, require_regular
 from penstock.train.checkpoint.files import digest_of
 from penstock.train.checkpoint.manifest import MANIFEST, Manifest, parse
 
 FOLDER = "checkpoints"
 """Within a run's folder."""
 
+_MOST = 512 * MEGABYTE  # of a manifest
 _NAME = re.compile(r"step-(\d{8,12})")
 
 
@@ -58,7 +60,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     where = path / MANIFEST
     try:
-        data = where.read_bytes()
+        data = read_bytes(where, _MOST)
     except OSError as error:
         raise DataError(f"cannot read {where}: {error.strerror}") from error
     manifest = parse(data, where)
@@ -73,6 +75,7 @@ def missing(path: Path, manifest: Manifest, files: Iterable[str] | None = None) 
     found = []
     for name in manifest.files if files is None else files:
         try:
+            require_regular(path / name)
             size = (path / name).stat().st_size
         except OSError as error:
             found.append(f"{path / name}: {error.strerror}")

@@ -17,11 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import DataError
+from penstock.reading import MEGABYTE, read_bytes, require_regular
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
+_MOST = 512 * MEGABYTE  # of an index
 _FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -50,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: it cannot be read, or is none.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_bytes(path, _MOST))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -105,6 +107,7 @@ def _lies(found: Mapping[str, Stored], name: str, file: str) -> bool:
 
 def _header(path: Path) -> dict[str, Stored]:
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             return {

@@ -1,0 +1,211 @@
+"""Spoiled and malicious files: config, data, schedules, checkpoints, traces; each is refused clearly, or read.
+
+Every case is drawn from its kind, the seed and its number, so that one that fails can be done again alone. Each kind is read
+in a process of its own, with a limit of memory; a case that takes too long, takes too much memory, ends the process, runs
+code, starts a program, or raises anything but a PenstockError is listed as something else, and the command then ends with 1.
+
+    python -m bench.faults.fuzz [--count N] [--kind KIND] [--seed N] [--case N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.faults.samples import KINDS
+from penstock.errors import PenstockError
+
+SECONDS = 10.0
+"""That a case may take."""
+
+MEMORY = 1 << 30
+"""Bytes that a case may take beyond what the process had before."""
+
+_CODE = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
+
+
+@dataclass
+class Outcome:
+    """Of one kind.
+
+    Attributes:
+        kind: of file.
+        cases: done.
+        refused: with a PenstockError.
+        read: as if they were sound.
+        others: number and what happened, of every case that was something else.
+    """
+
+    kind: str
+    cases: int = 0
+    refused: int = 0
+    read: int = 0
+    others: list[tuple[int, str]] = field(default_factory=list)
+
+
+class _TooLong(BaseException):
+    pass
+
+
+def fuzz(kind: str, numbers: Iterable[int], seed: int = 0) -> Outcome:
+    """Read the cases with these numbers, in a process that is started anew when it ends."""
+    found, waiting = Outcome(kind), list(numbers)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="penstock-fuzz-", ignore_cleanup_errors=True) as place:
+        while waiting:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, kind, waiting, seed, Path(place)))
+            process.start()
+            theirs.close()
+            done = _listen(ours, found, waiting)
+            if not done:
+                process.kill()
+            process.join()
+            if waiting and not done:
+                number = waiting.pop(0)
+                found.cases += 1
+                found.others.append((number, f"the process ended or hung (exit code {process.exitcode})"))
+    return found
+
+
+def _listen(connection: Connection, found: Outcome, waiting: list[int]) -> bool:
+    """Take word of cases until all are done; False if the process ended or hung before."""
+    patience = 120.0  # for its start
+    while waiting:
+        try:
+            if not connection.poll(patience):
+                return False
+            number, what = connection.recv()
+        except EOFError:
+            return False
+        patience = 3 * SECONDS
+        if number < 0:
+            continue
+        assert number == waiting.pop(0), "cases are told in their order"
+        found.cases += 1
+        found.refused += what == "refused"
+        found.read += what == "read"
+        if what not in ("refused", "read"):
+            found.others.append((number, what))
+    return True
+
+
+def _work(connection: Connection, kind: str, numbers: list[int], seed: int, place: Path) -> None:
+    os.environ["NUMBA_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    sound, case, sprung = place / "sound", place / "case", place / "sprung"
+    shutil.rmtree(sound, ignore_errors=True)
+    sound.mkdir()
+    read = KINDS[kind].prepare(sound)
+    read(sound)  # what is loaded on first use is loaded now
+    ran: list[str] = []
+    sys.addaudithook(lambda event, _: ran.append(event) if event in _CODE else None)
+    signal.signal(signal.SIGALRM, _too_long)
+    limit = _in_use() + 4 * MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    connection.send((-1, ""))
+    for number in numbers:
+        shutil.rmtree(case, ignore_errors=True)
+        shutil.copytree(sound, case)
+        must_fail = KINDS[kind].spoil(Random(f"{seed} {kind} {number}"), case, sprung)
+        del ran[:]
+        _forget_peak()
+        before = _peak()
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        try:
+            read(case)
+            what = "read, but it must be refused" if must_fail else "read"
+        except PenstockError as error:
+            what = "refused" if str(error).strip() else "refused without a word"
+        except _TooLong:
+            what = f"took more than {SECONDS:g} s: {_where()}"
+        except BaseException as error:  # whatever it is, it is what is looked for
+            what = f"{type(error).__name__}: {error}"[:200] + f" ({_where()})"
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if ran or sprung.exists():
+            what = f"ran code: {', '.join(ran) or 'a pickle'}"
+            sprung.unlink(missing_ok=True)
+        if (took := _peak() - before) > MEMORY and what in ("read", "refused"):
+            what = f"took {took / 2**30:.1f} GiB"
+        connection.send((number, what))
+
+
+def _too_long(*_: Any) -> None:
+    raise _TooLong
+
+
+def _where() -> str:
+    """The last place of the error in Penstock."""
+    _, _, trace = sys.exc_info()
+    own = [frame for frame in traceback.extract_tb(trace) if "penstock" in frame.filename]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "?"
+
+
+def _in_use() -> int:
+    """Address space, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+def _peak() -> int:
+    """The most memory that was used since `_forget_peak`, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def main() -> None:
+    """Fuzz and print; exit code 1 if anything was neither refused clearly nor read."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=10_000, help="cases of each kind")
+    parser.add_argument("--kind", choices=list(KINDS), help="this one alone")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="this case alone, of --kind")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    numbers = range(options.count) if options.case is None else [options.case]
+    began = time.monotonic()
+    outcomes = []
+    for kind in [options.kind] if options.kind else KINDS:
+        outcome = fuzz(kind, numbers, options.seed)
+        outcomes.append(outcome)
+        if options.json:
+            print(json.dumps(asdict(outcome)), flush=True)
+            continue
+        if len(outcomes) == 1:
+            print(f"{'kind':<12}{'cases':>8}{'refused':>9}{'read':>8}{'others':>8}", flush=True)
+        others = len(outcome.others)
+        print(f"{kind:<12}{outcome.cases:>8}{outcome.refused:>9}{outcome.read:>8}{others:>8}", flush=True)
+        for number, what in outcome.others[:20]:
+            print(f"  --kind {kind} --seed {options.seed} --case {number}: {what}", flush=True)
+    if not options.json:
+        print(f"seed {options.seed}, {time.monotonic() - began:.0f} s")
+    sys.exit(any(outcome.others for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Files that others made, read within bounds: no pipe that makes a reader wait, no device that never ends, no bomb.
+
+Everything here raises what the operating system would, so that a reader has one kind of error to put into words.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from tokenize import TokenError
+
+MEGABYTE = 1 << 20
+
+DAMAGED_ARRAY = (
+    ValueError, EOFError, TypeError, KeyError, OverflowError, MemoryError, SyntaxError, RecursionError, TokenError,
+)  # fmt: skip
+"""What numpy raises at a file of arrays that is none, or whose header says what cannot be."""
+
+
+def require_regular(path: str | Path) -> None:
+    """Refuse anything but a file that ends: a pipe would make its reader wait, a device might never end.
+
+    Raises:
+        OSError: it is not there, or something else than a file.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_bytes(path: str | Path, most: int, *, pipes: bool = False) -> bytes:
+    """A whole file.
+
+    Args:
+        path: of the file.
+        most: bytes; a file that has more is refused.
+        pipes: whether it may be a pipe, such as the output of another command.
+
+    Raises:
+        OSError: it cannot be read, is larger, or is no file.
+    """
+    if not pipes:
+        require_regular(path)
+    found = bytearray()
+    with open(path, "rb") as file:
+        fits = os.fstat(file.fileno()).st_size <= most
+        while fits and (part := file.read(MEGABYTE)):
+            found += part
+            fits = len(found) <= most
+    if not fits:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return bytes(found)
