@@ -32,7 +32,7 @@ from typing import Any
 from bench.faults.samples import KINDS
 from penstock.errors import PenstockError
 
-SECONDS = 10.0
+SECONDS = 20.0
 """That a case may take."""
 
 MEMORY = 1 << 30
@@ -87,7 +87,7 @@ def fuzz(kind: str, numbers: Iterable[int], seed: int = 0) -> Outcome:
 
 def _listen(connection: Connection, found: Outcome, waiting: list[int]) -> bool:
     """Take word of cases until all are done; False if the process ended or hung before."""
-    patience = 120.0  # for its start
+    patience = 300.0  # for its start
     while waiting:
         try:
             if not connection.poll(patience):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from random import Random
@@ -124,3 +125,43 @@ def to_json(rng: Random, tree: Any) -> bytes:
     elif dice < 0.04 and "0" in text:
         text = text.replace("0", "9" * 50_000, 1)
     return text.encode("utf-8", "surrogatepass")
+
+
+def any_file(rng: Random, folder: Path, sprung: Path) -> bool | None:
+    """What can happen to any file: bytes, a pickle in its place, a link, a hole, a pipe. None: nothing was done."""
+    path = rng.choice(sorted(p for p in folder.rglob("*") if p.is_file()))
+    dice = rng.random()
+    if dice < 0.35:
+        path.write_bytes(spoil(rng, path.read_bytes()))
+    elif dice < 0.40:
+        path.write_bytes(trap(rng, sprung))
+    elif dice < 0.42:
+        path.unlink()
+        path.symlink_to(
+            rng.choice(("/dev/zero", "/dev/null", "/nothing", "/", ".", path.name, "/proc/self/mem"))
+        )
+    elif dice < 0.43:
+        path.unlink()
+        os.mkfifo(path) if path.parent != folder else path.mkdir()
+    elif dice < 0.44:
+        os.truncate(path, rng.choice((0, 1, 1 << 40)))
+    else:
+        return None
+    return False
+
+
+def npy(rng: Random, data: bytes) -> bytes:
+    """An array whose header says something else."""
+    kind = rng.choice(
+        ("<u2", "|O", "<f8", "|V8", "<U4", "<M8[s]", "<i8", "[('a', '<i4')]", ">i4", "|b1", "<c16")
+    )
+    shape = rng.choice(
+        ("(200,)", "(10, 20)", "()", "(-1,)", f"({int(rng.choice(NUMBERS))},)", "(0,)", "[1]", "(2**40,)")
+    )
+    text = f"{{'descr': '{kind}', 'fortran_order': {rng.choice((True, False))}, 'shape': {shape}, }}"
+    if rng.random() < 0.1:
+        text = rng.choice(("(" * 5000, "__import__('os')", "{" + "'a':1," * 4000 + "}", "", "{'descr': 1}"))
+    header = text.encode()
+    header += b" " * (-(len(header) + 11) % 64) + b"\n"
+    body = data[128:] if rng.random() < 0.8 else rng.randbytes(rng.randrange(400))
+    return b"\x93NUMPY\x01\x00" + (len(header) % 65536).to_bytes(2, "little") + header + body
