@@ -91,7 +91,13 @@ class PeerError(TransportError):
 
 
 class WaitTimeoutError(TransportError):
-    """A bounded wait ran out."""
+    """A bounded wait ran out.
+
+    Attributes:
+        shown: whether the stacks of this process are on stderr already.
+    """
+
+    shown = False
 
 
 class HangError(WaitTimeoutError):

@@ -154,9 +154,8 @@ def test_a_rank_that_dies_is_named_by_the_ranks_that_wait_for_it():
 
 
 def never_answers(rank: int) -> str:
-    with Pipeline(
-        plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=1, first_timeout=1
-    ) as pipe:
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=1) as pipe:
+        pipe.step(*plain.batch(0, 8))
         if rank == 1:
             return "left"
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -76,13 +77,18 @@ class GroupReducer:
         group: whose ranks are the replicas; by default all processes.
         timeout: the longest a wait may last, in seconds.
         blocking: finish everything before going on; for communicators that cannot go on by themselves.
+        require_all: called now and then while something is waited for; raises if a process is gone, wherever it was.
 
     Raises:
         ConfigError: this process is not in the group.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: float = 60.0, blocking: bool = False
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 60.0,
+        blocking: bool = False,
+        require_all: Callable[[], None] = lambda: None,
     ) -> None:
         self.group = group if group is not None else dist.group.WORLD
         if self.group is None or dist.get_rank(self.group) < 0:
@@ -93,6 +99,7 @@ class GroupReducer:
         self.size = dist.get_world_size(self.group)
         self.timeout = timedelta(seconds=timeout)
         self.blocking = blocking
+        self._require_all = require_all
         # Small numbers travel from host to host where they can, so that nobody waits for the device.
         self._host = "cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"
 
@@ -141,7 +148,7 @@ class GroupReducer:
             return DONE
         # With a limit the host would wait for NCCL; NCCL's own watchdog has the group's.
         limit = None if flat.is_cuda else self.timeout
-        return _Waiting(work, limit, f"{what} {flat.numel()} values")
+        return _Waiting(work, limit, f"{what} {flat.numel()} values", self._require_all)
 
 
 class _Done:
@@ -154,19 +161,34 @@ DONE = _Done()
 
 
 class _Waiting:
-    __slots__ = ("timeout", "what", "work")
+    __slots__ = ("require_all", "timeout", "what", "work")
 
-    def __init__(self, work: dist.Work, timeout: timedelta | None, what: str) -> None:
-        self.work, self.timeout, self.what = work, timeout, what
+    def __init__(
+        self, work: dist.Work, timeout: timedelta | None, what: str, require_all: Callable[[], None]
+    ) -> None:
+        self.work, self.timeout, self.what, self.require_all = work, timeout, what, require_all
 
     def wait(self) -> None:
         try:
             if self.timeout is None:
                 self.work.wait()
             else:
-                self.work.wait(self.timeout)
+                self._wait(self.timeout)
         except RuntimeError as error:
             raise _failure(error, self.what, self.timeout) from error
+
+    def _wait(self, limit: timedelta) -> None:
+        """Wait for so long, and look around now and then."""
+        until = monotonic() + limit.total_seconds()
+        while (left := until - monotonic()) > _LOOK:
+            try:
+                self.work.wait(timedelta(seconds=_LOOK))
+                return
+            except RuntimeError as error:
+                if "imed out" not in str(error):
+                    raise
+            self.require_all()
+        self.work.wait(timedelta(seconds=max(left, 0.001)))
 
 
 def _failure(error: RuntimeError, what: str, timeout: timedelta | None) -> PenstockError:
@@ -179,6 +201,7 @@ def _failure(error: RuntimeError, what: str, timeout: timedelta | None) -> Penst
     return PeerError(f"the connection to another replica broke: {text.splitlines()[0]}")
 
 
+_LOOK = 0.25
 # The names of torch 2.12 on; before, the others, which warn from then on.
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.errors import PeerError, StageError, TransportError
+from penstock.errors import PeerError, StageError, TransportError, WaitTimeoutError
+from penstock.runtime.hang import dump_stacks
 from penstock.runtime.status import ROW, STEP, WAITS, Words, awaited, culprit, place_of, rows_of
 from penstock.runtime.transport.base import Channel
 from penstock.schedule.ops import Kind
@@ -29,18 +30,29 @@ def explained(
         words: what it was doing.
         inputs: what its last forward took; None if there was none.
     """
+    if isinstance(error, TransportError) and channel is not None and not channel.one_process:
+        _show(error, rank, channel)
     if not isinstance(error, Exception) or (isinstance(error, PeerError) and error.failure is not None):
         return error
     where, given = _where(rank, program, words), ""
     if isinstance(error, TransportError):
         text = f"{error}{_awaited(program, words)} (at {where})"
         if channel is not None:
-            text += _blame(program, channel, words)
+            # Where a connection broke, somebody is gone, or will be in a moment.
+            gone = channel.guilty(1.0 if isinstance(error, PeerError) else 0.0)
+            text += _blame(program, channel, words, str(error), gone)
         return type(error)(text)
     row = words[ROW]
     if inputs is not None and row >= 0 and program.schedule.kind[row] == Kind.F:
         given = f" (the stage's input was {describe(inputs[0])})"
     return StageError(f"{where}: {type(error).__name__}: {error}{given}")
+
+
+def _show(error: TransportError, rank: int, channel: Channel) -> None:
+    """Show what this process was doing, if it waited in vain, or somebody is stopped for whom all wait."""
+    late = isinstance(error, WaitTimeoutError) and not error.shown
+    if late or " is stopped " in (channel.guilty() or ""):
+        dump_stacks(f"rank {rank}: {error}")
 
 
 def _where(rank: int, program: Program, words: Words) -> str:
@@ -57,15 +69,13 @@ def _awaited(program: Program, words: Words) -> str:
     return f"; it was to send what {found}" if found else ""
 
 
-def _blame(program: Program, channel: Channel, words: Words) -> str:
+def _blame(program: Program, channel: Channel, words: Words, said: str, gone: str | None) -> str:
     """Who it is that the others wait for, and what that rank does."""
+    if gone is not None:
+        return "" if gone in said else f". {gone[:1].upper()}{gone[1:]}"
     first = words[WAITS] - 1
     if not 0 <= first < len(channel.others):
         return ""
-    rank, fault = culprit(first, channel.others, channel.fault)
+    rank = culprit(first, channel.others)
     theirs = channel.others[rank]
-    if fault is None and theirs is None:
-        return ""
-    doing = "" if theirs is None else f" {'was' if fault else 'is'} {place_of(program, theirs)}"
-    joined = f" {fault}; it" if fault and doing else f" {fault}" if fault else ""
-    return f". Rank {rank}{joined}{doing}"
+    return "" if theirs is None else f". Rank {rank} is {place_of(program, theirs)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -24,6 +25,7 @@ from penstock.runtime.shared import equalise
 from penstock.runtime.streams import Streams
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
+from penstock.runtime.watch import Watch
 from penstock.runtime.work import Work
 from penstock.runtime.world import World
 from penstock.trace.events import Trace
@@ -62,6 +64,7 @@ class Engine:
         self.closed = False
         self._world = world
         self._crew: Crew | None = None
+        self._watch: Watch | None = None
         self._streams: Streams | None = None
         self._executors: dict[bool, list[Executor]] = {}
         self._reduced = False
@@ -74,6 +77,8 @@ class Engine:
             on_cpu = device is None or device.type == "cpu"
             channel = world.connect(parts.program, parts.holders, None if on_cpu else device)
             modules = {s: stage.module for s, stage in parts.own_stages.items()}
+            judge = Judge(self.limit, [channel.words], [f"rank {world.rank}"], parts.program)
+            self._watch = Watch(world.roster, judge)
             equalise(parts.bundles[world.rank], modules, world.rank, channel, schedule.stages)
             self.replicate()
         elif schedule.ranks > 1 or self.twins:
@@ -123,6 +128,8 @@ class Engine:
         self._step += 1
         self._failed = True
         executors = self._ready(trains)
+        if self._watch is not None:
+            self._watch.judge.program = executors[0].program
         try:
             batches = [cut(n) for n in range(1 + len(self.twins))]
         except BatchError as error:
@@ -132,8 +139,7 @@ class Engine:
         if trains:
             self._level(works[0].reduces)
         try:
-            with self.limit.step(trains):
-                self._apply_limit()
+            with self._limited(trains):
                 self._run_step(executors, works)
         except BaseException:
             if self._world is None:
@@ -179,8 +185,20 @@ class Engine:
         jobs = [partial(e.run, self._step, w) for e, w in zip(executors, works, strict=True)]
         self._crew.run(jobs, stop, judge)
 
+    @contextmanager
+    def _limited(self, trains: bool) -> Iterator[None]:
+        """Around a step: its limit holds for all waits."""
+        try:
+            with self.limit.step(trains):
+                self._apply_limit()
+                yield
+        finally:
+            self._apply_limit()
+
     def _apply_limit(self) -> None:
-        """Let those who wait for replicas have the same limit."""
+        """Let those who wait for other processes or for replicas have the same limit."""
+        if self._world is not None:
+            self._world.apply_limit()
         for part in (self.parts, *self.twins):
             for replicas in part.replicas.values():
                 replicas.limit(self.limit.seconds)
@@ -282,6 +300,8 @@ class Engine:
         self.parts.ties.undo()
         if self._crew is not None:
             self._crew.close()
+        if self._watch is not None:
+            self._watch.close()
         if self._world is not None:
             self._world.disconnect(failed=self._failed)
 

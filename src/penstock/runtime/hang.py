@@ -42,7 +42,7 @@ class Judge:
         self.limit = limit
         self._words = words
         self._names = names
-        self._program = program
+        self.program = program
         self._marks: list[tuple[int, int, int]] = [(0, 0, 0)] * len(words)
         self._since = [monotonic()] * len(words)
 
@@ -63,7 +63,7 @@ class Judge:
     def where(self, n: int) -> str:
         """What a rank does, and for how long it has."""
         words = self._words[n]
-        text = f"{self._names[n]} is {place_of(self._program, words)}"
+        text = f"{self._names[n]} is {place_of(self.program, words)}"
         same = (words[STEP], words[ROW], words[WAITS]) == self._marks[n]
         return f"{text}, for {monotonic() - self._since[n]:.1f} s now" if words[STEP] and same else text
 

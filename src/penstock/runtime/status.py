@@ -6,7 +6,7 @@ store an op and two a wait; they are read only when something is wrong, and then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.schedule.program import Program
@@ -57,27 +57,19 @@ def awaited(program: Program, row: int, peer: int) -> str:
     return ""
 
 
-def culprit(
-    rank: int, words: Sequence[Words | None], fault: Callable[[int], str | None]
-) -> tuple[int, str | None]:
-    """Follow who waits for whom, from a rank that has waited in vain, to the one that waits for nobody.
+def culprit(rank: int, words: Sequence[Words | None]) -> int:
+    """Follow who waits for whom, from a rank that is waited for in vain, to the one that waits for nobody.
 
     Args:
         rank: who is waited for.
         words: by rank; None where they cannot be seen.
-        fault: what is wrong with a rank in any case (it is gone), or None.
-
-    Returns:
-        The rank, and its fault.
     """
     seen: set[int] = set()
     while rank not in seen:
         seen.add(rank)
-        found, here = fault(rank), words[rank]
-        if found is not None or here is None:
-            return rank, found
-        following = here[WAITS] - 1
+        here = words[rank]
+        following = here[WAITS] - 1 if here is not None else -1
         if not 0 <= following < len(words):
-            return rank, None
+            return rank
         rank = following
-    return rank, "waits for a rank that waits for it"
+    return rank

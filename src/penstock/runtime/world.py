@@ -14,12 +14,17 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from penstock.errors import ConfigError, PeerError, WaitTimeoutError
+# Private, but all there is: groups keep the limit that they were made with, and the first step needs a longer one.
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from penstock.errors import ConfigError, PeerError, TransportError, WaitTimeoutError
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.parallel.reducer import GroupReducer, Reducer
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.limit import Limit
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
+from penstock.runtime.transport.roster import Roster
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2
@@ -41,6 +46,9 @@ class World:
         self.rank = rank
         self.size = size
         self.channel: ProcessChannel | None = None
+        self._roster: Roster | None = None
+        self._together: Collectives | None = None
+        self._applied = 0.0
         self.mesh: Mesh | None = None
         self._ranks = list(range(size))
         self._messages: dist.ProcessGroup | None = None
@@ -68,6 +76,8 @@ class World:
             WaitTimeoutError: not all processes came in time.
         """
         self.limit = Limit(timeout, first)
+        self._roster = Roster()
+        self._together = Collectives(self.limit, self._roster)
         if not dist.is_initialized():
             self._meet()
         if shape is not None and (shape.dp > 1 or shape.tp > 1):
@@ -86,6 +96,18 @@ class World:
     def _longest(self) -> timedelta:
         """Of the communicators themselves, which keep the limit they are made with."""
         return timedelta(seconds=max(self.limit.timeout, self.limit.first))
+
+    @property
+    def roster(self) -> Roster:
+        """What the processes of this machine do."""
+        assert self._roster is not None, "joined"
+        return self._roster
+
+    @property
+    def together(self) -> Collectives:
+        """What processes do together outside a step's messages."""
+        assert self._together is not None, "joined"
+        return self._together
 
     def _meet(self) -> None:
         """Find the other processes: through the file that `STORE` names, or as torchrun and Slurm say."""
@@ -119,6 +141,21 @@ class World:
                 f"{self.limit.seconds:g} s: {text}"
             ) from error
 
+    def apply_limit(self) -> None:
+        """Have the communicators keep to the limit as it is now.
+
+        By it gloo ends what it runs in the background, for which a process that ends would wait, and NCCL knows no other.
+        """
+        if self._applied == self.limit.seconds:
+            return
+        self._applied = self.limit.seconds
+        axes = [self.mesh.group(axis) for axis in ("pp", "dp", "tp")] if self.mesh is not None else []
+        groups = [self._messages, self._reductions, self._buckets, self._beside, *self._lanes, *axes]
+        for group in groups:
+            if group is not None:
+                _set_pg_timeout(self.limit.delta, group)
+        _set_pg_timeout(self.limit.delta)
+
     def _group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
         """A communicator of these processes, which all call it; where there are others, they do not."""
         some = len(ranks) < dist.get_world_size()
@@ -132,7 +169,7 @@ class World:
         """This process's end of what reduces gradients over its replicas; None if there are none."""
         if self.mesh is None or self.mesh.shape.dp == 1:
             return None
-        return GroupReducer(self._buckets, self.limit.seconds)
+        return GroupReducer(self._buckets, self.limit.seconds, require_all=self.roster.require_all)
 
     def connect(
         self,
@@ -182,8 +219,21 @@ class World:
             {t: size for (s, t), size in sizes.items() if s == self.rank},
             self.limit,
             bulk,
+            self.roster,
         )
+        self._see_each_other(self.channel)
         return self.channel
+
+    def _see_each_other(self, channel: ProcessChannel) -> None:
+        """Find the pages of all processes on this machine, those of other pipelines included."""
+        number, place, name = dist.get_rank(), min(self._ranks), f"rank {self.rank}"
+        if self.mesh is not None:
+            axes = ", ".join(f"{axis} {self.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
+            name = f"process {number} ({axes})"
+        self.roster.meet(self.together.exchange(self.roster.entry(name, self.rank, place), None, "meet"))
+        found = self.roster.of_pipeline(place)
+        channel.others = [self.roster.words if r == self.rank else found.get(r) for r in range(self.size)]
+        self.together.meet(None, "meet")  # nobody closes its page before all have found it
 
     def _lane(self, pair: tuple[int, int], backend: str) -> dist.ProcessGroup:
         ranks = [self._ranks[r] for r in pair]
@@ -194,9 +244,7 @@ class World:
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; every rank calls it."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._reductions)
-        return values
+        return self.together.exchange(value, self._reductions, "tell each other something")
 
     def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
         """Join every rank's dictionary; every rank calls it."""
@@ -204,33 +252,31 @@ class World:
 
     def exchange_beside(self, value: Any) -> list[Any]:
         """The values of all processes with this one's place in their pipeline; they all call it."""
-        values: list[Any] = [None] * dist.get_world_size(self._beside)
-        dist.all_gather_object(values, value, group=self._beside)
-        return values
+        return self.together.exchange(value, self._beside, "end the step on all replicas")
 
     def add_up(self, values: Tensor) -> None:
         """Sum a tensor over all ranks, in place; every rank calls it."""
-        dist.all_reduce(values, group=self._reductions)
+        self.together.add_up(values, self._reductions, "add up over the pipeline's ranks")
 
     def add_up_tensor_parallel(self, values: Tensor) -> None:
         """Sum a tensor over the processes that have cut the same matrices, in place; they all call it."""
         if self.mesh is not None and self.mesh.shape.tp > 1:
-            dist.all_reduce(values, group=self.mesh.group("tp"))
+            self.together.add_up(values, self.mesh.group("tp"), "add up over cut matrices")
 
     def add_up_replicas(self, values: Tensor) -> None:
         """Sum a tensor over the processes that hold the same parts of the model, in place; they all call it."""
         if self.mesh is not None and self.mesh.shape.dp > 1:
-            dist.all_reduce(values, group=self._buckets)
+            self.together.add_up(values, self._buckets, "add up over the replicas")
 
     def disconnect(self, failed: bool = False) -> None:
         """Close what `connect` opened; after a sound run once every rank is here, so that nothing in flight is cut."""
         if self.channel is None:
             return
         if not failed:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a rank that is gone, or never comes, does not matter any more
-                dist.barrier(group=self._reductions)
+            # A rank that is gone, or never comes, does not matter any more.
+            with contextlib.suppress(TransportError):
+                self.together.meet(self._reductions, "close")
+        self.roster.close()
         self.channel.close()
         self.channel = None
         for group in (*self._lanes, self._messages, self._reductions, self._buckets, self._beside):

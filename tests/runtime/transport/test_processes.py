@@ -12,7 +12,8 @@ from penstock.errors import PeerError, PenstockError, TransportError, WaitTimeou
 from penstock.runtime.local import LocalProcesses
 from penstock.runtime.transport import processes as transport
 from penstock.runtime.transport.base import Failure
-from penstock.runtime.transport.shared_memory import SharedIncoming, supported
+from penstock.runtime.transport.roster import supported
+from penstock.runtime.transport.shared_memory import SharedIncoming
 from penstock.runtime.world import World
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule

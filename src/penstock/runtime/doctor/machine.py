@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock.runtime.transport.processes import SWITCH
-from penstock.runtime.transport.shared_memory import supported
+from penstock.runtime.transport.roster import supported
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")

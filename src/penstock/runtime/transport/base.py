@@ -41,8 +41,12 @@ class Channel(Protocol):
     words: Words
     others: Sequence[Words | None]
 
-    def fault(self, rank: int) -> str | None:
-        """What is wrong with a rank, if that can be seen from here: that its process has ended, or is stopped."""
+    def guilty(self, patience: float = 0.0) -> str | None:
+        """Whose process is stopped or has ended, and where it was; None if that is nobody's, as far as can be seen.
+
+        Args:
+            patience: seconds to look for.
+        """
 
     def open(self, step: int) -> None:
         """Begin a step; whatever a failed earlier step left behind is dropped."""

@@ -11,10 +11,11 @@ from torch import distributed as dist
 
 from penstock.errors import PeerError
 from penstock.runtime.limit import Limit
-from penstock.runtime.status import WAITS, Words, new_words
+from penstock.runtime.status import WAITS, Words
 from penstock.runtime.transport.base import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
-from penstock.runtime.transport.shared_memory import Bell, Host, SharedIncoming, SharedOutgoing, supported
+from penstock.runtime.transport.roster import Roster, supported
+from penstock.runtime.transport.shared_memory import Bell, Host, SharedIncoming, SharedOutgoing
 from penstock.stage.values import Parcel
 
 SWITCH = "PENSTOCK_SHARED_MEMORY"
@@ -45,6 +46,7 @@ class ProcessChannel:
         limit: of any wait.
         bulk: (sender, receiver) → the communicator of that edge for values on a device; empty where stages are on
             the CPU.
+        roster: of the processes of this machine, with this one in it.
     """
 
     one_process = False
@@ -57,10 +59,12 @@ class ProcessChannel:
         outgoing: Mapping[int, tuple[int, int]],
         limit: Limit,
         bulk: Mapping[tuple[int, int], Bulk] | None = None,
+        roster: Roster | None = None,
     ) -> None:
         shares = not bulk and supported() and os.environ.get(SWITCH, "1") != "0"
-        self._bell = Bell() if shares else None
-        self.words: Words = new_words()
+        self._roster = roster if roster is not None else Roster()
+        self._bell = Bell(self._roster) if shares else None
+        self.words = self._roster.words
         self.others: Sequence[Words | None] = ()
         rank = dist.get_rank(group)
         lanes = bulk or {}
@@ -121,10 +125,11 @@ class ProcessChannel:
     def open(self, step: int) -> None:
         self._step = step
         self._aside.clear()
+        self._roster.say("")
 
-    def fault(self, rank: int) -> str | None:
-        """What is wrong with another rank's process, if that can be seen from here."""
-        return None
+    def guilty(self, patience: float = 0.0) -> str | None:
+        """Who is stopped or gone, as far as that can be seen from here."""
+        return self._roster.guilty(patience)
 
     def send(self, peer: int, tag: int, parcel: Parcel) -> None:
         words = self.words
@@ -149,6 +154,7 @@ class ProcessChannel:
             self._aside[arrived] = content
 
     def fail(self, failure: Failure) -> None:
+        self._roster.say(failure.message)
         for edge in self._out.values():
             # A peer that is gone cannot be told, and the others must be.
             try:

@@ -18,11 +18,9 @@ import contextlib
 import ctypes
 import mmap
 import os
-import platform
 import select
 import socket
 import struct
-import sys
 import tempfile
 import time
 import weakref
@@ -36,6 +34,7 @@ from torch import Tensor
 from penstock.errors import PeerError, TransportError, WaitTimeoutError
 from penstock.runtime.limit import Limit
 from penstock.runtime.transport.base import Failure
+from penstock.runtime.transport.roster import Roster, machine
 from penstock.runtime.transport.wire import (
     FAILURE,
     FRAME_BYTES,
@@ -72,21 +71,20 @@ class Host(NamedTuple):
     bell: str
 
 
-def supported() -> bool:
-    """Whether this machine's shared memory can be used as described above."""
-    linux = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    return linux and platform.machine() in ("x86_64", "AMD64")
-
-
 class Bell:
-    """This process's socket, on which others wake it, and the ends of other processes."""
+    """This process's socket, on which others wake it, and the ends of other processes.
 
-    def __init__(self) -> None:
+    Args:
+        roster: says who has ended, on whom everybody may wait at the end of a chain.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         path = str(Path(self._folder.name) / "bell")
         self._socket.bind(path)
-        self.host = Host(_machine(), os.getpid(), path)
+        self.host = Host(machine(), os.getpid(), path)
         self._ends: dict[int, tuple[int, select.poll]] = {}
         # Looking without sleeping pays only where every rank has a core to itself.
         self.looks = _LOOKS
@@ -97,7 +95,14 @@ class Bell:
             self._socket.sendto(b"1", path)
 
     def wait(
-        self, ready: Callable[[], bool], words: memoryview, sleeps: int, host: Host, timeout: float, what: str
+        self,
+        ready: Callable[[], bool],
+        words: memoryview,
+        sleeps: int,
+        host: Host,
+        timeout: float,
+        peer: int,
+        what: str,
     ) -> None:
         """Wait until `ready`.
 
@@ -107,17 +112,18 @@ class Bell:
             sleeps: see above.
             host: who is waited for.
             timeout: in seconds.
-            what: is waited for, in words, for the error.
+            peer: the rank that is waited for.
+            what: it is to do, for the error.
 
         Raises:
-            PeerError: that process has ended.
+            PeerError: that process has ended, or another one without having closed its pipeline.
             WaitTimeoutError: the time is over.
         """
         for _ in range(self.looks):
             if ready():
                 return
         limit = time.monotonic() + timeout
-        descriptor, poll = self._end_of(host.pid)
+        descriptor, poll = self._end_of(peer, host.pid)
         while True:
             words[sleeps] = 1
             if ready():
@@ -132,9 +138,13 @@ class Bell:
             if ready():
                 return
             if any(fd == descriptor for fd, _ in events):
-                raise PeerError(f"the process of {what} has ended (process id {host.pid})")
+                raise PeerError(self._ended(peer, host.pid))
+            self._roster.require_all()
             if time.monotonic() > limit:
-                raise WaitTimeoutError(f"waited {timeout:g} s for {what}")
+                raise WaitTimeoutError(f"waited {timeout:g} s for rank {peer} to {what}")
+
+    def _ended(self, peer: int, pid: int) -> str:
+        return self._roster.guilty() or f"rank {peer} has ended (process id {pid})"
 
     def close(self) -> None:
         """Release the socket; may be called twice."""
@@ -144,12 +154,12 @@ class Bell:
         self._socket.close()
         self._folder.cleanup()
 
-    def _end_of(self, pid: int) -> tuple[int, select.poll]:
+    def _end_of(self, peer: int, pid: int) -> tuple[int, select.poll]:
         if pid not in self._ends:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                raise PeerError(f"process {pid} has ended") from None
+                raise PeerError(self._ended(peer, pid)) from None
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
             poll.register(descriptor, select.POLLIN)
@@ -248,7 +258,7 @@ class SharedOutgoing:
         if sent - ring.words[_TAKEN] >= ring.slots - 1:
             self.bell.wait(
                 lambda: sent - ring.words[_TAKEN] < ring.slots - 1,
-                ring.words, _SENDER_SLEEPS, self.host, self.limit.seconds, f"rank {self.peer} to take what was sent",
+                ring.words, _SENDER_SLEEPS, self.host, self.limit.seconds, self.peer, "take what was sent",
             )  # fmt: skip
         slot = sent % ring.slots
         frame = ring.frames[slot]
@@ -320,7 +330,7 @@ class SharedIncoming:
         if number[0] != wanted:
             self.bell.wait(
                 lambda: number[0] == wanted,
-                ring.words, _RECEIVER_SLEEPS, self.host, self.limit.seconds, f"rank {self.peer}, which has to send",
+                ring.words, _RECEIVER_SLEEPS, self.host, self.limit.seconds, self.peer, "send",
             )  # fmt: skip
         frame = ring.frames[slot]
         header = Header.read(frame)
@@ -354,11 +364,3 @@ class SharedIncoming:
         self.ring.words[_TAKEN] = self._taken
         if self.ring.words[_SENDER_SLEEPS]:
             self.bell.ring(self.host.bell)
-
-
-def _machine() -> str:
-    """The same text for two processes exactly if they can share memory and see each other's process ids."""
-    if not supported():
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"

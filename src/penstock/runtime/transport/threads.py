@@ -41,8 +41,8 @@ class ThreadChannel:
         self._in = {src: edge for (src, dst), edge in edges.items() if dst == rank}
         self._aside: dict[int, Parcel] = {}
 
-    def fault(self, rank: int) -> str | None:
-        """A thread ends only with its process."""
+    def guilty(self, patience: float = 0.0) -> str | None:
+        """No thread is gone: they end with their process."""
         return None
 
     def open(self, step: int) -> None:

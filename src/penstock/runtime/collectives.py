@@ -1,0 +1,118 @@
+"""Collectives of ``torch.distributed``: waits with a limit, cut short when a process is gone, that say which one it is."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from penstock.errors import PeerError, WaitTimeoutError
+from penstock.runtime.hang import TICK, dump_stacks
+from penstock.runtime.limit import Limit
+from penstock.runtime.transport.roster import Roster
+
+
+class Collectives:
+    """What processes do together outside a step's messages.
+
+    Args:
+        limit: of a wait for the others.
+        roster: of the processes of this machine.
+    """
+
+    def __init__(self, limit: Limit, roster: Roster) -> None:
+        self.limit = limit
+        self.roster = roster
+
+    def exchange(self, value: Any, group: dist.ProcessGroup | None, what: str) -> list[Any]:
+        """The values of all processes of a group, by rank; all of them call it.
+
+        Args:
+            value: can be pickled.
+            group: None for all processes.
+            what: they do, for the error.
+
+        Raises:
+            PeerError, WaitTimeoutError: as `finish`.
+        """
+        size = dist.get_world_size(group)
+        if "cpu:" not in dist.get_backend_config(group):
+            values: list[Any] = [None] * size
+            dist.all_gather_object(values, value, group=group)
+            return values
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        self.finish(dist.all_gather(lengths, torch.tensor([len(data)]), group, async_op=True), what)
+        longest = max(int(length) for length in lengths)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        self.finish(dist.all_gather(parts, padded, group, async_op=True), what)
+        return [
+            pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)
+        ]
+
+    def add_up(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
+        """Sum a tensor over the processes of a group, in place; all of them call it.
+
+        Raises:
+            PeerError, WaitTimeoutError: as `finish`.
+        """
+        work = dist.all_reduce(values, group=group, async_op=True)
+        if values.is_cuda:  # with a limit the host would wait for NCCL; NCCL's own watchdog has the group's
+            work.wait()
+        else:
+            self.finish(work, what)
+
+    def meet(self, group: dist.ProcessGroup | None, what: str) -> None:
+        """Go on once all processes of a group are here.
+
+        Raises:
+            PeerError, WaitTimeoutError: as `finish`.
+        """
+        self.add_up(torch.zeros(1), group, what)
+
+    def finish(self, work: dist.Work, what: str) -> None:
+        """Wait for something that all processes of a group have begun, on the CPU.
+
+        Args:
+            work: what was begun.
+            what: they do, for the error.
+
+        Raises:
+            PeerError: a process is gone; names it, if it was on this machine.
+            WaitTimeoutError: not all came in time; names who is stopped, if that can be seen.
+        """
+        until = monotonic() + self.limit.seconds
+        try:
+            while True:
+                try:
+                    work.wait(timedelta(seconds=TICK))
+                    return
+                except RuntimeError as error:
+                    if "imed out" not in str(error):
+                        who = self.roster.guilty(patience=1.0)
+                        raise PeerError(
+                            f"{who}, while the others were to {what}"
+                            if who
+                            else f"another process broke off when they were to {what}: {str(error).splitlines()[0]}"
+                        ) from error
+                    if monotonic() > until:
+                        raise self._late(what) from error
+                self.roster.require_all()
+        except (PeerError, WaitTimeoutError) as error:
+            self.roster.say(str(error))
+            raise
+
+    def _late(self, what: str) -> WaitTimeoutError:
+        who = self.roster.guilty()
+        text = f"waited {self.limit.seconds:g} s for the other processes, to {what}"
+        error = WaitTimeoutError(f"{text}: {who}" if who else f"{text}; one of them failed, or is slow")
+        dump_stacks(str(error))
+        error.shown = True
+        return error
