@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,10 @@ def lines(folder: Path, kind: str) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k != "kind"} for line in read if line["kind"] == kind]
 
 
-def unsplit(config: Config) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
-    """The same run in plain PyTorch: losses, gradient norms, last weights, held-out bits."""
+def unsplit(
+    config: Config, skipped: Collection[int] = ()
+) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
+    """The same run in plain PyTorch, with some steps left out: losses, gradient norms, last weights, held-out bits."""
     text = open_text(config, language_of(config))
     model = StageModule(layers(config.model, config.train.seed))
     named = list(model.whole_model_parameters())
@@ -43,6 +46,8 @@ def unsplit(config: Config) -> tuple[list[float], list[float], dict[str, torch.T
     losses, norms = [], []
     m = config.schedule.microbatches
     for step in range(config.train.steps):
+        if step in skipped:
+            continue
         x, y = batch_of(text, config, language_of(config), step)
         parts = []
         for a, b in zip(x.chunk(m), y.chunk(m), strict=True):

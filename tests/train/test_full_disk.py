@@ -1,0 +1,92 @@
+"""A disk that takes no more: training goes on without what could not be written, or ends with one clear line."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import PenstockError, StoppedError
+from penstock.train.checkpoint.find import steps_in
+from penstock.train.loop import train
+from penstock.train.metrics import Metrics
+from tests.train.test_loop import lines
+from tests.train.test_resume import Said, config_of, run, stopped_at
+from tests.train.tiny import text_folder
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As a full disk does it, writing beyond fails; for this process alone, and for its larger files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_training_goes_on_and_ends_with_one_line(tmp_path: Path):
+    text = text_folder(tmp_path)
+    config = config_of(tmp_path, text, "full", 4, train={"keep_last": 0})
+    run(config)
+    folder = tmp_path / "runs" / "full"
+    stopped_at(tmp_path, folder, 2)
+    shutil.rmtree(folder / "traces")
+    (folder / "traces").touch()
+    said = Said()
+    again = config_of(tmp_path, text, "full", 4, str(folder), train={"keep_last": 0})
+    with (
+        files_of_at_most(4_000),
+        pytest.raises(PenstockError, match=rf"^cannot write the weights {folder / 'model.safetensors'}: "),
+    ):
+        train(again, lambda steps, leads: said)
+    told = "\n".join(said.lines)
+    assert f"no checkpoint was written in {folder / 'checkpoints'}: " in told
+    assert (
+        f"cannot write the trace {folder / 'traces' / 'step-000004.npz'}: File exists. Training goes on"
+        in told
+    )
+    assert [line["step"] for line in lines(folder, "train")] == [1, 2, 3, 4]
+    assert [step for step, _ in steps_in(folder / "checkpoints")] == [2]
+    assert not list(folder.glob("*.unfinished"))
+    said_at_last = run(again)
+    assert said_at_last[-1].startswith("no report: ")
+    assert (folder / "model.safetensors").exists()
+    assert [step for step, _ in steps_in(folder / "checkpoints")] == [4, 2]
+
+
+def test_what_was_stopped_but_not_saved_says_so(tmp_path: Path):
+    config = config_of(tmp_path, text_folder(tmp_path), "full", 4, train={"checkpoint_every": 0})
+    asked = iter([False, True])
+    with (
+        files_of_at_most(4_000),
+        pytest.raises(
+            PenstockError, match="stopped after step 1, but no checkpoint was written in "
+        ) as raised,
+    ):
+        train(config, lambda steps, leads: Said(), stopping=lambda: next(asked))
+    assert not isinstance(raised.value, StoppedError)
+
+
+def test_lines_of_metrics_that_are_not_taken_are_told_once(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    said: list[str] = []
+    with Metrics(tmp_path, say=said.append) as metrics:
+        metrics.write("train", step=1, loss=0.5)
+        metrics.write("train", step=2, loss=0.5)
+    assert said == [f"{tmp_path / 'metrics.jsonl'} lacks lines: No space left on device. Training goes on"]
+
+
+def test_of_a_line_that_is_not_taken_nothing_stays(tmp_path: Path):
+    with Metrics(tmp_path) as metrics:
+        metrics.write("train", step=1, loss=0.5)
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        with files_of_at_most(size + 10):
+            metrics.write("train", step=2, loss=0.5)
+        metrics.write("train", step=3, loss=0.5)
+    assert [line["step"] for line in lines(tmp_path, "train")] == [1, 3]
