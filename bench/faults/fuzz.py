@@ -32,7 +32,7 @@ from typing import Any
 from bench.faults.samples import KINDS
 from penstock.errors import PenstockError
 
-SECONDS = 20.0
+SECONDS = 30.0
 """That a case may take."""
 
 MEMORY = 1 << 30

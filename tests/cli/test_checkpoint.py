@@ -7,11 +7,16 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from penstock.cli import group
 from penstock.train.checkpoint.checkpoints import Checkpoints
 from penstock.train.checkpoint.find import steps_in
+from penstock.train.loop import train
+from penstock.train.progress import Silent
+from tests.train import hf
 from tests.train.checkpoint.runs import adamw, equal, pipeline, state_of, steps
+from tests.train.tiny import text_folder, tiny
 
 
 def call(*words: object) -> Result:
@@ -85,3 +90,19 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
         result = call(*words)
         assert result.exit_code != 0
         assert said in f"{result.output}{result.exception}"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_is_exported_is_what_the_library_loads_with_the_runs_logits(tmp_path: Path, family: str):
+    source = hf.folder(tmp_path, family, tied=family == "gpt2")
+    told = {"steps": 2, "checkpoint_every": 2, "name": "run"}
+    config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(source)}, train=told)
+    train(config, lambda steps, leads: Silent())
+    run, target = tmp_path / "runs" / "run", tmp_path / "exported"
+    result = call("export-hf", run / "checkpoints" / "step-00000002", target)
+    assert result.exit_code == 0, result.output
+    tokens = torch.arange(12).reshape(2, 6)
+    logits = [AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (target, run, source)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])  # it has learnt something
+    assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()

@@ -247,9 +247,15 @@ def _restore_rank(
         if member.name in state["state"]
     }
     groups = [{**group, "params": ids} for group, ids in zip(state["groups"], numbers, strict=True)]
-    own.load_state_dict(
-        {"state": {n: _copied(entries) for n, entries in part.items()}, "param_groups": groups}
-    )
+    try:
+        own.load_state_dict(
+            {"state": {n: _copied(entries) for n, entries in part.items()}, "param_groups": groups}
+        )
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"torch's {type(own).__name__} cannot take the state ({type(error).__name__}: {error}); it is not what such an "
+            "optimizer saves"
+        ) from error
     for number, entries in part.items():
         updated = members[number].updated
         assert updated is not None
