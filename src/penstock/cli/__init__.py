@@ -13,7 +13,15 @@ from typing import NoReturn
 import click
 
 from penstock import __version__
-from penstock.errors import ConfigError, HangError, NonFiniteError, PenstockError, StageError, StoppedError
+from penstock.errors import (
+    ConfigError,
+    HangError,
+    NonFiniteError,
+    PenstockError,
+    StageError,
+    StoppedError,
+    TransportError,
+)
 from penstock.train.exit_codes import ExitCode, of_signal
 from penstock.train.follow import record_failure
 
@@ -77,7 +85,7 @@ def main() -> None:
             # What failed is the user's own code: where it did, too.
             traceback.print_exception(error.__cause__)
         click.echo(f"penstock: {error}", err=True)
-        _end(_code_of(error))
+        _end(_code_of(error), at_once=isinstance(error, TransportError))
 
 
 def _code_of(error: PenstockError) -> ExitCode:
@@ -88,11 +96,16 @@ def _code_of(error: PenstockError) -> ExitCode:
     return ExitCode.NOT_FINITE if isinstance(error, NonFiniteError) else ExitCode.FAILED
 
 
-def _end(code: int) -> NoReturn:
-    """End the process, even if a rank's thread hangs, which nothing else would end."""
+def _end(code: int, at_once: bool = False) -> NoReturn:
+    """End the process, even if a rank's thread hangs, which nothing else would end.
+
+    Args:
+        code: its exit code.
+        at_once: without Python's own clean-up, which would wait for messages of a process that is gone or stopped.
+    """
     from penstock.runtime.hang import RANK_THREAD
 
-    if any(thread.name.startswith(RANK_THREAD) for thread in threading.enumerate()):
+    if at_once or any(thread.name.startswith(RANK_THREAD) for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
