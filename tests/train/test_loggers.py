@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.show.run import read_run
 from penstock.train import loggers
 from penstock.train.config import from_mapping
 from penstock.train.loop import train
 from penstock.train.progress import Silent
+from tests.train.test_resume import config_of, run, stopped_at
 from tests.train.tiny import text_folder, tiny
 
 
@@ -38,6 +40,22 @@ def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_
     pictures = found.Images("timeline")
     assert [picture.step for picture in pictures] == [1, 3]
     assert all(picture.encoded_image_string.startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_what_a_run_does_anew_replaces_what_it_had_told_before(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    told = {"loggers": "tensorboard", "trace_every": 1}
+    text = text_folder(tmp_path)
+    run(config_of(tmp_path, text, "again", 6, train=told))
+    folder = tmp_path / "runs" / "again"
+    stopped_at(tmp_path, folder, 2)
+    shorter = {**told, "trace_every": 0}
+    run(config_of(tmp_path, text, "again", 6, str(folder), train=shorter))
+    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [picture.step for picture in found.Images("timeline")] == [1, 2, 3, 6]
+    assert list(read_run(folder).traces) == [1, 2, 3, 6]
 
 
 def test_weights_and_biases_offline_keeps_the_run_in_its_folder(
