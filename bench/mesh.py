@@ -56,7 +56,7 @@ def batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+    return torch.optim.SGD(parameters, lr=0.02)
 
 
 @cache

@@ -10,7 +10,7 @@ so that options, counts of steps and absent gradients stay those of the paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Shards:
     Args:
         parameters: (name, parameter) pairs; those that require no gradient are left out.
         reducer: this replica's end of the communicator.
-        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype: as for `GradientBuckets`.
+        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype, groups: as for `GradientBuckets`.
 
     Attributes:
         buckets: of the gradients.
@@ -69,6 +69,7 @@ class Shards:
         divisor: float | None = None,
         missing: Missing = "error",
         reduce_dtype: torch.dtype | None = None,
+        groups: Mapping[Tensor, Hashable] | None = None,
     ) -> None:
         named = list(parameters)
         whole = next((name for name, p in named if is_sharded(p)), None)
@@ -81,7 +82,7 @@ class Shards:
         self.buckets = GradientBuckets(
             named, reducer, order=order, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes,
             divisor=divisor, missing=missing, reduce_dtype=reduce_dtype, rebuild=False, sharded=True,
-            groups={p: p.dtype for _, p in named},
+            groups={p: (p.dtype, (groups or {}).get(p)) for _, p in named},
         )  # fmt: skip
         self._flats: list[Tensor] = []
         self._lanes = [Lane(b.plan.device) for b in self.buckets.buckets]

@@ -149,7 +149,7 @@ class Assembly:
         """
         if rank in self.replicas:
             self.replicas.pop(rank).detach()
-        shared = [p for bundle in self.bundles[rank] for p in bundle.parameters]
+        shared = {bundle.number: bundle.parameters for bundle in self.bundles[rank]}
         # In one memory only the first holder of a parameter has its gradient in the end.
         elsewhere = [p for b in self.bundles[rank] for p in b.parameters if b.holders[0] != rank]
         self.replicas[rank] = Replicas(

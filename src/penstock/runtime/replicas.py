@@ -10,7 +10,7 @@ order gradients become complete, and by it the buckets are made anew.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError, TransportError
 from penstock.parallel.agreement import first_replicas
 from penstock.parallel.buckets import GradientBuckets
-from penstock.parallel.layout import BUCKET_BYTES
+from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.local import gradient_dtype, is_sharded, local, settle
 from penstock.parallel.reducer import Reducer
 from penstock.parallel.shards import Shards
@@ -42,7 +42,9 @@ class Replicas:
         exchange: gives the values of all processes with this one's place in their pipeline to each of them; None where
             the replicas are threads of one process, which knows all of them.
         modules: of the rank's stages, by number.
-        shared: parameters whose gradients are complete only when those of other ranks are added (see `shared`).
+        shared: parameters whose gradients are complete only when those of other ranks are added (see `shared`), by what
+            those ranks have in common. These share no bucket with others: a communicator adds up in an order that depends on
+            the place in the buffer, and every holder's sum has to have the same bits.
         elsewhere: parameters whose gradients are reduced on another rank.
         bucket_bytes: the most bytes in a bucket; "auto" has `tune` choose for each stage.
         zero: the update of the parameters is divided among the replicas, and so are the sums of their gradients.
@@ -57,7 +59,7 @@ class Replicas:
         reducer: Reducer | None,
         exchange: Exchange | None,
         modules: Mapping[int, StageModule],
-        shared: Sequence[nn.Parameter],
+        shared: Mapping[int, Sequence[nn.Parameter]],
         elsewhere: Sequence[nn.Parameter],
         bucket_bytes: BucketBytes,
         zero: bool = False,
@@ -77,25 +79,29 @@ class Replicas:
         self._reducer = reducer
         self._chooses = bucket_bytes == "auto"
         most = BUCKET_BYTES if bucket_bytes == "auto" else bucket_bytes
+        together = [p for parameters in shared.values() for p in parameters]
+        self._groups: dict[Tensor, Hashable] = {
+            p: ("shared", number) for number, parameters in shared.items() for p in parameters
+        }
+        options: dict[str, Any] = {
+            "divisor": 1.0,
+            "missing": "zeros",
+            "bucket_bytes": most,
+            "first_bucket_bytes": most if together else min(most, FIRST_BUCKET_BYTES),
+            "groups": self._groups,
+        }
         if reducer is not None and any(p.requires_grad for _, p in named.values()):
             if zero:
-                self.shards = Shards(named.values(), reducer, divisor=1.0, missing="zeros", bucket_bytes=most)
+                self.shards = Shards(named.values(), reducer, **options)
                 self.buckets = self.shards.buckets
                 for module in modules.values():
                     module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]
             else:
-                self.buckets = GradientBuckets(
-                    named.values(),
-                    reducer,
-                    divisor=1.0,
-                    missing="zeros",
-                    bucket_bytes=most,
-                    rebuild=False,
-                )
+                self.buckets = GradientBuckets(named.values(), reducer, rebuild=False, **options)
             self.buckets.attach()
         self._cut = [p for _, p in named.values() if is_sharded(p)]
-        self._late = [p for p in shared if p.requires_grad and id(p) not in left_out]
-        late = {id(p) for p in shared}
+        self._late = [p for p in together if p.requires_grad and id(p) not in left_out]
+        late = {id(p) for p in together}
         self._stages: dict[int, list[nn.Parameter]] = {
             s: [p for p in module.parameters() if p.requires_grad and id(p) not in late]
             for s, module in modules.items()
@@ -144,7 +150,7 @@ class Replicas:
         device = local(self.buckets.entries[0].parameter).device
         chosen = choose(program, trace, bytes_of, measure(self._reducer, device)) if bytes_of else {}
         agreed = first_replicas(self._reducer, [chosen[s] for s in bytes_of])
-        self.buckets.rebuild(stage_of, dict(zip(bytes_of, agreed, strict=True)))
+        self.buckets.rebuild({**self._groups, **stage_of}, dict(zip(bytes_of, agreed, strict=True)))
 
     @contextlib.contextmanager
     def step(self, number: int, reduces: bool) -> Iterator[None]:
