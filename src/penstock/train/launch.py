@@ -37,7 +37,7 @@ from penstock.train.signals import Interrupts
 
 TRAIN = (sys.executable, "-m", "penstock", "train")
 
-GRACE = 5.0
+GRACE = 2.0
 """Seconds that the others have to end by themselves, and to say why, once one has failed; then they are killed."""
 
 STOPPING = 30.0
