@@ -1,0 +1,26 @@
+"""The quick part of the fuzzer: every kind of file that Penstock reads, spoiled some dozens of times."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from bench.faults.fuzz import fuzz
+from bench.faults.samples import KINDS
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """All kinds at once, each in its own process."""
+    with ThreadPoolExecutor(len(KINDS)) as pool:
+        return dict(zip(KINDS, pool.map(lambda kind: fuzz(kind, range(COUNT), seed=7), KINDS), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spoiled_files_are_refused_clearly_or_read(outcomes, kind):
+    outcome = outcomes[kind]
+    assert outcome.others == []
+    assert outcome.cases == outcome.refused + outcome.read == COUNT
+    assert outcome.refused > COUNT // 10
