@@ -251,3 +251,21 @@ def test_when_a_replica_of_threads_fails_the_next_step_is_sound():
         with pytest.raises(PenstockError, match="tired"):
             pipe.step(marked, y)
         assert torch.equal(pipe.step(x, y).loss, first)
+
+
+FOLLOWING = (MeshShape(2, 2, 1), MeshShape(1, 2, 2))
+
+
+def one_mesh_after_another(rank: int) -> list:
+    """Communicators of the first are closed when those of the second, over other processes, are opened."""
+    return [trained(rank, mesh, "1f1b", M, steps=1)[0] for mesh in FOLLOWING]
+
+
+def test_pipelines_on_several_meshes_follow_one_another_in_the_same_processes():
+    # New processes: DTensor keeps what it knows of a mesh longer than a worker's process group lives.
+    with LocalProcesses(4) as fresh:
+        told = fresh.run(4, one_mesh_after_another)
+    want = trained(0, None, "1f1b", M * 2, 1)[0]
+    for losses in told:
+        for found in losses:
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)

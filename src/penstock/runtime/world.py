@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class World:
         self._applied = 0.0
         self.mesh: Mesh | None = None
         self._ranks = list(range(size))
+        self._pipelines = [self._ranks]
         self._messages: dist.ProcessGroup | None = None
         self._reductions: dist.ProcessGroup | None = None
         self._buckets: dist.ProcessGroup | None = None
@@ -82,14 +83,15 @@ class World:
             self._meet()
         if shape is not None and (shape.dp > 1 or shape.tp > 1):
             self.mesh = make_mesh(shape.pp, shape.dp, shape.tp, order=shape.order, device=_kind())
-            here = self.rank
+            here, everyone = self.rank, range(shape.ranks)
+            self._pipelines = _lines(shape.line(rank, "pp") for rank in everyone)
             self._ranks = shape.line(here, "pp")
             self.rank, self.size = self._ranks.index(here), shape.pp
-            self._buckets = self._group(shape.line(here, "dp"))
-            beside = [shape.line(rank, "tp") for rank in shape.line(here, "dp")]
-            self._beside = self._group([rank for line in beside for rank in line])
-        self._messages = self._group(self._ranks, "gloo")
-        self._reductions = self._group(self._ranks)
+            self._buckets = self._group(_lines(shape.line(rank, "dp") for rank in everyone))
+            beside = ([r for q in shape.line(rank, "dp") for r in shape.line(q, "tp")] for rank in everyone)
+            self._beside = self._group(_lines(beside))
+        self._messages = self._group(self._pipelines, "gloo")
+        self._reductions = self._group(self._pipelines)
         return self
 
     @property
@@ -156,13 +158,18 @@ class World:
                 _set_pg_timeout(self.limit.delta, group)
         _set_pg_timeout(self.limit.delta)
 
-    def _group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-        """A communicator of these processes, which all call it; where there are others, they do not."""
-        some = len(ranks) < dist.get_world_size()
-        with _opening(f"no connection between the processes {ranks}"):
-            found: dist.ProcessGroup = dist.new_group(
-                ranks, timeout=self._longest, backend=backend, use_local_synchronization=some
-            )
+    def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+        """The communicator of this process's line, if it is in one; every process makes those of all lines, in one order.
+
+        torch could leave that to the processes of a line. But then it names a communicator by how many there are, and a
+        second Pipeline in the same processes finds the addresses that the first one's left in the store.
+        """
+        found = None
+        for line in lines:
+            with _opening(f"no connection between the processes {line}"):
+                group = dist.new_group(line, timeout=self._longest, backend=backend)
+            if dist.get_rank() in line:
+                found = group
         return found
 
     def replicas(self) -> Reducer | None:
@@ -205,9 +212,8 @@ class World:
         bulk = {}
         if device is not None:
             for pair in sorted(sizes):  # every rank makes all of them, in this order
-                if self.rank in pair or self.mesh is None:
-                    lane = self._lane(pair, backend)
-                if self.rank in pair:
+                lane = self._lane(pair, backend)
+                if lane is not None:
                     self._lanes.append(lane)
                     peer = pair[0] if self.rank == pair[1] else pair[1]
                     bulk[pair] = Bulk(lane, dist.get_group_rank(lane, peer), device)
@@ -235,12 +241,9 @@ class World:
         channel.others = [self.roster.words if r == self.rank else found.get(r) for r in range(self.size)]
         self.together.meet(None, "meet")  # nobody closes its page before all have found it
 
-    def _lane(self, pair: tuple[int, int], backend: str) -> dist.ProcessGroup:
-        ranks = [self._ranks[r] for r in pair]
-        if self.mesh is not None:
-            return self._group(ranks, backend)
-        found: dist.ProcessGroup = dist.new_group(ranks, timeout=self._longest, backend=backend)
-        return found
+    def _lane(self, pair: tuple[int, int], backend: str) -> dist.ProcessGroup | None:
+        """The communicator of two ranks of this process's pipeline; None if it is neither of them."""
+        return self._group([[line[rank] for rank in pair] for line in self._pipelines], backend)
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; every rank calls it."""
@@ -298,6 +301,11 @@ def current_world() -> World | None:
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise ConfigError(f"RANK={rank!r} and WORLD_SIZE={size!r} are not a rank below a number of processes")
     return World(int(rank), int(size))
+
+
+def _lines(found: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Each once, in an order that is the same everywhere."""
+    return sorted({tuple(sorted(line)): list(line) for line in found}.values())
 
 
 @contextlib.contextmanager
