@@ -106,3 +106,9 @@ def test_ranks_fill_nodes_in_order():
 def test_what_means_nothing_is_refused(message: str, make):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("cost", [10**13, 10**400, 1e300])
+def test_a_cost_whose_sums_would_not_fit_is_refused(cost):
+    with pytest.raises(ConfigError, match=r"F must be at most 1,000,000,000,000, not "):
+        Costs.of(FOUR, cost, 1, 1)

@@ -54,6 +54,9 @@ def test_files_that_are_no_config(tmp_path: Path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary.toml is no TOML file"):
         load(tmp_path / "binary.toml")
+    (tmp_path / "long.toml").write_text(f"[train]\nsteps = {'9' * 5000}")
+    with pytest.raises(ConfigError, match=r"long.toml is no TOML file"):
+        load(tmp_path / "long.toml")
     (tmp_path / "flat.toml").write_text("train = 3")
     with pytest.raises(ConfigError, match="train is a section"):
         load(tmp_path / "flat.toml", ["train.steps=3"])

@@ -25,6 +25,9 @@ PairOutput = Literal["end", "early"]
 Cost = float | int | Sequence[float | int]
 Table = npt.NDArray[Any]
 
+_MOST = 10**12
+"""Seconds or bytes; sums over millions of ops stay within 64 bits."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -228,3 +231,7 @@ def _number(name: str, given: object) -> None:
         raise ConfigError(f"{name} must be a number, not {given!r}")
     if not 0 <= given < math.inf:
         raise ConfigError(f"{name} must be a finite number of at least 0, not {given}")
+    if given > _MOST:
+        raise ConfigError(
+            f"{name} must be at most {_MOST:,}, not {'more' if given > 1e300 else f'{given:g}'}"
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, DataError
+from penstock.reading import MEGABYTE, read_bytes
 
 END = 0
 """The token that marks the end of a file, where tokens are bytes or numbers."""
@@ -19,6 +21,7 @@ BYTES = 256
 """The vocabulary of a model whose tokens are bytes."""
 
 TOKENIZER = "tokenizer.json"
+_LARGEST_TOKENIZER = 512 * MEGABYTE
 
 
 class Codec(Protocol):
@@ -102,7 +105,8 @@ class Words:
     unit: str = "token"
 
     def encode(self, prompt: str) -> list[int]:
-        return list(self.tokenizer.encode(prompt, add_special_tokens=False).ids) or [self.start]
+        with _encoding():
+            return list(self.tokenizer.encode(prompt, add_special_tokens=False).ids) or [self.start]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -110,8 +114,17 @@ class Words:
     def tokens_of(self, texts: Iterable[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
         """The tokens of several texts, each in as few bytes a token as the vocabulary allows."""
         kind = np.uint16 if self.vocabulary <= 1 << 16 else np.uint32
-        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _encoding():
+            encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, kind) for each in encoded]
+
+
+@contextlib.contextmanager
+def _encoding() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the library raises nothing more particular
+        raise DataError(f"the tokenizer cannot encode this text: {error}") from error
 
 
 def words_of(path: Path, vocabulary: int, end: int | None, start: int | None) -> Words:
@@ -134,7 +147,9 @@ def words_of(path: Path, vocabulary: int, end: int | None, start: int | None) ->
             f"{path} needs the tokenizers package: pip install 'penstock[transformers]'"
         ) from error
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(read_bytes(path, _LARGEST_TOKENIZER))
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
     except Exception as error:  # the library raises nothing more particular
         raise DataError(f"cannot read the tokenizer {path}: {error}") from error
     tokenizer.no_truncation()

@@ -44,7 +44,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_bytes(path, _MOST, pipes=True).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise ConfigError(f"{path} is no TOML file: {error}") from error
 
 
@@ -55,7 +55,7 @@ def _split(override: str) -> tuple[str, str, Any]:
         raise ConfigError(f"an override is section.key=value, as in train.steps=100; not {override!r}")
     try:
         value = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return section, key, text
     # A line break in the text could smuggle in more than one value.
     return section, key, value["value"] if len(value) == 1 else text

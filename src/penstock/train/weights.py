@@ -44,7 +44,7 @@ def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) 
     try:
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, unfinished, {"format": "pt"})
         os.replace(unfinished, path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, MemoryError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)
         raise PenstockError(f"cannot write the weights {path}: {error}") from error
     return path
@@ -114,5 +114,5 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         require_regular(path)
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, MemoryError, SafetensorError) as error:
         raise DataError(f"cannot read the weights {path}: {error}") from error

@@ -99,7 +99,7 @@ class Reader:
                 found: Tensor = self._file(stored.file).get_tensor(name)
             else:
                 found = view[(slice(None),) * dim + (run,)]
-        except (OSError, SafetensorError) as error:
+        except (OSError, MemoryError, SafetensorError) as error:
             raise DataError(f"cannot read {name} in {self.path / stored.file}: {error}") from error
         if DTYPES.get(found.dtype) != stored.dtype:
             raise DataError(f"{name} of {stored.dtype} was read as {found.dtype}")

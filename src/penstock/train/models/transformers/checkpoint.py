@@ -114,7 +114,7 @@ def _header(path: Path) -> dict[str, Stored]:
                 name: Stored(path, name, tuple(part.get_shape()), str(part.get_dtype()))
                 for name, part in slices.items()
             }
-    except (OSError, SafetensorError) as error:
+    except (OSError, MemoryError, SafetensorError) as error:
         raise DataError(f"cannot read the weights {path}: {error}") from error
 
 
@@ -181,7 +181,7 @@ def read_tensors(wanted: Mapping[str, Stored]) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 for name in names:
                     found[name] = file.get_tensor(wanted[name].name)
-        except (OSError, SafetensorError) as error:
+        except (OSError, MemoryError, SafetensorError) as error:
             raise DataError(f"cannot read the weights {path}: {error}") from error
     return found
 
