@@ -131,6 +131,7 @@ def _serve(connection: Connection, threads: int) -> None:
             return
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+            dist.barrier()  # one that is done at once must not close what another one is still connecting to
             answer = (True, function(rank, *args))
         except BaseException as error:
             error.add_note(f"in the process of rank {rank}:\n{traceback.format_exc()}")

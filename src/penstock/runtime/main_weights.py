@@ -57,9 +57,10 @@ class MainWeights:
         """Whether a parameter, or a piece of it, has an fp32 copy."""
         return self.copies and parameter.dtype in _NARROW and parameter.requires_grad
 
-    def _version(self, name: str) -> int:
-        version: int = local(self._written[name].detach())._version
-        return version
+    def _version(self, name: str) -> int | None:
+        """By which a write is noticed; None of a cut parameter, whose views have versions of their own."""
+        written = self._written[name]
+        return None if is_sharded(written) else written.detach()._version
 
     def of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer is to update in place of a parameter."""
@@ -78,7 +79,8 @@ class MainWeights:
         for name, parameter in self._parameters.items():
             main = self.by_name[name]
             written = local(parameter.detach())
-            changed = self._version(name) != self._versions[name]
+            version = self._version(name)
+            changed = version is None or version != self._versions[name]
             if changed and not torch.equal(main.detach().to(written.dtype), written):
                 main.detach().copy_(written)
             main.grad = None if parameter.grad is None else local(parameter.grad)
