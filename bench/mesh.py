@@ -8,7 +8,7 @@ must have the very same bits at the end.
 
 Then AdamW with its state divided among 1, 2 and 4 replicas: against the whole one, and how many bytes a rank keeps.
 
-    python -m bench.mesh [--steps N] [--schedule NAME ...] [--zero] [--json]
+    python -m bench.mesh [--steps N] [--mesh PPxDPxTP ...] [--schedule NAME ...] [--zero] [--json]
 """
 
 from __future__ import annotations
@@ -183,6 +183,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=STEPS)
+    by_name = {f"{mesh.pp}x{mesh.dp}x{mesh.tp}": mesh for mesh in MESHES}
+    parser.add_argument("--mesh", nargs="+", choices=by_name, default=list(by_name), metavar="PPxDPxTP")
     parser.add_argument("--schedule", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--zero", action="store_true", help="only ZeRO-1 beside the whole optimizer")
     parser.add_argument("--json", action="store_true")
@@ -195,8 +197,8 @@ def main() -> None:
         if not options.json:
             print(line, flush=True)
 
-    with LocalProcesses(max(mesh.ranks for mesh in MESHES)) as pool:
-        for mesh in () if options.zero else MESHES:
+    with LocalProcesses(max(4, *(by_name[name].ranks for name in options.mesh))) as pool:
+        for mesh in () if options.zero else map(by_name.__getitem__, options.mesh):
             say(f"{mesh!s:24}{'losses':>10}{'gradients':>12}{'weights':>10}   replicas")
             rows = found[str(mesh)] = {}
             floor = compared([alone(4 * mesh.dp, options.steps, True)], 4 * mesh.dp, options.steps)

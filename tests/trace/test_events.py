@@ -116,6 +116,7 @@ def test_rows_of_a_rank_and_selections():
         ("stage", [0.5, 0.5, 1.5, 1.5], "column stage has type float64"),
         ("stage", [[0, 0, 1, 1]], "not of one length"),
         ("paired", [False, False, False, True], "a pair has no second half"),
+        ("paired", [False, True, False, False], "a pair has no second half"),
     ],
 )
 def test_a_file_whose_columns_no_trace_can_have_is_refused(tmp_path: Path, column, values, message):

@@ -141,7 +141,9 @@ def _what(now: Change, moved: Sequence[Change], ordered: Sequence[Change]) -> st
         min(moved, key=lambda change: change.makespan, default=now),
         # Of orders that are equally quick the one that needs less memory is the better.
         min(
-            ordered, key=lambda change: (round(change.makespan / now.makespan, 3), change.memory), default=now
+            ordered,
+            key=lambda change: (round(change.makespan / (now.makespan or 1.0), 3), change.memory),
+            default=now,
         ),
     ):
         gain = 1 - best.makespan / now.makespan if now.makespan else 0.0

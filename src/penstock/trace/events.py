@@ -186,6 +186,8 @@ def _wrong(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]])
     if not (np.isfinite(start) & np.isfinite(end) & (end >= start)).all():
         return "an event ends before it starts"
     paired = columns["paired"]
-    if paired.any() and (paired[-1] or paired[1:][paired[:-1]].any()):
+    first = np.flatnonzero(paired[:-1])
+    halves = (rank[first] == rank[first + 1]) & (np.maximum(kind[first], kind[first + 1]) <= Activity.R)
+    if paired.any() and (paired[-1] or paired[first + 1].any() or not halves.all()):
         return "a pair has no second half"
     return ""
