@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,8 +69,14 @@ def test_weights_and_biases_offline_keeps_the_run_in_its_folder(
     train(config, lambda steps, leads: Silent())
     (run,) = (tmp_path / "runs" / "tiny" / "wandb").glob("offline-run-*")
     (kept,) = run.glob("*.wandb")
+    wanted = (b"train/loss", b"held_out/held_out_bits", b"final/seconds")
+    limit = (
+        time.monotonic() + 60.0
+    )  # W&B's own process writes the file, and may go on when the run is finished
+    while not all(name in kept.read_bytes() for name in wanted) and time.monotonic() < limit:
+        time.sleep(0.05)
     content = kept.read_bytes()
-    assert all(name in content for name in (b"train/loss", b"held_out/held_out_bits", b"final/seconds"))
+    assert [name for name in wanted if name not in content] == []
     assert len(list((run / "files" / "media" / "images").glob("timeline*.png"))) == 2
 
 

@@ -25,8 +25,8 @@ PairOutput = Literal["end", "early"]
 Cost = float | int | Sequence[float | int]
 Table = npt.NDArray[Any]
 
-_MOST = 10**12
-"""Seconds or bytes; sums over millions of ops stay within 64 bits."""
+_MOST = 2**62
+"""Seconds or bytes: what 64 bits hold."""
 
 
 @dataclass(frozen=True)
