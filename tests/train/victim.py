@@ -97,7 +97,7 @@ def run() -> None:
         return batch_of(text, config, language, step)
 
     steps.batch_of = disturbed
-    signals.Interrupts = Noted  # type: ignore[misc]
+    signals.Interrupts = Noted  # type: ignore[misc]  # takes notes
     sys.exit(main())
 
 

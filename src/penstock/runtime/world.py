@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not annotate it
 
 # Private, but all there is: groups keep the limit that they were made with, and the first step needs a longer one.
 from torch.distributed.distributed_c10d import _set_pg_timeout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.faults.saves import DAMAGES, flip
 
 from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.mesh import MeshShape
@@ -142,17 +143,7 @@ def saved_twice(folder: Path) -> None:
             checkpoints.save()
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink], ids=["flip", "truncate", "delete"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_each_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, damage):
     saved_twice(tmp_path)
     (_, newest), (_, before) = steps_in(tmp_path)

@@ -82,7 +82,7 @@ def examine_here(ranks: int, folder: Path | None, timeout: float) -> Report:
 
 
 def _examine_started(rank: int, store: str, ranks: int, folder: Path | None, timeout: float) -> Report:
-    shared = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
+    shared = dist.FileStore(store, ranks)  # type: ignore[attr-defined]  # torch does not annotate it
     return examine(Rounds(shared, rank, ranks, timeout), folder)
 
 
@@ -98,7 +98,7 @@ def examine_together(world: World, folder: Path | None, timeout: float) -> Repor
     """
     require_timeout(timeout)
     try:
-        meeting = dist.rendezvous(  # type: ignore[attr-defined]
+        meeting = dist.rendezvous(  # type: ignore[attr-defined]  # torch does not annotate it
             "env://", world.rank, world.size, timeout=timedelta(seconds=timeout)
         )
         store, rank, size = next(iter(meeting))

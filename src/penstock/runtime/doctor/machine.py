@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
         with contextlib.suppress(AttributeError, RuntimeError):  # a build without NCCL
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch does not annotate it
     return found
 
 

@@ -39,7 +39,7 @@ class Rounds:
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
-        self._store = dist.PrefixStore("penstock-doctor", store)  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("penstock-doctor", store)  # type: ignore[attr-defined]  # torch does not annotate it
         self.rank, self.size, self.timeout = rank, size, timeout
 
     def each(self, name: str, job: Callable[[], Any]) -> list[Answer]:
