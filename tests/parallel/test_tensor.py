@@ -31,6 +31,9 @@ HF = {
         "pad_token_id": 0,
     },
     "gpt_neox": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4},
+    "gpt2": {
+        "hidden_size": 16, "num_attention_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
 }  # fmt: skip
 
 
@@ -102,11 +105,11 @@ def test_the_built_in_model_cut_in_two_computes_the_same(processes: LocalProcess
     assert torch.equal(results[0][3], results[1][3])
 
 
-def hugging_face(family: str) -> nn.Module:
+def hugging_face(family: str, **changes: int) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        family, vocab_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, **HF[family]
+        family, vocab_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, **(HF[family] | changes)
     )
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -227,6 +230,12 @@ def refusals(rank: int) -> list[str]:
             tensor_parallel(net, mesh)
         assert not any(isinstance(p, DTensor) for _, m in net for p in m.parameters())
         found.append(str(caught.value))
+    for family in ("gpt2", "gpt_neox"):
+        net = hugging_face(family, num_attention_heads=1)
+        with pytest.raises(ConfigError) as caught:
+            tensor_parallel(net, mesh, family)
+        assert not any(isinstance(p, DTensor) for p in net.parameters())
+        found.append(str(caught.value))
     net = built_in()
     tensor_parallel(named(net), mesh, sequence=True)
     with pytest.raises(BatchError) as short:
@@ -236,16 +245,16 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_does_not_divide_is_refused_on_every_rank(processes: LocalProcesses):
     for said in processes.run(2, refusals):
-        heads, width, words, sequence = said
+        heads, width, words, gpt2, gpt_neox, sequence = said
         assert "blocks.0.attention.key has 1 heads of width 4, which do not divide over tp = 2" in heads
         assert "blocks.0.feed_forward.gate has 25 outputs" in width
         assert "embedding has 33 words of vocabulary" in words
+        assert "transformer.h.0.attn.c_attn has 1 heads of width 16" in gpt2
+        assert "gpt_neox.layers.0.attention.query_key_value has 1 heads of width 16" in gpt_neox
         assert "a sequence of 5 does not divide over tp = 2" in sequence
 
 
 def test_families_without_a_plan_are_refused():
-    with pytest.raises(ConfigError, match="side by side in one matrix"):
-        plan_of("gpt2")
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         plan_of("lama")
     with pytest.raises(ConfigError, match="built-in model, not for 'llama'"):

@@ -60,6 +60,19 @@ def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
     return tensor.stride()
 
 
+def runs_along(tensor: Tensor) -> tuple[int, list[slice]]:
+    """Of a tensor that is cut: along which dimension, and which runs of it this process has, in their order."""
+    (placement,) = tensor.placements  # type: ignore[attr-defined]
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    length, number = tensor.shape[placement.dim], mesh.get_local_rank()
+    # A strided placement is of as many matrices side by side, each of which is cut.
+    parts = getattr(placement, "split_factor", 1)
+    each = -(-length // (parts * mesh.size()))  # as ``torch.chunk`` cuts
+    width = length // parts
+    starts = [part * width + number * each for part in range(parts)]
+    return placement.dim, [slice(start, min(start + each, length)) for start in starts]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor put together, where it is cut: its ranks all call it then."""
     if not is_sharded(tensor):

@@ -9,15 +9,17 @@ norms; it is here for the built-in model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from penstock.errors import BatchError, ConfigError, nearest
+from penstock.parallel.conv1d import cut_columns, cut_rows, cut_side_by_side
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +35,10 @@ class TensorPlan:
         table, head: the token table and the matrix that makes logits, cut by vocabulary.
         within_heads: not cut, but used on a rank's own heads, so that their gradients are in parts.
         norms, gathered: for sequence parallelism, the norms, and the modules before which the sequence is put together.
+        inputs_first: whether matrices other than table and head are kept as (in, out); a linear layer's is (out, in).
+        qkv: query, key and value have matrices of their own; or are in one, each head's three together; or all queries,
+            then all keys, then all values.
+        width: where they are side by side, the attribute of the matrix's parent that says how wide each is.
     """
 
     heads: str
@@ -43,6 +49,9 @@ class TensorPlan:
     within_heads: str = r"(?!)"
     norms: str = r"(?!)"
     gathered: str = r"(?!)"
+    inputs_first: bool = False
+    qkv: Literal["apart", "by head", "side by side"] = "apart"
+    width: str = ""
 
 
 _LLAMA = TensorPlan(
@@ -73,6 +82,17 @@ PLANS = {
         rows=r"attention\.dense|mlp\.dense_4h_to_h",
         table=r"embed_in",
         head=r"lm_head",
+        qkv="by head",
+    ),
+    "gpt2": TensorPlan(
+        heads=r"attn\.c_attn",
+        columns=r"mlp\.c_fc",
+        rows=r"attn\.c_proj|mlp\.c_proj",
+        table=r"wte",
+        head=r"lm_head",
+        inputs_first=True,
+        qkv="side by side",
+        width="split_size",
     ),
 }  # fmt: skip
 """By family: the built-in model, and Hugging Face's by their config's ``model_type``."""
@@ -108,9 +128,12 @@ def tensor_parallel(
         _require_divisible(plan, name, module, parents.get(name.rpartition(".")[0]), size)
     if size == 1:
         return
-    cut: dict[int, nn.Parameter] = {}
+    done: dict[int, nn.Parameter] = {}
     for name, module in modules:
-        _apply(plan, name, module, mesh, sequence, cut)
+        _apply(plan, name, module, mesh, sequence, done)
+        if plan.qkv == "side by side" and _is(plan.heads, name):
+            parent = parents[name.rpartition(".")[0]]
+            setattr(parent, plan.width, getattr(parent, plan.width) // size)
 
 
 def plan_of(family: str, sequence: bool = False) -> TensorPlan:
@@ -119,11 +142,6 @@ def plan_of(family: str, sequence: bool = False) -> TensorPlan:
     Raises:
         ConfigError: there is none, or none for sequence parallelism.
     """
-    if family == "gpt2":
-        raise ConfigError(
-            "gpt2 keeps query, key and value side by side in one matrix, which cannot be cut by heads without reordering "
-            "it; train it with pipeline and data parallelism (tp = 1)"
-        )
     if family not in PLANS:
         raise ConfigError(
             f"there is no plan for tensor parallelism of {family!r}{nearest(family, list(PLANS))}; there is one for "
@@ -147,22 +165,24 @@ def _require_divisible(
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         return
+    outputs, inputs = (1, 0) if plan.inputs_first else (0, 1)
     axis, what = None, ""
     if _is(plan.heads, name):
         each = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
         if not isinstance(each, int):
             raise ConfigError(f"{name}: its module does not say how wide a head is (head_dim or head_size)")
-        heads = weight.shape[0] // each
+        heads = weight.shape[outputs] // (each if plan.qkv == "apart" else 3 * each)
         if heads % size:
             raise ConfigError(
                 f"{name} has {heads} heads of width {each}, which do not divide over tp = {size}; "
                 f"take a tp that divides {heads}"
             )
-        axis, what = 0, "rows"
-    elif _is(f"{plan.columns}|{plan.table}|{plan.head}", name):
-        axis, what = 0, "outputs" if _is(plan.columns, name) else "words of vocabulary"
+    elif _is(plan.columns, name):
+        axis, what = outputs, "outputs"
+    elif _is(f"{plan.table}|{plan.head}", name):
+        axis, what = 0, "words of vocabulary"
     elif _is(plan.rows, name):
-        axis, what = 1, "inputs"
+        axis, what = inputs, "inputs"
     if axis is not None and weight.shape[axis] % size:
         raise ConfigError(
             f"{name} has {weight.shape[axis]} {what}, which do not divide over tp = {size}; "
@@ -176,8 +196,40 @@ def _apply(
     module: nn.Module,
     mesh: DeviceMesh,
     sequence: bool,
-    cut: dict[int, nn.Parameter],
+    done: dict[int, nn.Parameter],
 ) -> None:
+    if _is(plan.within_heads, name):
+        for parameter in module.parameters():
+            parameter.register_hook(_AddUp(mesh.get_group()))  # type: ignore[no-untyped-call]
+    cut = _by_columns_and_rows(plan, name) if plan.inputs_first else None
+    cut = cut or _by_style(plan, name, sequence)
+    if cut is None:
+        return
+    before = dict(module.named_parameters(recurse=False))
+    cut(module, mesh)
+    for key, parameter in before.items():
+        # A parameter that two modules share is still one.
+        now = done.setdefault(id(parameter), getattr(module, key))
+        module.register_parameter(key, now)
+    if _is(plan.table, name) and sequence:
+        module.register_forward_pre_hook(_RequireSequence(mesh.size()))
+    if before:
+        module.register_forward_hook(_arrived)
+
+
+def _by_columns_and_rows(plan: TensorPlan, name: str) -> Callable[[nn.Module, DeviceMesh], object] | None:
+    """How a matrix kept as (in, out) is cut; None for other modules."""
+    if _is(plan.heads, name) and plan.qkv == "side by side":
+        return partial(cut_side_by_side, parts=3)
+    if _is(f"{plan.heads}|{plan.columns}", name):
+        return cut_columns
+    return cut_rows if _is(plan.rows, name) else None
+
+
+def _by_style(
+    plan: TensorPlan, name: str, sequence: bool
+) -> Callable[[nn.Module, DeviceMesh], object] | None:
+    """How torch cuts a module; None for one that stays as it is."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -201,21 +253,7 @@ def _apply(
         style = SequenceParallel()
     elif sequence and _is(plan.gathered, name):
         style = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-    elif _is(plan.within_heads, name):
-        for parameter in module.parameters():
-            parameter.register_hook(_AddUp(mesh.get_group()))  # type: ignore[no-untyped-call]
-    if style is None:
-        return
-    before = dict(module.named_parameters(recurse=False))
-    parallelize_module(module, mesh, style)
-    for key, parameter in before.items():
-        # A parameter that two modules share is still one.
-        now = cut.setdefault(id(parameter), getattr(module, key))
-        module.register_parameter(key, now)
-    if _is(plan.table, name) and sequence:
-        module.register_forward_pre_hook(_RequireSequence(mesh.size()))
-    if before:
-        module.register_forward_hook(_arrived)
+    return None if style is None else partial(parallelize_module, parallelize_plan=style)
 
 
 class _AddUp:

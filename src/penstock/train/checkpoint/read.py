@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
-from penstock.parallel.local import is_cut, is_sharded, like
+from penstock.parallel.local import is_cut, is_sharded, like, runs_along
 from penstock.parallel.piece import ONE_A_PARAMETER, Run
 from penstock.parallel.shards import Part
 from penstock.runtime import optimizer_state
@@ -77,12 +77,10 @@ class Reader:
             return self.tensor(name)
         if not is_cut(model):
             return like(self.tensor(name).to(model.device), model)
-        (placement,) = model.placements  # type: ignore[attr-defined]
-        mesh = model.device_mesh  # type: ignore[attr-defined]
-        each = -(-model.shape[placement.dim] // mesh.size())  # as ``torch.chunk`` cuts
-        number = mesh.get_local_rank()
-        run = self._run(name, placement.dim, slice(number * each, (number + 1) * each))
-        return like(run.to(model.device), model)
+        dim, runs = runs_along(model)
+        found = [self._run(name, dim, run) for run in runs]
+        part = found[0] if len(found) == 1 else torch.cat(found, dim)
+        return like(part.to(model.device), model)
 
     def _run(self, name: str, dim: int, run: slice | None) -> Tensor:
         """A tensor, or a run of it along a dimension."""
