@@ -3,20 +3,22 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.runtime.collectives import Collectives
+from penstock.runtime.limit import Limit
 from penstock.runtime.local import LocalProcesses
+from penstock.runtime.transport.roster import Roster
 from penstock.train.fleet import Fleet
 
 
 def test_one_process_decides_for_itself():
-    alone = Fleet(1, 0)
+    alone = Fleet(None)
     assert alone.leads
     assert alone.decide(lambda: "this") == "this"
     assert alone.total(2.5) == 2.5
-    alone.gather_point()
 
 
 def in_a_process(rank: int) -> tuple[bool, list[str], float, str]:
-    fleet = Fleet(2, rank)
+    fleet = Fleet(Collectives(Limit(60.0), Roster()))
     said = [fleet.decide(lambda text=text: text if rank == 0 else "not asked") for text in ("äöü", "")]
 
     def refuse() -> str:
@@ -24,7 +26,6 @@ def in_a_process(rank: int) -> tuple[bool, list[str], float, str]:
 
     with pytest.raises(ConfigError) as raised:
         fleet.decide(refuse)
-    fleet.gather_point()
     return fleet.leads, said, fleet.total(rank + 0.5), str(raised.value)
 
 

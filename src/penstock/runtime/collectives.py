@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -29,13 +30,16 @@ class Collectives:
         self.limit = limit
         self.roster = roster
 
-    def exchange(self, value: Any, group: dist.ProcessGroup | None, what: str) -> list[Any]:
+    def exchange(
+        self, value: Any, group: dist.ProcessGroup | None, what: str, patient: bool = False
+    ) -> list[Any]:
         """The values of all processes of a group, by rank; all of them call it.
 
         Args:
             value: can be pickled.
             group: None for all processes.
             what: they do, for the error.
+            patient: whether to wait for as long as for a first step; some write files before they come.
 
         Raises:
             PeerError, WaitTimeoutError: as `finish`.
@@ -47,12 +51,12 @@ class Collectives:
             return values
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        self.finish(dist.all_gather(lengths, torch.tensor([len(data)]), group, async_op=True), what)
+        self.finish(dist.all_gather(lengths, torch.tensor([len(data)]), group, async_op=True), what, patient)
         longest = max(int(length) for length in lengths)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = data
-        self.finish(dist.all_gather(parts, padded, group, async_op=True), what)
+        self.finish(dist.all_gather(parts, padded, group, async_op=True), what, patient)
         return [
             pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)
         ]
@@ -63,11 +67,17 @@ class Collectives:
         Raises:
             PeerError, WaitTimeoutError: as `finish`.
         """
-        work = dist.all_reduce(values, group=group, async_op=True)
+        self.begin_add_up(values, group, what)()
+
+    def begin_add_up(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> Callable[[], None]:
+        """Begin `add_up`, and return what waits for it; all processes of the group call both."""
+        try:
+            work = dist.all_reduce(values, group=group, async_op=True)
+        except RuntimeError as error:  # the connection was broken already
+            raise self._broken(what, error) from error
         if values.is_cuda:  # with a limit the host would wait for NCCL; NCCL's own watchdog has the group's
-            work.wait()
-        else:
-            self.finish(work, what)
+            return lambda: _wait(work)
+        return lambda: self.finish(work, what)
 
     def meet(self, group: dist.ProcessGroup | None, what: str) -> None:
         """Go on once all processes of a group are here.
@@ -77,18 +87,20 @@ class Collectives:
         """
         self.add_up(torch.zeros(1), group, what)
 
-    def finish(self, work: dist.Work, what: str) -> None:
+    def finish(self, work: dist.Work, what: str, patient: bool = False) -> None:
         """Wait for something that all processes of a group have begun, on the CPU.
 
         Args:
             work: what was begun.
             what: they do, for the error.
+            patient: as `exchange`.
 
         Raises:
             PeerError: a process is gone; names it, if it was on this machine.
             WaitTimeoutError: not all came in time; names who is stopped, if that can be seen.
         """
-        until = monotonic() + self.limit.seconds
+        seconds = self.limit.longest if patient else self.limit.seconds
+        until = monotonic() + seconds
         try:
             while True:
                 try:
@@ -96,23 +108,28 @@ class Collectives:
                     return
                 except RuntimeError as error:
                     if "imed out" not in str(error):
-                        who = self.roster.guilty(patience=1.0)
-                        raise PeerError(
-                            f"{who}, while the others were to {what}"
-                            if who
-                            else f"another process broke off when they were to {what}: {str(error).splitlines()[0]}"
-                        ) from error
+                        raise self._broken(what, error) from error
                     if monotonic() > until:
-                        raise self._late(what) from error
+                        raise self._late(what, seconds) from error
                 self.roster.require_all()
         except (PeerError, WaitTimeoutError) as error:
             self.roster.say(str(error))
             raise
 
-    def _late(self, what: str) -> WaitTimeoutError:
+    def _broken(self, what: str, error: RuntimeError) -> PeerError:
+        who = self.roster.guilty(patience=1.0)
+        if who:
+            return PeerError(f"{who}, while the others were to {what}")
+        return PeerError(f"another process broke off when they were to {what}: {str(error).splitlines()[0]}")
+
+    def _late(self, what: str, seconds: float) -> WaitTimeoutError:
         who = self.roster.guilty()
-        text = f"waited {self.limit.seconds:g} s for the other processes, to {what}"
+        text = f"waited {seconds:g} s for the other processes, to {what}"
         error = WaitTimeoutError(f"{text}: {who}" if who else f"{text}; one of them failed, or is slow")
         dump_stacks(str(error))
         error.shown = True
         return error
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()

@@ -32,6 +32,11 @@ class Limit:
         """`seconds`, as torch takes it."""
         return timedelta(seconds=self.seconds)
 
+    @property
+    def longest(self) -> float:
+        """Of the two, for what takes long beside the steps, such as writing files."""
+        return max(self.timeout, self.first)
+
     @contextlib.contextmanager
     def step(self, trains: bool) -> Iterator[None]:
         """Around a step: the first one that ends well of each kind, training and evaluation, has the longer limit."""

@@ -93,6 +93,7 @@ class Pipeline:
 
     Attributes:
         replicas, replica: how many pipelines share the batch, and which this is.
+        world: the processes it is one of; None for threads of a single one.
         tensor_ranks: how many processes share this one's matrices.
         is_first: whether this is the mesh's first pipeline: the first replica, and the first parts of cut matrices.
         reduce_gradients: set to False, steps leave their gradients to be reduced with those of a later one.
@@ -154,16 +155,16 @@ class Pipeline:
         runs = split_layers(self.layers, self.schedule.stages, split)
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
-        self._world = (
+        self.world = (
             world.join(self.timeout, mesh, limit.first) if world is not None and self.in_processes else None
         )
-        self.rank = self._world.rank if self._world is not None else 0
+        self.rank = self.world.rank if self.world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
         self.replicas, self.tensor_ranks = (1, 1) if mesh is None else (mesh.dp, mesh.tp)
         self.replica = 0
-        if self._world is not None and self._world.mesh is not None:
-            self.replica = self._world.mesh.coordinate("dp")
-        self.is_first = self._world is None or self._world.is_first
+        if self.world is not None and self.world.mesh is not None:
+            self.replica = self.world.mesh.coordinate("dp")
+        self.is_first = self.world is None or self.world.is_first
         self.reduce_gradients = True
         self._parts = Assembly(
             self.schedule,
@@ -174,7 +175,7 @@ class Pipeline:
             loss_fn,
             settings,
             compile,
-            self._world,
+            self.world,
             TensorOptions(family, sequence_parallel),
             self.bucket_bytes,
         )
@@ -187,7 +188,7 @@ class Pipeline:
             self._parts.ties,
             self.rank if self.in_processes else None,
         )
-        self._engine = Engine(self._parts, self.local_ranks, limit, self._world, self.device, self.replicas)
+        self._engine = Engine(self._parts, self.local_ranks, limit, self.world, self.device, self.replicas)
         self._memory = memory if recompute == "auto" else None
         self._places: tuple[dict[str, int], int] | None = None
 
@@ -294,7 +295,7 @@ class Pipeline:
             ``torch.nn.utils.clip_grad_norm_`` gives for the unsplit model.
         """
         if self._places is None:
-            self._places = self._holdings.places(self._world)
+            self._places = self._holdings.places(self.world)
         places, count = self._places
         held = [(places[name], p, counts) for name, p, counts in self._holdings.counted()]
         shards = self._engine.shards
@@ -303,7 +304,7 @@ class Pipeline:
             held = [
                 (place, part.own, counts) for place, part, counts in parts if part and part.own is not None
             ]
-        return norms.clip_(held, max_norm, count, self._world, divided=shards is not None)
+        return norms.clip_(held, max_norm, count, self.world, divided=shards is not None)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
@@ -319,13 +320,13 @@ class Pipeline:
 
         The tensor itself if there is one process.
         """
-        if self._world is None:
+        if self.world is None:
             return values
         total = values.clone()
-        self._world.add_up_tensor_parallel(total)
-        self._world.add_up(total)
+        self.world.add_up_tensor_parallel(total)
+        self.world.add_up(total)
         if replicas:
-            self._world.add_up_replicas(total)
+            self.world.add_up_replicas(total)
         return total
 
     def trace(self) -> Trace | None:

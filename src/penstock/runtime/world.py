@@ -97,7 +97,7 @@ class World:
     @property
     def _longest(self) -> timedelta:
         """Of the communicators themselves, which keep the limit they are made with."""
-        return timedelta(seconds=max(self.limit.timeout, self.limit.first))
+        return timedelta(seconds=self.limit.longest)
 
     @property
     def roster(self) -> Roster:

@@ -5,16 +5,16 @@ With threads there is one process, and everything here is what it seems.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import ConfigError, PeerError, PenstockError
+from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.pipeline import Pipeline
 from penstock.train import weights
 
@@ -25,18 +25,21 @@ class Fleet:
     """This process among those of the run.
 
     Args:
-        size: number of processes; with more than one, ``torch.distributed`` is initialised.
+        together: how they talk; None for a single process.
+
+    Attributes:
+        size: number of processes.
         rank: this one's number.
     """
 
-    def __init__(self, size: int, rank: int) -> None:
-        self.size = size
-        self.rank = rank
+    def __init__(self, together: Collectives | None) -> None:
+        self.size, self.rank = (1, 0) if together is None else (dist.get_world_size(), dist.get_rank())
+        self._together = together
 
     @staticmethod
     def of(pipe: Pipeline) -> Fleet:
         """All processes of a pipeline's run, those of the pipelines beside it included."""
-        return Fleet(dist.get_world_size(), dist.get_rank()) if pipe.in_processes else Fleet(1, 0)
+        return Fleet(None if pipe.world is None else pipe.world.together)
 
     @property
     def leads(self) -> bool:
@@ -51,6 +54,7 @@ class Fleet:
 
         Raises:
             PenstockError: on every process, if a job raised one, or an OSError, on any; a `ConfigError` stays one.
+            PeerError, WaitTimeoutError: a process is gone, or has not come.
         """
         value: T | None = None
         failure: PenstockError | None = None
@@ -61,12 +65,12 @@ class Fleet:
         except OSError as error:
             failure = PenstockError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
             failure.__cause__ = error
-        if self.size == 1:
+        if self._together is None:
             if failure is not None:
                 raise failure
             return [cast(T, value)]
         said = (value, None if failure is None else (str(failure), isinstance(failure, ConfigError)))
-        answers = self._exchange(said)
+        answers = self._together.exchange(said, None, "tell how it went", patient=True)
         if failure is not None:
             raise failure
         for _, refusal in answers:
@@ -74,12 +78,6 @@ class Fleet:
                 text, is_config = refusal
                 raise ConfigError(text) if is_config else PenstockError(text)
         return [answer for answer, _ in answers]
-
-    def _exchange(self, value: Any) -> list[Any]:
-        answers: list[Any] = [None] * self.size
-        with _telling_who_is_gone():
-            dist.all_gather_object(answers, value)
-        return answers
 
     def decide(self, choose: Callable[[], T]) -> T:
         """Let the leader do something, and tell all the others what came of it; every process calls it.
@@ -95,22 +93,17 @@ class Fleet:
 
     def begin_total(self, value: float) -> Callable[[], float]:
         """Begin the sum over all processes, and return what waits for it; every process calls both."""
-        if self.size == 1:
+        together = self._together
+        if together is None:
             return lambda: value
         values = torch.tensor([value], dtype=torch.float64)
-        with _telling_who_is_gone():
-            work = dist.all_reduce(values, async_op=True)
+        finish = together.begin_add_up(values, None, "add up over the run")
 
         def wait() -> float:
-            with _telling_who_is_gone():
-                work.wait()
+            finish()
             return float(values)
 
         return wait
-
-    def gather_point(self) -> None:
-        """Go on once every process is here."""
-        self.total(0.0)
 
     def save(self, pipe: Pipeline, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write the weights of every pipeline rank, each once, and their index; every process calls it with its own.
@@ -121,12 +114,3 @@ class Fleet:
         parts, part = (pipe.ranks, pipe.rank) if pipe.in_processes else (1, 0)
         self.each(lambda: weights.save_part(folder, state, part, parts) if pipe.is_first else None)
         self.decide(lambda: weights.write_index(folder, parts))
-
-
-@contextmanager
-def _telling_who_is_gone() -> Iterator[None]:
-    """What ``torch.distributed`` says of a connection that broke, as our own error."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(f"another process of the run is gone, or did not answer: {error}") from error
