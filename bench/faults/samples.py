@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.faults.dcp_folder import prepare_dcp, spoil_dcp
 from bench.faults.folders import Read, prepare_checkpoint, prepare_trace, spoil_checkpoint, spoil_trace
 from bench.faults.mutate import DEEP, TEXTS, any_file, change, npy, to_json, value
 
@@ -177,4 +178,5 @@ KINDS = {
     "schedule": Kind(_prepare_schedule, _spoil_schedule),
     "checkpoint": Kind(prepare_checkpoint, spoil_checkpoint),
     "trace": Kind(prepare_trace, spoil_trace),
+    "dcp": Kind(prepare_dcp, spoil_dcp),
 }

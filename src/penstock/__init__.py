@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
     from penstock.train.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from penstock.train.checkpoint.dcp_read import read_dcp as read_dcp
     from penstock.train.models.transformers.loss import causal_lm_loss as causal_lm_loss
     from penstock.train.models.transformers.loss import valid_tokens as valid_tokens
     from penstock.train.models.transformers.save import save_transformers as save_transformers
@@ -78,6 +79,7 @@ _HOME = {
     "make_mesh": "penstock.parallel.mesh",
     "parameter_order": "penstock.parallel.order",
     "read_csv": "penstock.schedule.text",
+    "read_dcp": "penstock.train.checkpoint.dcp_read",
     "save_transformers": "penstock.train.models.transformers.save",
     "tensor_parallel": "penstock.parallel.tensor",
     "thread_reducers": "penstock.parallel.threads",

@@ -63,7 +63,7 @@ def test_convert_to_other_files_loads_as_the_same(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_convert_to_dcp_is_what_torch_loads(tmp_path: Path):
+def test_convert_to_dcp_is_what_torch_loads_and_comes_back(tmp_path: Path):
     from torch.distributed.checkpoint.state_dict_loader import load
 
     newest = saved(tmp_path)
@@ -77,6 +77,13 @@ def test_convert_to_dcp_is_what_torch_loads(tmp_path: Path):
     }
     load({"model": model}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert all(torch.equal(stored[f"model/{name}"], tensor) for name, tensor in model.items())
+    back = tmp_path / "back" / newest.name
+    result = call("convert", tmp_path / "dcp", back, "--from-dcp", "--like", newest)
+    assert result.exit_code == 0, result.output
+    again = {name: t for path in back.glob("stage-*") for name, t in load_file(path).items()}
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
+    assert call("verify", back).exit_code == 0
 
 
 def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
@@ -85,6 +92,12 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
         (("convert", newest, newest, "--stages", 2), "already exists"),
         (("convert", newest, tmp_path / "step-00000002", "--stages", 99), "layers; they make 1 to"),
         (("export-hf", newest, tmp_path / "hf"), "not of a Hugging Face model"),
+        (
+            ("convert", newest, tmp_path / "x", "--stages", 2, "--to-dcp"),
+            "give one of --stages, --to-dcp and --from-dcp",
+        ),
+        (("convert", newest, tmp_path / "x", "--from-dcp"), "--from-dcp and --like go together"),
+        (("convert", newest, tmp_path / "step-00000002", "--from-dcp", "--like", newest), "no .metadata"),
         (("list", tmp_path / "none"), "holds no checkpoints"),
     ]:
         result = call(*words)

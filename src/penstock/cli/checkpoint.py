@@ -92,7 +92,16 @@ def verify(path: Path, as_json: bool) -> None:
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--stages", type=click.IntRange(1), help="Write a checkpoint with files for so many stages.")
 @click.option("--to-dcp", is_flag=True, help="Write torch's distributed checkpoint format (DCP).")
-def convert(source: Path, target: Path, stages: int | None, to_dcp: bool) -> None:
+@click.option("--from-dcp", is_flag=True, help="CHECKPOINT is such a folder; nothing in it is unpickled.")
+@click.option(
+    "--like",
+    metavar="CHECKPOINT",
+    type=click.Path(path_type=Path),
+    help="With --from-dcp: a checkpoint of the run that is to go on; says all but weights and optimizer state.",
+)
+def convert(
+    source: Path, target: Path, stages: int | None, to_dcp: bool, from_dcp: bool, like: Path | None
+) -> None:
     """Write a CHECKPOINT anew in the folder TARGET, which must not be there.
 
     Loading needs no conversion: every checkpoint loads at any split. TARGET is called step-NUMBER as the checkpoint is,
@@ -100,11 +109,16 @@ def convert(source: Path, target: Path, stages: int | None, to_dcp: bool) -> Non
     """
     from penstock.train.checkpoint.convert import resplit
     from penstock.train.checkpoint.dcp import export
+    from penstock.train.checkpoint.dcp_import import bring_in
 
-    if (stages is None) == (not to_dcp):
-        raise click.UsageError("give either --stages or --to-dcp")
+    if (stages is not None) + to_dcp + from_dcp != 1:
+        raise click.UsageError("give one of --stages, --to-dcp and --from-dcp")
+    if from_dcp != (like is not None):
+        raise click.UsageError("--from-dcp and --like go together")
     if stages is not None:
         resplit(source, target, stages)
+    elif like is not None:
+        bring_in(source, target, like)
     else:
         export(source, target)
     click.echo(f"written: {target}")

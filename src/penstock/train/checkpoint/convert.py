@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -62,23 +63,41 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
         )
     cuts = [s * len(names) // stages for s in range(stages + 1)]
     layers = tuple(tuple(names[a:b]) for a, b in pairwise(cuts))
-    stage_of = {name: s for s, run in enumerate(layers) for name in run}
-    held: list[list[str]] = [[] for _ in layers]
-    for name in manifest.tensors:
+    with Reader(source, manifest) as reader:
+        return rewrite(target, replace(manifest, layers=layers), list(manifest.tensors), reader.tensor)
+
+
+def rewrite(
+    target: Path, manifest: Manifest, names: Sequence[str], tensor: Callable[[str], Tensor]
+) -> Manifest:
+    """Write a checkpoint with these tensors.
+
+    Args:
+        target: a folder that is not there yet.
+        manifest: what it is to say, but for files and tensors.
+        names: of all tensors.
+        tensor: gives one of them.
+
+    Raises:
+        ConfigError: something is in the way.
+    """
+    stages = len(manifest.layers)
+    stage_of = {name: s for s, run in enumerate(manifest.layers) for name in run}
+    held: list[list[str]] = [[] for _ in manifest.layers]
+    for name in names:
         held[_stage(name, stage_of)].append(name)
+    stored: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
     try:
         place = files.begin(target)
-        stored: dict[str, StoredFile] = {}
-        tensors: dict[str, StoredTensor] = {}
-        with Reader(source, manifest) as reader:
-            for s, own in enumerate(held):
-                file = file_name(s, stages)
-                stored[file] = files.write_tensors(place / file, {name: reader.tensor(name) for name in own})
-                tensors |= {
-                    name: StoredTensor(file, manifest.tensors[name].shape, manifest.tensors[name].dtype)
-                    for name in own
-                }
-        found = replace(manifest, layers=layers, files=stored, tensors=tensors)
+        for s, own in enumerate(held):
+            file, part = file_name(s, stages), {name: tensor(name) for name in own}
+            stored[file] = files.write_tensors(place / file, part)
+            tensors |= {
+                name: StoredTensor(file, tuple(value.shape), files.dtype_name(name, value))
+                for name, value in part.items()
+            }
+        found = replace(manifest, files=stored, tensors=tensors)
         finish(target, found)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error

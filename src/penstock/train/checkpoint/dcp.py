@@ -1,7 +1,6 @@
 """A checkpoint in the format of ``torch.distributed.checkpoint`` (DCP), for tools that read that one.
 
-Only out, not in: reading a DCP folder unpickles its ``.metadata`` and parts of its files, and whoever made them can have
-put code there. What torch can load, ``torch.distributed.checkpoint.load`` can bring into ``pipe.load_state_dict``.
+The way back is in `penstock.train.checkpoint.dcp_import`.
 """
 
 from __future__ import annotations

@@ -34,6 +34,13 @@ def steps_in(folder: Path) -> list[tuple[int, Path]]:
     return sorted(((int(found[1]), path) for found, path in names), reverse=True)
 
 
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None, "it is called as a checkpoint"
+    return int(found[1])
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a path has a checkpoint's name."""
     return _NAME.fullmatch(path.name) is not None
