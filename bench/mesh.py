@@ -41,6 +41,7 @@ MESHES = (
     MeshShape(2, 1, 2),
     MeshShape(2, 2, 2),
 )
+ZERO_MESHES = (MeshShape(1, 1, 1), MeshShape(1, 2, 1), MeshShape(1, 4, 1), MeshShape(1, 2, 2))
 SEQUENCE, STEPS = 8, 20
 TWO_WAYS = ("chimera", "dualpipe", "dualpipe-v")
 """Schedules that want more microbatches than the others' 4 of a pipeline."""
@@ -144,30 +145,29 @@ def compared(told: Sequence[tuple[Tensor, State, State]], microbatches: int, ste
     }
 
 
-def divided(rank: int, dp: int, zero: bool, steps: int) -> tuple[State, int]:
+def divided(rank: int, mesh: MeshShape, zero: bool, steps: int) -> tuple[State, int]:
     """AdamW over replicas without a pipeline: weights, and bytes of state."""
-    mesh = MeshShape(1, dp, 1)
-    with Pipeline(
-        layers(WIDER), next_token_loss, microbatches=8 // dp, mesh=mesh if dp > 1 else None, timeout=300
-    ) as pipe:
+    among = mesh if mesh.ranks > 1 else None
+    with Pipeline(layers(WIDER), next_token_loss, microbatches=8 // mesh.dp, mesh=among, timeout=300) as pipe:
         optimizer = PipelineOptimizer(
             pipe, torch.optim.AdamW, lr=1e-3, clip=1.0, zero="overlap" if zero else False
         )
         for step in range(steps):
             pipe.step(*batch(step, 8))
             optimizer.step()
-        return {name: p.detach().clone() for name, p in pipe.named_parameters()}, optimizer.state_bytes()
+        return {name: value.clone() for name, value in pipe.state_dict().items()}, optimizer.state_bytes()
 
 
 def zero_rows(pool: LocalProcesses, steps: int) -> list[dict[str, Any]]:
-    """For each number of replicas, ZeRO-1 beside the whole optimizer."""
-    rows = []
-    for dp in (1, 2, 4):
-        plain = pool.run(dp, divided, dp, False, steps, timeout=600)
-        zero = pool.run(dp, divided, dp, True, steps, timeout=600)
+    """For some numbers of replicas and of processes to a matrix, ZeRO-1 beside the whole optimizer."""
+    rows: list[dict[str, Any]] = []
+    for mesh in ZERO_MESHES:
+        plain = pool.run(mesh.ranks, divided, mesh, False, steps, timeout=600)
+        zero = pool.run(mesh.ranks, divided, mesh, True, steps, timeout=600)
         rows.append(
             {
-                "replicas": dp,
+                "mesh": str(mesh),
+                "share": 1 / mesh.dp,
                 "weights": max(worst(one[0], plain[0][0]) for one in zero),
                 "same bits": same_bits([one[0] for one in zero], lambda rank: 0),
                 "bytes": [one[1] for one in zero],
@@ -220,11 +220,12 @@ def main() -> None:
                 say(f"{name:24}{row['losses']:10.1e}{row['gradients']:12.1e}{row['weights']:10.1e}   {same}")
             say("")
         zero = zero_rows(pool, options.steps)
-    say(f"{'AdamW, replicas':24}{'weights':>10}   replicas   {'bytes a rank':>14}{'of the whole':>14}")
+    say(f"{'AdamW':24}{'weights':>10}   replicas   {'bytes a rank':>14}{'without ZeRO':>14}{'ratio':>10}")
     for row in zero:
         same, most = "same bits" if row["same bits"] else "DIFFER", max(row["bytes"])
         say(
-            f"{row['replicas']:<24}{row['weights']:10.1e}   {same}  {most:14,}{most / row['plain bytes']:14.4f}"
+            f"{row['mesh']:<24}{row['weights']:10.1e}   {same}  {most:14,}{row['plain bytes']:14,}"
+            f"{most / row['plain bytes']:10.4f}"
         )
     say(f"{options.steps} steps; {machine()}")
     if options.json:

@@ -31,7 +31,7 @@ def test_zero_is_the_whole_optimizer_with_its_share_of_the_bytes(eight: LocalPro
     for row in zero_rows(eight, 3):
         assert row["same bits"]
         assert row["weights"] < 1e-6
-        assert max(row["bytes"]) == pytest.approx(row["plain bytes"] / row["replicas"], rel=1e-3)
+        assert max(row["bytes"]) == pytest.approx(row["plain bytes"] * row["share"], rel=1e-3)
 
 
 def tied(rank: int, zero: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ from penstock.parallel.buckets import GradientBuckets
 from penstock.parallel.mesh import make_mesh, replica_rows
 from penstock.parallel.reducer import GroupReducer
 from penstock.parallel.tensor import plan_of, tensor_parallel
+from penstock.parallel.zero import ShardedOptimizer
 from penstock.runtime.local import LocalProcesses
 from penstock.stage.module import StageModule
 from penstock.stage.runner import Ends, Share
@@ -240,17 +241,20 @@ def refusals(rank: int) -> list[str]:
     tensor_parallel(named(net), mesh, sequence=True)
     with pytest.raises(BatchError) as short:
         net(tokens(sequence=5)[0])
-    return [*found, str(short.value)]
+    with pytest.raises(ConfigError) as divided:
+        ShardedOptimizer(net, torch.optim.AdamW, GroupReducer())
+    return [*found, str(short.value), str(divided.value)]
 
 
 def test_what_does_not_divide_is_refused_on_every_rank(processes: LocalProcesses):
     for said in processes.run(2, refusals):
-        heads, width, words, gpt2, gpt_neox, sequence = said
+        heads, width, words, gpt2, gpt_neox, sequence, divided = said
         assert "blocks.0.attention.key has 1 heads of width 4, which do not divide over tp = 2" in heads
         assert "blocks.0.feed_forward.gate has 25 outputs" in width
         assert "embedding has 33 words of vocabulary" in words
         assert "transformer.h.0.attn.c_attn has 1 heads of width 16" in gpt2
         assert "gpt_neox.layers.0.attention.query_key_value has 1 heads of width 16" in gpt_neox
+        assert "'0.weight' is a DTensor" in divided
         assert "a sequence of 5 does not divide over tp = 2" in sequence
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from penstock.errors import ConfigError, NonFiniteError, PenstockError
+from penstock.errors import NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.grad_scaler import GradScaler
 from penstock.runtime.local import LocalProcesses
@@ -113,6 +113,13 @@ def test_a_divided_optimizer_takes_the_steps_of_the_whole_one(processes: LocalPr
         compare(processes.run(4, trained, mesh, case, zero), whole, mesh, case)
 
 
+@pytest.mark.parametrize("case", ["plain", "scheduled", "main weights"])
+def test_matrices_that_are_cut_are_divided_as_well(processes: LocalProcesses, case: str):
+    mesh = MeshShape(1, 2, 2)
+    whole = processes.run(4, trained, mesh, case, False)
+    compare(processes.run(4, trained, mesh, case, "overlap"), whole, mesh, case)
+
+
 def compare(divided: list, whole: list, mesh: MeshShape, case: str) -> None:
     # The norm of two halves is that of the whole but for its last bit, and clipping brings that into everything.
     tolerance = 0.0 if CASES[case][2].get("clip", 0.5) in (None, math.inf) else 1e-6
@@ -130,9 +137,10 @@ def compare(divided: list, whole: list, mesh: MeshShape, case: str) -> None:
         assert_equal(ours[2][1], first[2][1])
         assert ours[1] == divided[0][1]
         assert any(not torch.equal(value, ours[4][name]) for name, value in ours[2][0].items())
-    for place in range(2):
-        pair = [mesh.rank(pp=place, dp=replica) for replica in range(2)]
-        assert sum(divided[rank][3] for rank in pair) == pytest.approx(whole[pair[0]][3], rel=0.01)
+    for place in range(mesh.pp):
+        for part in range(mesh.tp):
+            pair = [mesh.rank(pp=place, dp=replica, tp=part) for replica in range(2)]
+            assert sum(divided[rank][3] for rank in pair) == pytest.approx(whole[pair[0]][3], rel=0.01)
 
 
 def test_a_tied_weight_stays_one(processes: LocalProcesses):
@@ -231,17 +239,6 @@ def test_what_cannot_be_is_refused_on_every_process_and_changes_no_weight(proces
         )
         assert "zero must be False, True or 'overlap', not 'later'" in said["value"]
         assert "another PipelineOptimizer was made for this pipeline since" in said["replaced"]
-    for told in processes.run(4, of_cut_matrices):
-        assert told.startswith("zero=True divides flat buffers of whole parameters, and tp = 2 keeps parts")
-
-
-def of_cut_matrices(rank: int) -> str:
-    with pipe_on(MeshShape(1, 2, 2)) as pipe:
-        try:
-            adamw(pipe, zero=True)
-        except ConfigError as error:
-            return str(error)
-    return ""
 
 
 def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:

@@ -66,10 +66,6 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused(given, processes, sai
         ({"parallel": {"dp": 12}}, "take a multiple of 12, or parallel.dp = 4"),
         ({"parallel": {"order": "pp,dp"}}, "parallel.order must be pp, dp and tp once each"),
         ({"parallel": {"tp": 0}}, "parallel.tp must be at least 1"),
-        (
-            {"parallel": {"tp": 2, "zero": True}},
-            "parallel.zero divides whole parameters, and parallel.tp 2 cuts them",
-        ),
         ({"parallel": {"sequence_parallel": 1}}, "parallel.sequence_parallel must be true or false, not 1"),
         (
             {"parallel": {"sequence_parallel": True, "tp": 3}},
@@ -132,6 +128,7 @@ MESHES = {
     "dp2 tp2, small buckets": ({"pp": 1, "dp": 2, "tp": 2, "bucket_bytes": 1024}, 1),
     "dp4": ({"pp": 1, "dp": 4}, 1),
     "pp2 dp2, ZeRO": ({"dp": 2, "zero": True, "bucket_bytes": 1024}, 2),
+    "dp2 tp2, ZeRO": ({"pp": 1, "dp": 2, "tp": 2, "zero": True, "bucket_bytes": 1024}, 1),
 }
 
 

@@ -28,6 +28,14 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def move(parameter: Tensor, place: Tensor) -> None:
+    """Let a parameter's part on this process be in other memory, which has its values already."""
+    if is_sharded(parameter):
+        parameter._local_tensor = place  # type: ignore[attr-defined]  # as torch's fully_shard does
+    else:
+        parameter.data = place
+
+
 def like(part: Tensor, whole: Tensor) -> Tensor:
     """A tensor cut as `whole` is, whose memory on this process is `part`."""
     if not is_sharded(whole):

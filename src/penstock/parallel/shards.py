@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.parallel.bucket import Entry
 from penstock.parallel.buckets import GradientBuckets, Missing
 from penstock.parallel.lane import Lane
 from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from penstock.parallel.local import gradient_dtype, is_sharded
+from penstock.parallel.local import gradient_dtype, local, move
 from penstock.parallel.piece import Piece, joined
 from penstock.parallel.reducer import Handle, Reducer, part_of
 
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
     Attributes:
         entry: its place in the buckets.
-        piece: which elements.
+        piece: which elements, of the part that this process holds if the parameter is cut over others.
         own: those elements as a parameter of their own, which shares the whole one's memory; None if there are none.
         at: where they begin in this replica's part of the bucket.
     """
@@ -55,7 +55,7 @@ class Shards:
         parts: one for each parameter.
 
     Raises:
-        ConfigError: a DTensor is among them, or what `GradientBuckets` refuses.
+        ConfigError: what `GradientBuckets` refuses.
     """
 
     def __init__(
@@ -72,12 +72,6 @@ class Shards:
         groups: Mapping[Tensor, Hashable] | None = None,
     ) -> None:
         named = list(parameters)
-        whole = next((name for name, p in named if is_sharded(p)), None)
-        if whole is not None:
-            raise ConfigError(
-                f"parameter {whole!r} is a DTensor, which does not live in a flat buffer; use the plain optimizer with "
-                "GradientBuckets where tensor parallelism cuts parameters"
-            )
         self.reducer = reducer
         self.buckets = GradientBuckets(
             named, reducer, order=order, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes,
@@ -103,8 +97,8 @@ class Shards:
         """Move a parameter into its bucket's buffer; `start` is where it begins there."""
         view = entry.view
         place = flat.as_strided(view.shape, view.stride(), view.storage_offset())
-        place.copy_(entry.parameter.detach())
-        entry.parameter.data = place
+        place.copy_(local(entry.parameter).detach())
+        move(entry.parameter, place)
         mine = part_of(flat, self.reducer.rank, self.reducer.size)
         begin = self.reducer.rank * mine.numel()
         at = min(max(0, start - begin), mine.numel())
@@ -211,7 +205,8 @@ class Shards:
             keep: False only gives this replica's to the others.
 
         Yields:
-            (parameter, entries), the tensors among them on the CPU; nothing for parameters no replica has any for.
+            (parameter, entries), the tensors among them on the CPU, of the part that this process holds of a parameter that
+            is cut; nothing for parameters no replica has any for.
         """
         for bucket in self.buckets.buckets:
             here = [self.parts[m] for m in bucket.plan.members]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, PenstockError
 from penstock.parallel.buckets import Missing
 from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from penstock.parallel.local import is_sharded
 from penstock.parallel.piece import ONE_A_PARAMETER, joined
 from penstock.parallel.reducer import Reducer
 from penstock.parallel.shards import Part, Shards
@@ -48,7 +49,7 @@ class ShardedOptimizer:
         optimizer: the torch optimizer, over pieces of parameters; learning-rate schedules take this one.
 
     Raises:
-        ConfigError: an optimizer that is not elementwise, or what `GradientBuckets` refuses.
+        ConfigError: an optimizer that is not elementwise, a DTensor among the parameters, or what `GradientBuckets` refuses.
     """
 
     def __init__(
@@ -73,6 +74,12 @@ class ShardedOptimizer:
             )
         groups = _as_groups(parameters)
         named = [(name, p) for group in groups for name, p in group["params"]]
+        cut = next((name for name, p in named if is_sharded(p)), None)
+        if cut is not None:
+            raise ConfigError(
+                f"parameter {cut!r} is a DTensor, and norms and states here are of whole parameters; use "
+                "PipelineOptimizer(zero=True), which knows of those that tensor parallelism has cut"
+            )
         self.reducer = reducer
         self.shards = Shards(
             named, reducer, order=order, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes,

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.local import is_cut, local
+from penstock.parallel.local import local
 from penstock.runtime.world import World
 
 
+class Held(NamedTuple):
+    """What has a gradient here.
+
+    Attributes:
+        place: of the parameter in the whole model.
+        parameter: itself, or the piece of it that this replica updates.
+        counts: whether this rank's copy is the one that counts.
+        cut: whether other processes hold the parameter's other parts.
+    """
+
+    place: int
+    parameter: nn.Parameter
+    counts: bool
+    cut: bool
+
+
 def clip_(
-    parameters: Sequence[tuple[int, nn.Parameter, bool]],
+    parameters: Sequence[Held],
     max_norm: float,
     count: int,
     world: World | None,
@@ -24,7 +41,7 @@ def clip_(
     takes the norm of the same vector, and the result does not depend on which rank held what.
 
     Args:
-        parameters: (place in the whole model, parameter, whether this rank's copy is the one that counts).
+        parameters: what this process has gradients of.
         max_norm: the largest norm allowed.
         count: how many parameters the whole model has.
         world: the other ranks; None if all parameters are here.
@@ -33,34 +50,37 @@ def clip_(
     Returns:
         0-d tensor, the norm before clipping.
     """
-    held = [p for _, p, _ in parameters if p.grad is not None]
     places = torch.zeros(count, dtype=torch.float64)
-    squares = torch.zeros(count, dtype=torch.float64)  # of parameters that are cut, by this process's part
+    cut = torch.zeros(count, dtype=torch.float64)  # squares, of this process's part
+    pieces = torch.zeros(
+        count, dtype=torch.float64
+    )  # squares, of what the replicas have divided and is not cut as well
     present = torch.zeros(count, dtype=torch.float64)
-    for place, parameter, counts in parameters:
-        if parameter.grad is None or not counts:
+    for held in parameters:
+        if held.parameter.grad is None or not held.counts:
             continue
-        norm = torch.linalg.vector_norm(local(parameter.grad)).double()
-        if divided or is_cut(parameter.grad):
-            squares[place] = norm.square()
+        norm = torch.linalg.vector_norm(local(held.parameter.grad)).double()
+        if held.cut:
+            cut[held.place] = norm.square()
+        elif divided:
+            pieces[held.place] = norm.square()
         else:
-            places[place] = norm
-        present[place] = 1.0
+            places[held.place] = norm
+        present[held.place] = 1.0
     if world is not None:
-        if divided:
-            world.add_up_replicas(squares)
-            world.add_up_replicas(present)
-        world.add_up_tensor_parallel(squares)
-        for column in (places, squares, present):
+        for column in (cut, pieces, present) if divided else ():
+            world.add_up_replicas(column)
+        world.add_up_tensor_parallel(cut)
+        for column in (places, cut, pieces, present):
             world.add_up(column)
-    places += squares.sqrt()
+    places += (cut + pieces).sqrt()
     total: Tensor = torch.linalg.vector_norm(places[present > 0].float())
-    parts = [_Held(local(p.grad)) for p in held if p.grad is not None]
+    parts = [_Gradient(local(h.parameter.grad)) for h in parameters if h.parameter.grad is not None]
     nn.utils.clip_grads_with_norm_(parts, max_norm, total)  # type: ignore[arg-type]
     return total
 
 
-class _Held:
+class _Gradient:
     """The part of a gradient that this process holds, where torch looks for it."""
 
     def __init__(self, grad: Tensor) -> None:

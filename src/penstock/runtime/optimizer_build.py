@@ -117,12 +117,6 @@ def require_zero(pipe: Pipeline, zero: object) -> None:
             f"zero={zero!r} keeps the buckets that it begins with, since parameters live in them; give bucket_bytes a "
             "number instead of 'auto'"
         )
-    if zero and pipe.tensor_ranks > 1:
-        raise ConfigError(
-            f"zero={zero!r} divides flat buffers of whole parameters, and tp = {pipe.tensor_ranks} keeps parts of matrices "
-            "as DTensors; leave zero out (of cut matrices every process has 1 / tp of the optimizer's state already), or "
-            "take tp = 1"
-        )
 
 
 def require_no_fp16(pipe: Pipeline) -> None:

@@ -84,7 +84,7 @@ def collect(optimizer: PipelineOptimizer, keep: bool = True) -> dict[str, Any]:
             if member.piece is not None:
                 continue
             if updated is not None and updated in torch_optimizer.state:
-                state["state"][name] = _joined(torch_optimizer.state[updated], parameter, updated)
+                state["state"][name] = _joined(torch_optimizer.state[updated], parameter)
             if name in mains:
                 state["main_weights"][name] = whole(like(mains[name].detach(), parameter))
         _collect_divided(optimizer, rank, members, state, keep)
@@ -112,9 +112,9 @@ def _collect_divided(
         name = by_parameter[id(parameter)].name
         main = found.pop(_MAIN, None)
         if main is not None:
-            state["main_weights"][name] = main
+            state["main_weights"][name] = _put_together(main, parameter)
         if found:
-            state["state"][name] = found
+            state["state"][name] = {k: _put_together(v, parameter) for k, v in found.items()}
 
 
 def _members(optimizer: PipelineOptimizer, rank: int) -> Iterator[_Member]:
@@ -127,30 +127,35 @@ def _members(optimizer: PipelineOptimizer, rank: int) -> Iterator[_Member]:
             yield _Member(n, name, parameter, updated, None if part is None else part.piece)
 
 
-def _joined(state: dict[str, Any], parameter: nn.Parameter, updated: nn.Parameter) -> dict[str, Any]:
+def _joined(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """A parameter's state, put together where tensor parallelism has cut it (its ranks all call it then)."""
     if not is_sharded(parameter):
         return state
-    return {
-        key: whole(like(value, parameter))
-        if isinstance(value, Tensor) and value.shape == updated.shape
-        else value
-        for key, value in state.items()
-    }
+    return {key: _put_together(value, parameter) for key, value in state.items()}
+
+
+def _put_together(value: Any, parameter: Tensor) -> Any:
+    """What has a number for each element that this process holds of a parameter, for all of its elements."""
+    part = local(parameter)
+    if not is_sharded(parameter) or not isinstance(value, Tensor) or value.shape != part.shape:
+        return value
+    return whole(like(value.to(part.device), parameter)).to(value.device)
+
+
+def _taken_apart(value: Any, parameter: Tensor) -> Any:
+    """The reverse of `_put_together`."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        return local(cut_like(value, parameter))
+    return value
 
 
 def _parted(state: Mapping[str, Any], parameter: nn.Parameter, piece: Piece | None) -> Mapping[str, Any]:
     """The state of this process's part of a parameter; the reverse of `_joined`."""
     if piece is not None:
-        return {key: _run(key, value, piece) for key, value in state.items()}
+        return {key: _run(key, _taken_apart(value, parameter), piece) for key, value in state.items()}
     if not is_sharded(parameter):
         return state
-    return {
-        key: local(cut_like(value, parameter))
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
+    return {key: _taken_apart(value, parameter) for key, value in state.items()}
 
 
 def _run(key: str, value: Any, piece: Piece) -> Any:
@@ -267,7 +272,8 @@ def _restore_rank(
     for _, name, parameter, _, piece in members:
         if name in optimizer.main_weights[rank].by_name:
             main = state["main_weights"][name]
-            main = local(cut_like(main, parameter)) if piece is None else _run(_MAIN, main, piece)
+            main = _taken_apart(main, parameter)
+            main = local(main) if piece is None else _run(_MAIN, main, piece)
             optimizer.main_weights[rank].load(name, main)
     if optimizer.shards is not None and optimizer.main_weights[rank].copies:  # each has rounded its own
         optimizer.shards.collect()

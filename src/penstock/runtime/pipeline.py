@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.layout import BUCKET_BYTES
+from penstock.parallel.local import is_cut
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime import norms
 from penstock.runtime.batch import Cut, Cutter, Reduction, require_reduction
@@ -297,13 +298,13 @@ class Pipeline:
         if self._places is None:
             self._places = self._holdings.places(self.world)
         places, count = self._places
-        held = [(places[name], p, counts) for name, p, counts in self._holdings.counted()]
         shards = self._engine.shards
-        if shards is not None:
-            parts = [(place, shards.part(p), counts) for place, p, counts in held]
-            held = [
-                (place, part.own, counts) for place, part, counts in parts if part and part.own is not None
-            ]
+        held = []
+        for name, whole, counts in self._holdings.counted():
+            part = None if shards is None else shards.part(whole)
+            updated = whole if shards is None else None if part is None else part.own
+            if updated is not None:
+                held.append(norms.Held(places[name], updated, counts, is_cut(whole)))
         return norms.clip_(held, max_norm, count, self.world, divided=shards is not None)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:

@@ -86,11 +86,6 @@ def require_shares(config: Config) -> None:
             "parallel.zero keeps the buckets that it begins with, and parallel.bucket_bytes = 0 chooses them later; give a "
             "number of bytes"
         )
-    if parallel.zero and parallel.tp > 1:
-        raise ConfigError(
-            f"parallel.zero divides whole parameters, and parallel.tp {parallel.tp} cuts them; take parallel.tp = 1, or "
-            "leave parallel.zero out: of cut matrices every process has its part of the optimizer's state only"
-        )
     if parallel.sequence_parallel and config.data.sequence % parallel.tp:
         raise ConfigError(
             f"data.sequence {config.data.sequence} does not divide over parallel.tp {parallel.tp}, which "

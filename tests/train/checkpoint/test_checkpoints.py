@@ -76,6 +76,7 @@ LAYOUTS = [
     (4, {"mesh": MeshShape(2, 2, 1)}),
     (4, {"mesh": MeshShape(2, 2, 1), "zero": True}),
     (2, {"mesh": MeshShape(1, 1, 2)}),
+    (4, {"mesh": MeshShape(1, 2, 2), "zero": True}),
     (4, {"mesh": MeshShape(1, 4, 1), "zero": "overlap"}),
     (4, {"mesh": None, "schedule": "interleaved-1f1b", "virtual_stages": 2}),
 ]

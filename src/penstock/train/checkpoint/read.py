@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
-from penstock.parallel.local import is_cut, is_sharded, like, runs_along
+from penstock.parallel.local import is_cut, is_sharded, like, local, runs_along
 from penstock.parallel.piece import ONE_A_PARAMETER, Run
 from penstock.parallel.shards import Part
 from penstock.runtime import optimizer_state
@@ -61,7 +61,9 @@ class Reader:
 
         Of a piece the rows are read that it is in; elements that lie in memory otherwise are read whole.
         """
-        piece, shape = part.piece, self._shape(name)
+        piece, shape, parameter = part.piece, self._shape(name), part.entry.parameter
+        if is_cut(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
+            return Run(piece.of(local(self.like(name, parameter))))
         if key in ONE_A_PARAMETER or shape != piece.shape:
             return self.tensor(name)
         if not shape or piece.stride != torch.empty(shape, device="meta").stride():
