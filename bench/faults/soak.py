@@ -1,16 +1,20 @@
 """Row 16, by hand: for half an hour a kill, a stop or a delay every 30 seconds, at random.
 
-    python -m bench.faults.soak [--minutes 30] [--every 30] [--seed 0]
+    python -m bench.faults.soak [--minutes 30] [--every 30] [--seed 0] [--keep FOLDER]
 
-A clean run of the same length comes first, and says what the weights should be and how long the steps should take.
-Goodput is that time over the time of the run with the faults, start and end included on both sides.
+A clean run of the same length comes first, and says what the weights should be. With --keep its folder stays, and the next
+call with it uses the clean run that is there. Goodput is the time that the run's steps take undisturbed (as its own between
+two saves, in the median) over all of its time, start and end included.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
+import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -21,6 +25,7 @@ from typing import Any
 from bench.compare import emit, machine
 from bench.faults.dying import weights
 from bench.faults.runs import Ended, Victim
+from penstock.train.config_file import load
 
 PROCESSES = 2
 SETTINGS: dict[str, object] = {
@@ -83,19 +88,36 @@ def strike(started: Victim, chance: random.Random) -> None:
     started.note("fault", action=action, struck=pids[pid])
 
 
+def seconds_a_step(ended: Ended) -> float:
+    """In the median over all that lies between two saves and was not disturbed: by one process, one after the other."""
+    between, spans = int(str(SETTINGS["train.checkpoint_every"])), []
+    for pid in {event["pid"] for event in ended.all("step")}:
+        times = {e["step"]: e["time"] for e in ended.all("step") if e["pid"] == pid}
+        spans += [times[n + between] - times[n] for n in times if n % between == 0 and n + between in times]
+    return statistics.median(spans) / between
+
+
+def clean_run(root: Path, minutes: float) -> tuple[int, dict[str, bytes]]:
+    """How many steps a clean run took, and its weights; one that is there already is not done again."""
+    folder = root / "clean" / "runs" / "run"
+    if not (found := weights(folder)):
+        # Restarts and steps done again take time as well: about two thirds are left for steps.
+        steps = int(40 * minutes / calibrate(root / "calibrated"))
+        found = weights(run(root / "clean", steps, None).folder)
+    return load(folder / "config.toml").train.steps, found
+
+
 def soak(root: Path, minutes: float, every: float, seed: int) -> dict[str, Any]:
     """Run clean, then disturbed."""
-    # Restarts and steps done again take time as well: about two thirds are left for steps.
-    steps = int(40 * minutes / calibrate(root / "calibrated"))
-    clean = run(root / "clean", steps, None)
+    steps, wanted = clean_run(root, minutes)
+    shutil.rmtree(root / "disturbed", ignore_errors=True)
     ended = run(root / "disturbed", steps, random.Random(seed), every)
-    wanted, found = weights(clean.folder), weights(ended.folder)
-    clean_seconds, seconds = clean.over - clean.began, ended.over - ended.began
+    found, seconds, each = weights(ended.folder), ended.over - ended.began, seconds_a_step(ended)
     return {
         "steps": steps,
         "seconds": seconds,
-        "clean seconds": clean_seconds,
-        "goodput": clean_seconds / seconds,
+        "seconds a step": each,
+        "goodput": steps * each / seconds,
         "faults": dict(Counter(event["action"] for event in ended.all("fault"))),
         "starts": sum(event["rank"] == 0 for event in ended.all("start")),
         "exit code": ended.code,
@@ -112,9 +134,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for the runs; it stays")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-"))
         found = soak(Path(folder), options.minutes, options.every, options.seed)
     emit({**found, "machine": machine()}, [*(f"{k}: {v}" for k, v in found.items()), machine()], options.json)
     sys.exit(0 if found["weights bit-equal"] and found["exit code"] == 0 and not found["left running"] else 1)

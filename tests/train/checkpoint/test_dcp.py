@@ -254,6 +254,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
     model, optim = good["model"], good["optim"]
     less = {k: v for k, v in model.items() if k != name}
     assert f"without {name}" in told({**good, "model": less})
+    # Another name for one of the weights, as tied ones have, is none too many.
+    save(
+        {**good, "model": {**model, "twin": model[name]}}, checkpoint_id=str(tmp_path / "tied"), no_dist=True
+    )
+    bring_in(tmp_path / "tied", tmp_path / "c" / "step-00000002", first)
     assert "with unknown extra" in told({**good, "model": {**model, "extra": torch.ones(1)}})
     assert "not of shape" in told({**good, "model": {**model, name: torch.ones(1)}})
     assert "cannot hold" in told({**good, "model": {**model, name: model[name].double()}})

@@ -68,7 +68,8 @@ def _weights(manifest: Manifest, state: Mapping[str, Any], source: Path) -> dict
         raise ConfigError(f"{source}: 'model' is a {type(theirs).__name__}, not weights by name")
     others = () if "model" in state else (*OPTIMIZERS, "step", "main_weights", "lr_scheduler")
     names = [name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")]
-    _same_names(source, "weights", [n for n in theirs if n not in others], names)
+    given = [n for n in theirs if n not in others and (n in names or not _is_tied(theirs[n], theirs, names))]
+    _same_names(source, "weights", given, names)
     found = {}
     for name in names:
         stored, tensor = manifest.tensors[f"model/{name}"], theirs[name]
@@ -77,6 +78,14 @@ def _weights(manifest: Manifest, state: Mapping[str, Any], source: Path) -> dict
             raise ConfigError(f"{source}: {name} is {what}, not of shape {list(stored.shape)}")
         found[f"model/{name}"] = _as_stored(source, name, tensor, stored.dtype)
     return found
+
+
+def _is_tied(tensor: Any, theirs: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Whether it is one of the run's weights once more; a tied weight has several names, and one in a checkpoint."""
+    alike = [one for name in names if isinstance(one := theirs.get(name), Tensor)]
+    return isinstance(tensor, Tensor) and any(
+        one.dtype == tensor.dtype and one.shape == tensor.shape and torch.equal(one, tensor) for one in alike
+    )
 
 
 def _as_stored(source: Path, name: str, tensor: Tensor, stored: str) -> Tensor:

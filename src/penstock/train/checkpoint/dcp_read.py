@@ -91,6 +91,8 @@ class Folder:
             )
             paths = _state(metadata, "Metadata").get("planner_data") or {}
             self.entries = {_place(paths.get(key, (key,))): key for key in self._described}
+            if len(self.entries) != len(self._described):
+                raise ValueError("two entries have one place")
             self._stored = self._chunks(_state(metadata, "Metadata")["storage_data"])
         except _DAMAGED as error:
             raise DataError(
@@ -113,7 +115,7 @@ class Folder:
         described = self._described[key]
         try:
             if described.what is not None and described.what.name == "BytesStorageMetadata":
-                return _Values(key).plain(self._archive(key, ()).root)
+                return _Values().plain(self._archive(key, ()).root)
             return self._tensor(key, _state(described, "TensorStorageMetadata"))
         except _DAMAGED as error:
             raise DataError(
@@ -232,8 +234,7 @@ def _dtype_of(kind: Any) -> torch.dtype:
 class _Values:
     """Turns notes into plain values, so many and so deep."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    def __init__(self) -> None:
         self.count = 0
 
     def plain(self, value: Any, depth: int = 0) -> Any:
