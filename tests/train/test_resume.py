@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DataError
 from penstock.runtime.local import LocalProcesses
 from penstock.train import weights
-from penstock.train.checkpoint.find import steps_in
+from penstock.train.checkpoint.find import read_manifest, steps_in
+from penstock.train.checkpoint.manifest import MANIFEST, dump
 from penstock.train.config import Config
 from penstock.train.loop import train
 from penstock.train.progress import Silent
@@ -146,6 +148,16 @@ def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(
     with pytest.raises(ConfigError, match=said):
         run(config_of(tmp_path, tmp_path / "text", "straight", steps, str(straight), **sections))
     assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("extra", [{"loss": "low"}, {"skipped_in_a_row": -1}])
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, straight: Path, extra):
+    path = steps_in(straight / "checkpoints")[0][1]
+    manifest = read_manifest(path)
+    values = {**manifest.values, "extra": {**manifest.values["extra"], **extra}}
+    (path / MANIFEST).write_bytes(dump(replace(manifest, values=values)))
+    with pytest.raises(DataError, match="is of no run of penstock train"):
+        run(config_of(tmp_path, tmp_path / "text", "straight", 8, str(straight)))
 
 
 def test_there_must_be_a_run(tmp_path: Path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.errors import ConfigError, PenstockError, StoppedError, TransportError
+from penstock.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.checkpoint.checkpoints import Checkpoints, Loaded
@@ -106,11 +106,9 @@ class Keeper:
             raise ConfigError(
                 f"{newest.path} is of step {newest.step}, and train.steps is {train.steps}; give more steps to go on"
             )
+        standing = _standing(newest)
         self._fleet.decide(lambda: self._go_back(newest.step))
-        extra = newest.extra
-        return Standing(
-            newest.step, float(extra.get("loss", math.nan)), int(extra.get("skipped_in_a_row", 0))
-        )
+        return standing
 
     def _go_back(self, step: int) -> None:
         """Later checkpoints are of steps that will be done anew; they lose their names, and nothing else."""
@@ -199,3 +197,18 @@ class Keeper:
 def _words(config: dict[str, Any], section: str, key: str) -> str:
     table = config.get(section)
     return repr(table.get(key)) if isinstance(table, dict) else "not known"
+
+
+def _standing(newest: Loaded) -> Standing:
+    """What the run itself has put into the checkpoint.
+
+    Raises:
+        DataError: it is not what a run puts there.
+    """
+    loss, skipped = newest.extra.get("loss", math.nan), newest.extra.get("skipped_in_a_row", 0)
+    if not isinstance(loss, int | float) or type(skipped) is not int or skipped < 0:
+        raise DataError(
+            f"{newest.path} is of no run of penstock train: its loss is {loss!r:.40}, its steps skipped in a row are "
+            f"{skipped!r:.40}"
+        )
+    return Standing(newest.step, float(loss), skipped)
