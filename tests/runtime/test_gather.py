@@ -25,7 +25,7 @@ def traced(rank: int):
         before = pipe.gather_trace()
         pipe.step(*plain.batch(0, 2 * MICROBATCHES))
         part = pipe.trace()
-        return before, part, pipe.gather_trace(), align_clocks(pipe._world)
+        return before, part, pipe.gather_trace(), align_clocks(pipe.world)
 
 
 def test_every_process_gets_the_whole_step(processes: LocalProcesses):
