@@ -128,7 +128,10 @@ MESHES = {
     "dp2 tp2, small buckets": ({"pp": 1, "dp": 2, "tp": 2, "bucket_bytes": 1024}, 1),
     "dp4": ({"pp": 1, "dp": 4}, 1),
     "pp2 dp2, ZeRO": ({"dp": 2, "zero": True, "bucket_bytes": 1024}, 2),
-    "dp2 tp2, ZeRO": ({"pp": 1, "dp": 2, "tp": 2, "zero": True, "bucket_bytes": 1024}, 1),
+    "dp2 tp2, ZeRO, along the sequence": (
+        {"pp": 1, "dp": 2, "tp": 2, "zero": True, "bucket_bytes": 1024, "sequence_parallel": True},
+        1,
+    ),
 }
 
 
@@ -219,9 +222,16 @@ def tokens(root: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("family", "schedule"), [("llama", "1f1b"), ("gpt2", "zb-v")])
-def test_a_tied_hugging_face_model_cut_by_pipeline_and_tensor_parallelism(
-    family: str, schedule: str, tmp_path: Path, processes: LocalProcesses
+@pytest.mark.parametrize(
+    ("family", "schedule", "parallel"),
+    [
+        ("llama", "1f1b", {"pp": 2, "tp": 2}),
+        ("gpt2", "zb-v", {"pp": 2, "tp": 2}),
+        ("gpt2", "1f1b", {"pp": 1, "dp": 2, "tp": 2, "zero": True, "bucket_bytes": 1024}),
+    ],
+)
+def test_a_tied_hugging_face_model_whose_matrices_are_cut(
+    family: str, schedule: str, parallel: dict, tmp_path: Path, processes: LocalProcesses
 ):
     """The two ends that share the table are on two ranks with 1f1b, and on one with zb-v."""
     model = hf.folder(tmp_path, family, tied=True, vocab_size=62)
@@ -230,7 +240,7 @@ def test_a_tied_hugging_face_model_cut_by_pipeline_and_tensor_parallelism(
         text_folder(tmp_path),
         model={"path": str(model)},
         schedule={"name": schedule},
-        parallel={"pp": 2, "tp": 2},
+        parallel=parallel,
         train={"steps": STEPS},
         runtime={"threads": 1},
     )
