@@ -17,7 +17,6 @@ from penstock.train.models import llama
 from penstock.train.models.transformers.checkpoint import CONFIG
 from penstock.train.models.transformers.families import family_of
 from penstock.train.models.transformers.loss import causal_lm_loss
-from penstock.train.models.transformers.split import from_transformers, local_folder, read_config
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,9 @@ def language_of(config: Config, run: Path | None = None) -> Language:
         return Language(
             llama.layers(model, config.train.seed), llama.next_token_loss, model.vocabulary, codec
         )
+    # Brings torch's compiler along, which takes a second to load.
+    from penstock.train.models.transformers.split import from_transformers, local_folder, read_config
+
     source = local_folder(run or model.path) if run or model.path else Path(model.config).expanduser()
     if not source.exists():
         raise ConfigError(f"there is no file {source}; model.config must name a Hugging Face config.json")
