@@ -64,7 +64,7 @@ def killed(root: Path, quick: bool) -> Outcome:
             checks.that(knows[-1] < 2.0, f"{case}: others knew after {knows[-1]:.1f} s")
             checks.that(again[-1] < 15.0, f"{case}: trained again after {again[-1]:.1f} s")
             said = " ".join(event["message"] for event in told)
-            named = rf"process {rank} \([^)]*\) has ended \(process id {ended.all('fault')[0]['pid']}\), "
+            named = rf"(rank {rank}|process {rank} \([^)]*\)) has ended \(process id {ended.all('fault')[0]['pid']}\), "
             doing = rf"in op \d+{at}1 \(stage \d+, microbatch 1\) of step 7" if at in "FB" else ""
             checks.that(re.search(named + doing, said) is not None, f"{case} is not named: {said}")
         again_done = redone(ended)

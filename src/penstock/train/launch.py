@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
+from penstock.runtime.transport.roster import is_stopped
 from penstock.runtime.world import STORE
 from penstock.train import run_folder
 from penstock.train.checkpoint.find import FOLDER, is_checkpoint, is_whole, steps_in
@@ -38,7 +39,8 @@ from penstock.train.signals import Interrupts
 TRAIN = (sys.executable, "-m", "penstock", "train")
 
 GRACE = 2.0
-"""Seconds that the others have to end by themselves, and to say why, once one has failed; then they are killed."""
+"""Seconds that the others have to end by themselves, and to say why, once one has failed; then they are killed. Where only
+stopped ones are left, nobody is waited for."""
 
 STOPPING = 30.0
 """The same, once one has stopped in good order."""
@@ -219,7 +221,7 @@ class Start:
             now = time.monotonic()
             if bad:
                 limit = min(limit, now + (STOPPING if bad == {ExitCode.STOPPED} else GRACE))
-            if now > limit:
+            if now > limit or (bad and all(is_stopped(pids[rank]) for rank in running)):
                 self._killed.update(running)
                 _kill(pids[rank] for rank in running)
             time.sleep(_POLL)

@@ -177,6 +177,11 @@ def _state_of(pid: int) -> str:
     return "is stopped (by SIGSTOP, or by a debugger)" if state in "Tt" else ""
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped, and so cannot end by itself."""
+    return _state_of(pid).startswith("is stopped")
+
+
 def supported() -> bool:
     """Whether this machine's shared memory can be used as described above."""
     linux = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
