@@ -73,7 +73,16 @@ def _change(rng: Random, described: Any) -> None:
     for _ in range(rng.choice((1, 1, 2, 5))):
         owner, name = rng.choice(places)
         new = rng.choice(
-            (int(rng.choice(NUMBERS)), rng.choice(TEXTS), value(rng), (2, 6), (1 << 40,), (-1, 3))
+            (
+                int(rng.choice(NUMBERS)),
+                rng.choice(TEXTS),
+                value(rng),
+                (2, 6),
+                (1 << 40,),
+                (-1, 3),
+                _tower(),
+                [_tower()],
+            )
         )
         object.__setattr__(owner, name, new)
 
@@ -99,11 +108,17 @@ def _archives(rng: Random, data: bytes, sprung: Path) -> bytes:
 
 
 def _towers(rng: Random) -> bytes:
-    """Tuples of the same tuple twice, a hundred times over, as a value or as a key."""
-    tower = b"\x80\x04)" + b"2\x86" * 100
-    return rng.choice(
-        (tower + b".", b"\x80\x04}" + tower[2:] + b"Ns.", tower.replace(b"2", b"\x94h\x00") + b".")
-    )
+    """A pickle of `_tower`: as a value, as a key, or in an argument."""
+    tower = pickle.dumps(_tower(), 2)[2:-1]
+    return b"\x80\x04" + rng.choice((tower + b".", b"}" + tower + b"Ns.", b"ca\nb\n" + tower + b"\x85R."))
+
+
+def _tower() -> Any:
+    """A tuple of the same tuple twice, ninety times over: few bytes, and for ever to hash, to print or to walk through."""
+    tower: Any = ()
+    for _ in range(90):
+        tower = (tower, tower)
+    return tower
 
 
 def _deep(rng: Random) -> bytes:

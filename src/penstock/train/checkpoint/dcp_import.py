@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.errors import ConfigError, DataError
 from penstock.train.checkpoint.convert import open_sound, require_new, rewrite
 from penstock.train.checkpoint.dcp_read import read_dcp
+from penstock.train.checkpoint.files import DTYPES
 from penstock.train.checkpoint.find import is_checkpoint, step_of
 from penstock.train.checkpoint.manifest import Manifest
 from penstock.train.checkpoint.read import Reader
@@ -54,12 +55,8 @@ def bring_in(source: Path, target: Path, like: Path) -> None:
         manifest = replace(manifest, values=values)
     kept = [n for n in manifest.tensors if not n.startswith(("model/", "optimizer/", "main/"))]
     with Reader(like, manifest) as reader:
-        find = _both(tensors, reader.tensor)
-        rewrite(target, replace(manifest, step=step), [*tensors, *kept], find)
-
-
-def _both(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    return lambda name: tensors[name] if name in tensors else read(name)
+        tensors |= {name: reader.tensor(name) for name in kept}
+    rewrite(target, replace(manifest, step=step), list(tensors), tensors.__getitem__)
 
 
 def _weights(manifest: Manifest, state: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
@@ -90,8 +87,6 @@ def _is_tied(tensor: Any, theirs: Mapping[str, Any], names: Iterable[str]) -> bo
 
 def _as_stored(source: Path, name: str, tensor: Tensor, stored: str) -> Tensor:
     """In the dtype that the run keeps it in, if no digit is lost."""
-    from penstock.train.checkpoint.files import DTYPES
-
     wanted = next(dtype for dtype, text in DTYPES.items() if text == stored)
     if torch.promote_types(tensor.dtype, wanted) != wanted:
         raise ConfigError(

@@ -125,7 +125,7 @@ class Folder:
             raise DataError(f"{self.path}: cannot read {key!r:.200}: {error.strerror or error}") from error
 
     def _tensor(self, key: str, described: Mapping[str, Any]) -> Tensor:
-        dtype = _DTYPES[_state(described["properties"], "TensorProperties")[0]]
+        dtype = _dtype(_state(described["properties"], "TensorProperties")[0])
         shape = _sizes(described["size"])
         chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in described["chunks"]]
         boxes = [(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
@@ -171,14 +171,15 @@ class Folder:
         found = {}
         for index, info in stored.items():
             at, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-            name, offset, length = place["relative_path"], place["offset"], place["length"]
-            if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
+            entry, name = _text(at["fqn"]), _text(place["relative_path"])
+            offset, length = place["offset"], place["length"]
+            if Path(name).name != name or name in (".", ".."):
                 raise ValueError(f"{name!r:.200} is no file of the folder")
             if type(offset) is not int or type(length) is not int:
-                raise TypeError(f"{name} has no place for {at['fqn']!r:.200}")
+                raise TypeError(f"{name} has no place for {entry!r:.200}")
             if place.get("transform_descriptors"):
-                raise ValueError(f"{name} is transformed by {place['transform_descriptors']!r:.80}")
-            found[at["fqn"], _sizes(at.get("offset") or ())] = (name, offset, length)
+                raise ValueError(f"{name} is transformed, which nothing here undoes")
+            found[entry, _sizes(at.get("offset") or ())] = (name, offset, length)
         return found
 
 
@@ -205,9 +206,11 @@ class _Archive:
         if not isinstance(made, Made) or made.what not in _REBUILD:
             raise TypeError(f"{_kind(made)} instead of a tensor")
         storage, offset, size, stride, *_ = made.args
-        _, kind, name, _, count = storage.args[0]
-        dtype = _DTYPES[made.args[6]] if len(made.args) > 6 else _dtype_of(kind)
-        numbers = torch.frombuffer(bytearray(self._member(f"data/{name}")) or bytearray(1), dtype=torch.uint8)
+        _, kind, name, *_ = storage.args[0]
+        dtype = _dtype(made.args[6]) if len(made.args) > 6 else _dtype_of(kind)
+        numbers = torch.frombuffer(
+            bytearray(self._member(f"data/{_text(name)}")) or bytearray(1), dtype=torch.uint8
+        )
         shape, strides = _sizes(size), _sizes(stride)
         last = (
             offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -215,18 +218,27 @@ class _Archive:
             else -1
         )
         if type(offset) is not int or offset < 0 or (last + 1) * dtype.itemsize > numbers.numel():
-            raise ValueError(f"{list(shape)} with strides {list(strides)} do not fit {count!r:.20} numbers")
+            raise ValueError(
+                f"{list(shape)} with strides {list(strides)} do not fit its {numbers.numel():,} bytes"
+            )
         if not math.prod(shape):
             return torch.empty(shape, dtype=dtype)
         flat = numbers[: numbers.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return flat.as_strided(shape, strides, offset)
 
 
+def _dtype(named: Any) -> torch.dtype:
+    """Of a note of ``torch.float32`` and the like."""
+    if not isinstance(named, Named):
+        raise TypeError(f"{_kind(named)} instead of a dtype")
+    return _DTYPES[named]
+
+
 def _dtype_of(kind: Any) -> torch.dtype:
     """Of ``torch.FloatStorage`` and the like."""
     name = {"Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64", "Long": "int64",
             "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
-            "ComplexFloat": "complex64"}[kind.name.removesuffix("Storage")]  # fmt: skip
+            "ComplexFloat": "complex64"}[_text(kind.name).removesuffix("Storage")]  # fmt: skip
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -266,6 +278,13 @@ def _state(made: Any, name: str) -> Any:
     return made.state
 
 
+def _text(value: Any) -> str:
+    """Text, before anything is done with it: few bytes can make tuples that take for ever to hash or to print."""
+    if not isinstance(value, str):
+        raise TypeError(f"{_kind(value)} instead of text")
+    return value
+
+
 def _plain_keys(table: Any) -> dict[str, Made]:
     if type(table) is not dict or not all(isinstance(key, str) for key in table):
         raise TypeError("entries have no names")
@@ -282,7 +301,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 def _place(path: Any) -> Place:
     if not isinstance(path, tuple) or not path or any(type(part) not in (str, int) for part in path):
-        raise TypeError(f"{path!r:.80} is no place in a state")
+        raise TypeError(f"{_kind(path)} is no place in a state")
     return path
 
 
