@@ -14,6 +14,7 @@ from bench.faults.runs import Ended, Victim
 from bench.faults.table import Checks, Outcome, Row
 from penstock.train.checkpoint.find import damage, read_manifest, steps_in
 from penstock.train.exit_codes import ExitCode
+from penstock.train.signals import SAME_REQUEST
 
 KILLED_IN = ("F", "B", "reduction", "optimizer")
 MESH: dict[str, object] = {"parallel.pp": 2, "parallel.dp": 2}
@@ -132,7 +133,7 @@ def interrupted(root: Path, quick: bool) -> Outcome:
     victim.until("fault")
     before = steps_in(victim.folder / "checkpoints")
     victim.send(signal.SIGINT, group=True)
-    time.sleep(0.3)  # two signals at once are one
+    time.sleep(SAME_REQUEST + 0.3)  # before that it is a copy of the first
     began = time.time()
     victim.send(signal.SIGINT, group=True)
     ended = victim.wait(30.0)

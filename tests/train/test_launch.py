@@ -54,6 +54,17 @@ def test_a_killed_rank_is_started_again_and_sigterm_is_handed_on(
     same(folder, tmp_path / "runs" / "once")
 
 
+def test_a_signal_to_the_launcher_and_its_ranks_together_is_one_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(PLAN, "0:0:2:term_all,0:1:2:term_all")
+    said: list[str] = []
+    config = config_of(tmp_path, text_folder(tmp_path), "all", 6, runtime={"threads": 1})
+    assert supervise(config, restarts=1, command=VICTIM, say=said.append) == ExitCode.STOPPED
+    assert said == []
+    assert is_whole(tmp_path / "runs" / "all" / "checkpoints" / "step-00000003")
+
+
 def script(*lines: str) -> tuple[str, ...]:
     """A command for processes that are up in a moment."""
     ready = "import os, signal, sys; from penstock.train.follow import follow_launcher; follow_launcher()"

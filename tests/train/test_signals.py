@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from penstock.train import config_file
 from penstock.train.checkpoint.find import is_whole
 from penstock.train.config import Config
 from penstock.train.exit_codes import ExitCode, of_signal
-from penstock.train.signals import Interrupts
+from penstock.train.signals import SIGNALS, Interrupts
 from tests.train.test_resume import config_of, run, same
 from tests.train.tiny import text_folder
 from tests.train.victim import PLAN
@@ -31,13 +32,57 @@ def started(
     return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
 
 
+class Counted(Interrupts):
+    """Keeps which signals it has dealt with."""
+
+    def __init__(self, tells: bool) -> None:
+        super().__init__(tells)
+        self.numbers: list[signal.Signals] = []
+        self._more = threading.Condition()
+
+    def _take(self, number: signal.Signals) -> None:
+        super()._take(number)
+        with self._more:
+            self.numbers.append(number)
+            self._more.notify()
+
+    def until(self, count: int) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.numbers) >= count, 60)
+
+
 def test_handlers_are_as_before_after_the_block():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with Interrupts(tells=False) as interrupts:
         assert not interrupts.asked()
-        assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] != before
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+        assert all(signal.getsignal(n) != was for n, was in zip(SIGNALS, before, strict=True))
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_each_signal_asks_once_however_often_it_comes_at_that_time(number: signal.Signals):
+    with Counted(tells=False) as interrupts:
+        assert not interrupts.asked()
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        interrupts.until(3)
+        assert interrupts.asked()
+
+
+def test_under_nohup_a_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Counted(tells=False) as interrupts:
+            assert not interrupts.asked()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.asked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            interrupts.until(1)
+        assert interrupts.numbers == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -67,7 +112,7 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
     assert done.returncode == ExitCode.STOPPED, done.stderr
     assert (
         done.stderr
-        == "penstock: SIGTERM: the step in hand is finished and saved; once more ends the run at once\n"
+        == "penstock: SIGTERM: the step in hand is finished and saved; once more, 2 s later, ends the run at once\n"
     )
     assert done.stdout.endswith(
         f"stopped after step 2, saved in {saved}; go on with  penstock train --resume {folder}\n"
@@ -82,7 +127,7 @@ def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
     done = started(config, "0:0:3:interrupt_twice")
     assert done.returncode == of_signal(signal.SIGINT)
     assert done.stderr.splitlines() == [
-        "penstock: SIGINT: the step in hand is finished and saved; once more ends the run at once",
+        "penstock: SIGINT: the step in hand is finished and saved; once more, 0 s later, ends the run at once",
         "penstock: SIGINT again: out at once; earlier checkpoints are as they were",
     ]
     assert is_whole(tmp_path / "runs" / "twice" / "checkpoints" / "step-00000002")

@@ -21,10 +21,16 @@ from tests.runtime.listening import listening
 
 PLAN = "VICTIM"
 NOTES = "VICTIM_NOTES"
-here: list[signals.Interrupts] = []
+here: list[Noted] = []
 
 
 class Noted(signals.Interrupts):
+    taken = 0
+
+    def _take(self, number: signal.Signals) -> None:
+        super()._take(number)
+        self.taken += 1
+
     def __enter__(self) -> Noted:
         here.append(self)
         super().__enter__()
@@ -54,10 +60,20 @@ def term_self() -> None:
     until_asked()
 
 
+def term_all() -> None:
+    """SIGTERM for this process and, from rank 0, for the launcher; the step goes on once the launcher's copy is here, too."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: here[-1].taken >= 1)
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+    until(lambda: here[-1].taken >= 2)
+
+
 def interrupt_twice() -> None:
-    """Ctrl-C twice, the second one in a wait in which no Python runs."""
+    """Ctrl-C twice, the second one in a wait in which no Python runs, and not taken for a copy of the first."""
     from torch.distributed import FileStore
 
+    signals.SAME_REQUEST = 0.0
     os.kill(os.getpid(), signal.SIGINT)
     until_asked()
     os.kill(os.getpid(), signal.SIGINT)
@@ -71,8 +87,12 @@ def note_addresses() -> None:
 
 
 def until_asked() -> None:
+    until(lambda: here[-1].asked())
+
+
+def until(holds: Callable[[], bool]) -> None:
     limit = time.monotonic() + 60
-    while not here[-1].asked():
+    while not holds():
         assert time.monotonic() < limit, "no signal came"
         time.sleep(0.01)
 

@@ -70,7 +70,8 @@ def command(
     with every default filled in, metrics.jsonl, the weights as safetensors, a sample of generated text, and report.html,
     which shows where the time of the steps went.
 
-    SIGTERM or Ctrl-C: the step in hand is finished and a checkpoint saved; a second one ends the run at once.
+    SIGTERM, Ctrl-C, SIGHUP or SIGUSR1: the step in hand is finished and a checkpoint saved; another one, two seconds later
+    or more, ends the run at once.
 
     \b
     Exit codes:
@@ -81,7 +82,7 @@ def command(
         4    --restarts: failed again and again without a newer checkpoint
         75   stopped by a signal and saved; --resume goes on
         124  a rank hung, and was ended
-        130  ended at once by a second Ctrl-C; 143 by a second SIGTERM
+        130  ended at once by a second Ctrl-C; 143 by a second SIGTERM, 129 SIGHUP, 138 SIGUSR1
     """
     launched = follow_launcher()
     from penstock.train.config_file import load

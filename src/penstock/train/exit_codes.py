@@ -1,6 +1,7 @@
 """With which code ``penstock train`` ends, for whoever started it: a script, a scheduler, `penstock.train.launch`.
 
-A process that a second signal ends at once has the shell's code for that signal: 130 for Ctrl-C, 143 for SIGTERM.
+A process that a second signal ends at once has the shell's code for that signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for
+SIGHUP, 138 for SIGUSR1.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from penstock.train.config_file import dump
 from penstock.train.exit_codes import ExitCode
 from penstock.train.follow import LAUNCHER
 from penstock.train.mesh import processes_of
-from penstock.train.signals import Interrupts
+from penstock.train.signals import SIGNALS, Interrupts
 
 TRAIN = (sys.executable, "-m", "penstock", "train")
 
@@ -70,8 +70,8 @@ def supervise(
 ) -> ExitCode:
     """Train in one process a rank, and start all of them anew, from the newest complete checkpoint, when one fails.
 
-    Call it in the main thread. SIGTERM and Ctrl-C are handed on to the processes, which save and end; the second one ends
-    everything at once. Should this process be killed, they are, too (on Linux).
+    Call it in the main thread. A signal that asks to stop (`penstock.train.signals`) is passed on to the processes as SIGTERM;
+    they save and end. A later one ends everything at once. Should this process be killed, they are, too (on Linux).
 
     Args:
         config: of the run; ``[parallel]`` says how many processes.
@@ -229,7 +229,7 @@ class Start:
     def _judge(self, asked: bool, error_files: dict[int, str]) -> End:
         codes = {rank: code for rank, code in self._codes.items() if rank not in self._killed}
         # One that was not ready to take the signal has ended by it, with nothing done that could be saved.
-        orderly = {ExitCode.DONE, ExitCode.STOPPED, *([-signal.SIGTERM] if asked else [])}
+        orderly = {ExitCode.DONE, ExitCode.STOPPED, *([-number for number in SIGNALS] if asked else [])}
         failed = [rank for rank, code in codes.items() if code not in orderly]
         if not failed:
             return End(ExitCode.STOPPED if any(codes.values()) or self._killed else ExitCode.DONE)

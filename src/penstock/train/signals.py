@@ -1,4 +1,7 @@
-"""SIGTERM and Ctrl-C while a run trains: the first asks it to stop after its step, the second ends it at once.
+"""Signals that ask a run to stop: the first makes it save after its step, one that comes later ends it at once.
+
+systemd, Slurm and other supervisors send a signal to every process they started, and a launcher passes on its own copy: one
+request, which reaches a process twice. So a repeat within `SAME_REQUEST` seconds changes nothing.
 
 Before the first step there is nothing to save, and what a process waits for then may be a long time coming: the first signal
 ends it.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from threading import Event, Thread
 from types import TracebackType
@@ -15,12 +19,19 @@ from typing import Any, NoReturn, Self
 
 from penstock.train.exit_codes import ExitCode, of_signal
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""SIGHUP comes when a terminal or ssh session closes; SIGUSR1 is what Slurm's ``--signal=USR1@120`` sends before the time is up."""
+
+SAME_REQUEST = 2.0
+"""Seconds within which a further signal is a copy of the first."""
+
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupts:
-    """Takes both signals within its block, in the main thread; afterwards whoever had them before has them again.
+    """Takes `SIGNALS` within its block, in the main thread; afterwards the handlers are those from before.
+
+    A SIGHUP that is ignored when the block begins stays ignored: that is what ``nohup`` is for.
 
     Signals are read by a thread of their own: the main thread may be inside a wait that runs no Python for long, and the
     second signal must end the process even then.
@@ -33,6 +44,7 @@ class Interrupts:
         self._tells = tells
         self._asked = Event()
         self._begun = False
+        self._first = 0.0  # when the first signal came
 
     def asked(self) -> bool:
         """Whether a signal has asked this process to stop; whoever asks for the first time takes care of it from now on."""
@@ -45,7 +57,11 @@ class Interrupts:
         self._thread = Thread(target=self._watch, name="penstock-signals", daemon=True)
         self._thread.start()
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before: dict[int, Any] = {number: signal.signal(number, _leave_to_thread) for number in SIGNALS}
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, _leave_to_thread)
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
         return self
 
     def __exit__(
@@ -67,16 +83,22 @@ class Interrupts:
         if not self._begun:
             self._leave(f"{number.name}: out at once; no step has been done", ExitCode.STOPPED)
         if self._asked.is_set():
+            if time.monotonic() - self._first < SAME_REQUEST:
+                return
             self._leave(
                 f"{number.name} again: out at once; earlier checkpoints are as they were", of_signal(number)
             )
+        self._first = time.monotonic()
         self._asked.set()
-        self._tell(f"{number.name}: the step in hand is finished and saved; once more ends the run at once")
+        self._tell(
+            f"{number.name}: the step in hand is finished and saved; once more, {SAME_REQUEST:g} s later, ends the run at once"
+        )
 
     def _leave(self, text: str, code: int) -> NoReturn:
         self._tell(text)
-        if os.isatty(1):
-            os.write(1, _SHOW_CURSOR)  # the progress bar has hidden it
+        with suppress(OSError):
+            if os.isatty(1):
+                os.write(1, _SHOW_CURSOR)  # the progress bar has hidden it
         os._exit(code)
 
     def _tell(self, text: str) -> None:
