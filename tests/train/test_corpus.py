@@ -69,13 +69,17 @@ def test_of_a_single_file_the_end_is_held_out(tmp_path: Path):
     assert bytes(held_out.read(0, len(held_out)).tolist()) == b"789\0"
 
 
-def test_a_numpy_file_is_mapped_not_read(tmp_path: Path):
-    path = tmp_path / "tokens.npy"
-    np.save(path, np.arange(1000, dtype=np.uint16) * 50)
-    training, held_out = open_corpora(DataConfig(path=str(path), held_out=0.1))
-    assert (len(training), len(held_out)) == (900, 100)
-    assert held_out.read(98, 2).tolist() == [998 * 50, 999 * 50]
-    assert isinstance(corpus._mapped(path), np.memmap)
+def test_of_a_large_numpy_file_only_what_is_asked_for_is_read(tmp_path: Path):
+    path, count = tmp_path / "tokens.npy", 1 << 36
+    with path.open("wb") as file:
+        header = {"descr": "<u2", "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_2_0(file, header)
+        file.truncate(file.tell() + 2 * count)  # 128 GiB, none of it on the disk
+        file.seek(-4, os.SEEK_END)
+        file.write(np.array([998 * 50, 999 * 50], np.uint16).tobytes())
+    training, held_out = open_corpora(DataConfig(path=str(path), held_out=0.5))
+    assert len(training) == len(held_out) == count // 2
+    assert held_out.read(count // 2 - 3, 3).tolist() == [0, 998 * 50, 999 * 50]
 
 
 class Letters:
@@ -170,7 +174,7 @@ def test_what_cannot_be_opened_is_an_error(tmp_path: Path, monkeypatch: pytest.M
         raise PermissionError(13, "Permission denied", "somewhere")
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "memmap", denied)
+        patch.setattr(os, "open", denied)
         with pytest.raises(DataError, match=r"cannot read .*0.txt: Permission denied"):
             open_corpora(DataConfig(path=str(tmp_path)))
     with monkeypatch.context() as patch:
@@ -186,3 +190,47 @@ def test_a_file_that_shrinks_during_the_run_is_an_error(tmp_path: Path):
     path.write_bytes(b"01")
     with pytest.raises(DataError, match="became shorter"):
         training.read(0, 9)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".npy"])
+def test_a_file_cut_short_after_it_was_read_is_an_error_and_not_the_end_of_the_process(
+    tmp_path: Path, suffix: str
+):
+    """A mapped file would give zeros up to the end of its last page; after that SIGBUS would end the process."""
+    path = tmp_path / f"shrinking{suffix}"
+    if suffix == ".npy":
+        np.save(path, np.arange(20_000, dtype=np.uint16))
+    else:
+        path.write_bytes(b"0123456789" * 4_000)
+    training, _ = open_corpora(DataConfig(path=str(path), held_out=0.1))
+    before = training.read(5_000, 10).tolist()
+    os.truncate(path, 15_000)
+    assert training.read(5_000, 10).tolist() == before
+    with pytest.raises(DataError, match=rf"shrinking{suffix} became shorter while it was being read"):
+        training.read(15_000, 10)
+
+
+def test_a_second_run_in_one_process_reads_the_files_that_are_there_now(tmp_path: Path):
+    path = tmp_path / "one.txt"
+    for content in (b"0123456789", b"abcdefghij"):
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        training, _ = open_corpora(DataConfig(path=str(path), held_out=0.1))
+        assert bytes(training.read(0, 9).tolist()) == content[:9]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[:-1], "it is cut short, its header says"),
+        (lambda data: data.replace(b"(100,)", b"(-10,)"), r"its header says that its shape is \(-10,\)"),
+        (lambda data: data[:6] + b"\x03" + data[7:], r"version \(3, 0\) of the format"),
+        (lambda data: data[:40], "no numpy token file"),
+    ],
+)
+def test_a_damaged_numpy_file_is_an_error(tmp_path: Path, damage, said: str):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(100))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=said):
+        open_corpora(DataConfig(path=str(path)))

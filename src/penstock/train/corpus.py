@@ -1,4 +1,4 @@
-"""Files as one long sequence of tokens, read where they lie: nothing is copied, only what is asked for is mapped.
+"""Files as one long sequence of tokens, read where they lie: only what is asked for is in memory.
 
 A text file's tokens are its bytes and a 0 that marks its end; a ``.npy`` file's are its integers. Where there is a
 tokenizer, text goes through it once at the start, and its tokens are held in memory.
@@ -12,22 +12,21 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import DataError
-from penstock.reading import DAMAGED_ARRAY, require_regular
+from penstock.reading import require_regular
 from penstock.train.codec import END, Words
 from penstock.train.config import DataConfig
+from penstock.train.token_file import TokenFile, token_files
 
 Tokens = npt.NDArray[np.int64]
-TokensOf = Callable[[Path], npt.NDArray[np.generic]]
+TokensOf = Callable[[Path], TokenFile | npt.NDArray[np.generic]]
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-_OPEN_FILES = 256
 _CHUNK = 1 << 20
 _TOGETHER = 64
 
@@ -67,7 +66,7 @@ class Corpus:
         self, documents: Sequence[Document], tokens_of: TokensOf | None = None, end: int = END
     ) -> None:
         self.documents = tuple(documents)
-        self._tokens_of = tokens_of or _mapped
+        self._tokens_of = tokens_of or token_files()
         self._end = end
         self.offsets = np.zeros(len(self.documents) + 1, np.int64)
         np.cumsum([len(document) for document in self.documents], out=self.offsets[1:])
@@ -127,9 +126,9 @@ def open_corpora(config: DataConfig, words: Words | None = None) -> tuple[Corpus
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in _files_below(root, "*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts)]
-    tokens_of, end = (_mapped, END) if words is None else (_tokenised(paths, words), words.end)
-    # Opened anew, for a mapping that is kept may be of an earlier run.
-    found = [_whole(path, (_map if words is None else tokens_of)(path), end) for path in paths]
+    tokens_of: TokensOf = token_files() if words is None else _tokenised(paths, words)
+    end = END if words is None else words.end
+    found = [_whole(path, len(tokens_of(path)), end) for path in paths]
     documents = [document for document in found if len(document) > document.end_mark]
     if not documents:
         raise DataError(f"every file in {root} is empty; data.path must name text or .npy token files")
@@ -181,9 +180,9 @@ def _refuse(error: OSError) -> None:
     raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
 
 
-def _whole(path: Path, tokens: npt.NDArray[np.generic], end: int | None) -> Document:
+def _whole(path: Path, tokens: int, end: int | None) -> Document:
     """All of a file."""
-    return Document(path, 0, len(tokens), 0 if path.suffix == ".npy" or end is None else 1)
+    return Document(path, 0, tokens, 0 if path.suffix == ".npy" or end is None else 1)
 
 
 def _tokenised(paths: Sequence[Path], words: Words) -> TokensOf:
@@ -193,7 +192,8 @@ def _tokenised(paths: Sequence[Path], words: Words) -> TokensOf:
     for start in range(0, len(texts), _TOGETHER):
         some = texts[start : start + _TOGETHER]
         found.update(zip(some, words.tokens_of(map(_text, some)), strict=True))
-    return lambda path: found[path] if path in found else _mapped(path)
+    others = token_files()
+    return lambda path: found[path] if path in found else others(path)
 
 
 def _text(path: Path) -> str:
@@ -209,25 +209,3 @@ def _text(path: Path) -> str:
             f"{path} is no UTF-8 text ({error.reason} at byte {error.start}), which the tokenizer reads; data.pattern "
             "chooses files"
         ) from error
-
-
-def _map(path: Path) -> npt.NDArray[np.generic]:
-    try:
-        require_regular(path)
-        if path.suffix == ".npy":
-            tokens: npt.NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
-            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-                raise DataError(
-                    f"{path} holds {tokens.dtype} of shape {tokens.shape}; tokens are one dimension of integers"
-                )
-            return tokens
-        if path.stat().st_size == 0:
-            return np.zeros(0, np.uint8)  # an empty file cannot be mapped
-        return np.memmap(path, np.uint8, "r")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except DAMAGED_ARRAY as error:
-        raise DataError(f"{path} is no numpy token file: {error}") from error
-
-
-_mapped = lru_cache(maxsize=_OPEN_FILES)(_map)
