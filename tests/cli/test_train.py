@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import group, main
+from tests.runtime.test_launch_environment import SRUN, free_port
 from tests.train.tiny import text_folder
 
 TINY = [
@@ -84,3 +88,37 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_under_srun_every_task_is_a_rank_of_one_run(tmp_path: Path):
+    text_folder(tmp_path)
+    step = SRUN | {
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "train",
+        "--json",
+        "--set",
+        f"data.path={tmp_path / 'text'}",
+        *TINY,
+    ]
+    started = [
+        subprocess.Popen(
+            command, env=os.environ | step | {"SLURM_PROCID": r, "SLURM_LOCALID": r}, cwd=tmp_path, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for r in "01"
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], told
+    assert json.loads(told[0][0])["steps"] == 2
+    assert told[1][0] == ""
+    assert len(list((tmp_path / "runs").iterdir())) == 1

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     "          penstock train --resume runs/first --set parallel.pp=4\n\n"
     "          penstock train --restarts 3 --set parallel.pp=2 train.checkpoint_every=50\n\n"
     "          torchrun --nproc-per-node 2 -m penstock train my.toml\n\n"
+    "          srun -N 2 --ntasks-per-node 8 penstock train my.toml --set parallel.dp=2\n\n"
     "          torchrun --nproc-per-node 8 -m penstock train --set parallel.pp=2 parallel.dp=2 parallel.tp=2"
 )
 @click.argument("words", nargs=-1, metavar="[CONFIG.toml]")
@@ -66,9 +67,9 @@ def command(
 
     Without a config a small model learns the text of Python's own standard library on two ranks, in a few minutes.
     model.path=FOLDER trains a Hugging Face model from its local folder instead, model.config=FILE one from nothing.
-    The ranks are threads of one process; under torchrun every process is a rank. The run's folder keeps the config
-    with every default filled in, metrics.jsonl, the weights as safetensors, a sample of generated text, and report.html,
-    which shows where the time of the steps went.
+    The ranks are threads of one process; under torchrun, srun or mpirun every process is a rank. The run's folder keeps
+    the config with every default filled in, metrics.jsonl, the weights as safetensors, a sample of generated text, and
+    report.html, which shows where the time of the steps went.
 
     SIGTERM, Ctrl-C, SIGHUP or SIGUSR1: the step in hand is finished and a checkpoint saved; another one, two seconds later
     or more, ends the run at once.
@@ -85,6 +86,7 @@ def command(
         130  ended at once by a second Ctrl-C; 143 by a second SIGTERM, 129 SIGHUP, 138 SIGUSR1
     """
     launched = follow_launcher()
+    from penstock.runtime.launch_environment import find_launch
     from penstock.train.config_file import load
     from penstock.train.loop import train
     from penstock.train.progress import reporter
@@ -101,7 +103,8 @@ def command(
         config = replace(config, train=replace(config.train, resume=resume))
     if restarts is not None:
         return _supervise(config, restarts, as_json, profile)
-    with Interrupts(tells=not launched and os.environ.get("RANK", "0") == "0") as interrupts:
+    launch = find_launch()
+    with Interrupts(tells=not launched and (launch is None or launch.rank == 0)) as interrupts:
         outcome = train(
             config,
             lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json),
@@ -125,12 +128,13 @@ def command(
 
 
 def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> int:
+    from penstock.runtime.launch_environment import find_launch
     from penstock.train.launch import supervise
 
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or find_launch() is not None:
         raise click.UsageError(
-            "--restarts starts the processes itself; where others do, as torchrun does, use theirs (--max-restarts), "
-            "with --resume"
+            "--restarts starts the processes itself; where others do, as torchrun and srun do, use theirs "
+            "(--max-restarts; sbatch --requeue), with --resume"
         )
     words = [word for word, given in (("--json", as_json), ("--profile", profile)) if given]
     return supervise(config, restarts=restarts, words=words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +10,7 @@ import torch
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.parallel.mesh import MeshShape, require_fit
+from penstock.runtime.launch_environment import own_device
 from penstock.runtime.replicas import BucketBytes
 from penstock.runtime.world import World
 from penstock.schedule.families import FAMILIES, build_schedule
@@ -109,7 +109,7 @@ def resolve_mesh(
 
 
 def local_device(device: torch.device | str | None, in_processes: bool) -> torch.device | None:
-    """The device that is meant; in processes a GPU without a number is the one of LOCAL_RANK.
+    """The device that is meant; in processes a GPU without a number is the process's own, as its launcher says.
 
     Raises:
         ConfigError: it is not there.
@@ -126,7 +126,7 @@ def local_device(device: torch.device | str | None, in_processes: bool) -> torch
                 f"device={device!r}, but torch sees no GPU here; leave device out to stay on the CPU"
             )
         if in_processes and str(found) == "cuda":  # without a number
-            found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            found = torch.device("cuda", own_device(torch.cuda.device_count()))
             torch.cuda.set_device(found)
     return found
 

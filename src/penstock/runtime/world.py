@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, PeerError, TransportError, WaitTimeoutE
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.parallel.reducer import GroupReducer, Reducer
 from penstock.runtime.collectives import Collectives
+from penstock.runtime.launch_environment import find_launch
 from penstock.runtime.limit import Limit
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
@@ -112,17 +113,22 @@ class World:
         return self._together
 
     def _meet(self) -> None:
-        """Find the other processes: through the file that `STORE` names, or as torchrun and Slurm say."""
+        """Find the other processes: through the file that `STORE` names, or where the launcher says."""
         both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         path = os.environ.get(STORE)
         if not path:
             _stay_local()
-            with _opening("the processes did not all meet"):
+            url = meeting_url()
+            with _opening(f"the {self.size} processes did not all meet{_as_whom()}"):
                 names = _names_of_this_start(self._longest)
-                rank, size = (
-                    (-1, -1) if names is None else (self.rank, self.size)
-                )  # by default the environment's
-                dist.init_process_group(both, store=names, rank=rank, world_size=size, timeout=self._longest)
+                dist.init_process_group(
+                    both,
+                    None if names is not None else url,
+                    store=names,
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=self._longest,
+                )
             return
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not os.access(Path(path).parent, os.W_OK):  # the store would try for minutes to open it
@@ -291,16 +297,30 @@ def current_world() -> World | None:
     """The processes this one belongs to; None if it is alone.
 
     Raises:
-        ConfigError: RANK or WORLD_SIZE is set to something that is no rank.
+        ConfigError: as `find_launch`.
     """
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None or size is None:
-        return None
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise ConfigError(f"RANK={rank!r} and WORLD_SIZE={size!r} are not a rank below a number of processes")
-    return World(int(rank), int(size))
+    launch = find_launch()
+    return None if launch is None else World(launch.rank, launch.size)
+
+
+def meeting_url() -> str:
+    """Where the processes of this run meet, as ``init_process_group`` takes it.
+
+    Raises:
+        ConfigError: nothing says; the message says what to set.
+    """
+    launch = find_launch()
+    return "env://" if launch is None else launch.url
+
+
+def _as_whom() -> str:
+    """What this process took itself for, where it is not said by RANK and WORLD_SIZE."""
+    launch = find_launch()
+    if launch is None or launch.from_torch:
+        return ""
+    return f" (this one is rank {launch.rank} of {launch.launcher}, at {launch.address} port {launch.port})"
 
 
 def _lines(found: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -336,5 +356,6 @@ def _kind() -> str:
 
 def _stay_local() -> None:
     """On one machine keep gloo's sockets on the loopback interface, unless the user chose another."""
-    if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
+    launch = find_launch()
+    if launch is not None and launch.address in ("127.0.0.1", "localhost", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

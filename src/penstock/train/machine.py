@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from penstock.errors import ConfigError
+from penstock.runtime.launch_environment import has_own_device, local_size, own_device
 
 
 def choose_device(name: str, *, in_processes: bool) -> torch.device:
@@ -17,15 +18,15 @@ def choose_device(name: str, *, in_processes: bool) -> torch.device:
     Args:
         name: as in ``runtime.device``. Where it is empty: the CPU; but in processes, where there is a GPU for each on
             this machine, its own.
-        in_processes: whether the ranks are processes; then ``cuda`` is the one with the number LOCAL_RANK.
+        in_processes: whether the ranks are processes; then ``cuda`` is the process's own, as its launcher says.
 
     Raises:
         ConfigError: no such device.
     """
     count = torch.cuda.device_count()
-    own = int(os.environ.get("LOCAL_RANK", 0)) if in_processes else 0
+    own = own_device(count) if in_processes else 0
     if not name:
-        name = "cuda" if in_processes and count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "cpu"
+        name = "cuda" if in_processes and has_own_device(count) else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -52,7 +53,7 @@ def sharing_cores(ranks: int, each: int, *, in_processes: bool) -> Iterator[int]
     """
     before = torch.get_num_threads()
     if in_processes:
-        beside = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        beside = local_size() or ranks
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         each = each or max(1, cores // beside)
         torch.set_num_threads(each)

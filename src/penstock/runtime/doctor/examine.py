@@ -23,7 +23,7 @@ from penstock.runtime.doctor.rounds import Answer, Rounds
 from penstock.runtime.gather import align_clocks
 from penstock.runtime.local import LocalProcesses
 from penstock.runtime.setup import require_timeout
-from penstock.runtime.world import World
+from penstock.runtime.world import World, meeting_url
 
 UNANSWERED = 1.0
 """Limit of the wait that nobody answers, in seconds."""
@@ -90,7 +90,7 @@ def examine_together(world: World, folder: Path | None, timeout: float) -> Repor
     """Check the machines that this process and the others of its run are on; every process calls it.
 
     Args:
-        world: not yet joined; where the others are is in the environment, as torchrun sets it.
+        world: not yet joined; where the others are is in the environment, as launchers set it.
         folder, timeout: as for `examine_here`.
 
     Raises:
@@ -99,7 +99,7 @@ def examine_together(world: World, folder: Path | None, timeout: float) -> Repor
     require_timeout(timeout)
     try:
         meeting = dist.rendezvous(  # type: ignore[attr-defined]  # torch does not annotate it
-            "env://", world.rank, world.size, timeout=timedelta(seconds=timeout)
+            meeting_url(), world.rank, world.size, timeout=timedelta(seconds=timeout)
         )
         store, rank, size = next(iter(meeting))
     except (RuntimeError, ValueError) as error:

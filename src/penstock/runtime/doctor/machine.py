@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import penstock
+from penstock.runtime.launch_environment import local_rank, own_device
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.transport.roster import supported
 
@@ -40,7 +41,7 @@ def look(rank: int) -> dict[str, Any]:
         "memory_available": available,
         "devices": devices,
         "device_trouble": trouble,
-        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        "local_rank": local_rank(),
         "open_files": None if soft == resource.RLIM_INFINITY else soft,
         "open_files_most": None if hard == resource.RLIM_INFINITY else hard,
         "shm": shm(),
@@ -122,7 +123,7 @@ def cuda_devices() -> tuple[list[dict[str, Any]], str]:
                 {"name": has.name, "memory": has.total_memory, "capability": f"{has.major}.{has.minor}"}
             )
         if count:
-            own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+            own = torch.device("cuda", own_device(count) % count)
             ones = torch.ones(64, 64, device=own)
             if float((ones @ ones).sum()) != 64.0**3:
                 return found, f"{own} computes wrong results"
