@@ -50,7 +50,7 @@ class Cut(NamedTuple):
             turn,
             self.first,
             reduces,
-            losses,
+            losses=losses,
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from penstock.runtime.hang import Judge
 from penstock.runtime.limit import Limit
 from penstock.runtime.recorder import measured_trace
 from penstock.runtime.shared import equalise
+from penstock.runtime.step_end import require_graph
 from penstock.runtime.streams import Streams
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
@@ -121,6 +123,7 @@ class Engine:
 
         Raises:
             BatchError: what `cut` raised; the other ranks are told.
+            StageError: no loss has a graph, though there is something to train.
             PenstockError: as `Executor.run`.
         """
         if self._crew is not None:
@@ -147,6 +150,7 @@ class Engine:
                 self._executors.clear()
             raise
         self._failed = False
+        require_graph(reduce(or_, (work.flags for work in works)), self._step)
         self._traced = executors[: len(self.local_ranks)]
         if trains and works[0].reduces:
             self._reductions += 1

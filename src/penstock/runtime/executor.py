@@ -23,7 +23,7 @@ from penstock.runtime.closures import Give, GiveAll, Take, TakeAll, all_given, a
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.shared import Shared
 from penstock.runtime.status import END, ROW, STEP, WAITS, new_words
-from penstock.runtime.step_end import Finding, agree, explain, find_nonfinite
+from penstock.runtime.step_end import COUNTED, GRAPH, TRAINABLE, Finding, agree, explain, find_nonfinite
 from penstock.runtime.streams import device_of
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.work import Work
@@ -110,9 +110,9 @@ class Executor:
                     self.shared.finish()
                 if self.replicas is not None and self.trains:
                     self.replicas.finish()
-                finding = self._agree()
+                finding, work.flags = self._agree()
             if self.replicas is not None:
-                work.losses, finding = self.replicas.gather(work.losses, finding)
+                work.losses, finding, work.flags = self.replicas.gather(work.losses, finding, work.flags)
         except BaseException as error:
             # The words stay as they are: others may still ask for whom this rank has waited.
             told = explained(error, self.rank, self.program, self.channel, words, self._inputs)
@@ -153,15 +153,27 @@ class Executor:
         if self.shared is not None:
             self.shared.abandon()
 
-    def _agree(self) -> Finding | None:
+    def _agree(self) -> tuple[Finding | None, int]:
         work, schedule = self._work, self.program.schedule
-        finding = None
+        finding, flags = None, 0
         if work.finite and self.trains:
             last, first = schedule.stages - 1, work.first_microbatch
             more = self.replicas.shared_out if self.replicas is not None else None
             finding = find_nonfinite(self.stages, work.losses, last, first, more)
+        if self.trains:
+            stages = self.stages.values()
+            flags = COUNTED if any(work.losses.weights.values()) else 0
+            flags |= GRAPH if work.has_graph else 0
+            flags |= TRAINABLE if any(stage.module.trains_any for stage in stages) else 0
         return agree(
-            self.channel, self.rank, self._collector, schedule.ranks, self.program.tags, work.losses, finding
+            self.channel,
+            self.rank,
+            self._collector,
+            schedule.ranks,
+            self.program.tags,
+            work.losses,
+            finding,
+            flags,
         )
 
     # Compilation: one closure an op, made of what precedes its RUN, the RUN, and what follows it.
@@ -297,6 +309,8 @@ class Executor:
                 work.losses.total[number] = report.loss
                 work.losses.parts[number] = report.parts
                 work.losses.weights[number] = ends.share.weight
+                if report.has_graph:
+                    work.has_graph = True
             if work.keep_outputs:
                 work.outputs[number] = report.output
 

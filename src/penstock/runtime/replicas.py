@@ -227,19 +227,23 @@ class Replicas:
             if part is not None and part.own is not None and part.own.grad is not None
         ]
 
-    def gather(self, losses: Losses, finding: Finding | None) -> tuple[Losses, Finding | None]:
-        """End the step on every replica: the losses of all, by microbatch of the global batch, and one verdict."""
+    def gather(
+        self, losses: Losses, finding: Finding | None, flags: int
+    ) -> tuple[Losses, Finding | None, int]:
+        """End the step on every replica: the losses of all, by microbatch of the global batch, one verdict, all flags."""
         if self.exchange is None:
-            return losses, finding
+            return losses, finding, flags
         parts = self.exchange(
             (
                 {n: loss.cpu() for n, loss in losses.total.items()},
                 {n: {k: v.cpu() for k, v in part.items()} for n, part in losses.parts.items()},
                 losses.weights,
                 finding,
+                flags,
             )
         )
         whole = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
-        for total, named, weights, _ in parts:
+        for total, named, weights, _, seen in parts:
             whole.update(Losses(total, named, weights))
-        return whole, min((found for *_, found in parts if found is not None), default=None)
+            flags |= seen
+        return whole, min((found for *_, found, _ in parts if found is not None), default=None), flags

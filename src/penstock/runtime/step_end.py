@@ -14,13 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import BatchError, NonFiniteError, PenstockError
+from penstock.errors import BatchError, NonFiniteError, PenstockError, StageError
 from penstock.parallel.local import local
 from penstock.runtime.transport.base import Channel
 from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 
 _ROWS, _LOSS, _GRADIENT, _WEIGHT = range(4)
+
+TRAINABLE, COUNTED, GRAPH = 1, 2, 4
+"""What a rank saw in a step: a parameter that requires gradients, a loss that counts, such a loss with a graph."""
 
 
 class Finding(NamedTuple):
@@ -139,8 +142,9 @@ def agree(
     tag: int,
     losses: Losses,
     finding: Finding | None,
-) -> Finding | None:
-    """End the step: `losses` become those of all ranks; returns the finding that is nearest to where it began.
+    flags: int,
+) -> tuple[Finding | None, int]:
+    """End the step: `losses` become those of all ranks; returns the finding nearest to where it began, and all flags.
 
     Args:
         channel: to the other ranks; None if there are none.
@@ -148,25 +152,48 @@ def agree(
         tag: of the messages.
         losses: those this rank saw; filled in.
         finding: this rank's.
+        flags: what this rank saw: `TRAINABLE`, `COUNTED`, `GRAPH`; 0 in an evaluation.
     """
     if channel is None:
-        return finding
+        return finding, flags
     # Of one process all ranks have what they need to know already, and to read a loss would be to wait for a GPU.
     told = Losses() if channel.one_process else losses
     if rank != collector:
-        channel.send(collector, tag, _pack(told, finding))
+        channel.send(collector, tag, _pack(told, finding, flags))
         return _unpack(channel.recv(collector, tag), losses)
     others = [r for r in range(ranks) if r != collector]
-    found = [finding, *(_unpack(channel.recv(r, tag), losses) for r in others)]
+    found = [finding]
+    for r in others:
+        theirs, seen = _unpack(channel.recv(r, tag), losses)
+        found.append(theirs)
+        flags |= seen
     verdict = min((f for f in [*losses.uneven, *found] if f is not None), default=None)
     if not channel.one_process:
         told = losses
     for r in others:
-        channel.send(r, tag, _pack(told, verdict))
-    return verdict
+        channel.send(r, tag, _pack(told, verdict, flags))
+    return verdict, flags
 
 
-def _pack(losses: Losses, finding: Finding | None) -> Parcel:
+def require_graph(flags: int, step: int) -> None:
+    """Refuse a step whose losses have no graph, though there is something to train.
+
+    Args:
+        flags: what all ranks of all replicas saw; 0 in an evaluation.
+        step: its number.
+
+    Raises:
+        StageError: losses counted, none of them had a graph, and there are parameters that require gradients.
+    """
+    if flags == TRAINABLE | COUNTED:
+        raise StageError(
+            f"step {step}: no microbatch's loss has a graph (its requires_grad is False), though there are parameters that "
+            "require gradients, so nothing would train. Look for .detach(), .item(), .data or torch.no_grad() in loss_fn "
+            "and in the layers; to compute the loss alone use Pipeline.evaluate"
+        )
+
+
+def _pack(losses: Losses, finding: Finding | None, flags: int) -> Parcel:
     """Names are plain leaves, which travel only when they change; everything else is in tensors."""
     ids = sorted(losses.total)
     names = sorted({name for part in losses.parts.values() for name in part})
@@ -174,7 +201,7 @@ def _pack(losses: Losses, finding: Finding | None) -> Parcel:
         torch.tensor(ids, dtype=torch.int64),
         _column([losses.total[n] for n in ids]),
         torch.tensor([losses.weights.get(n, 1.0) for n in ids], dtype=torch.float64),
-        torch.tensor(finding if finding is not None else (), dtype=torch.int64),
+        torch.tensor((flags, *(finding or ())), dtype=torch.int64),
         torch.tensor(losses.rows_in, dtype=torch.int64),
         torch.tensor(losses.rows_out, dtype=torch.int64),
         *(_column([losses.parts[n].get(name, _ABSENT) for n in ids]) for name in names),
@@ -190,8 +217,8 @@ def _column(losses: Sequence[Tensor]) -> Tensor:
     return torch.cat([loss.cpu().reshape(1) for loss in losses]) if losses else torch.empty(0)
 
 
-def _unpack(parcel: Parcel, losses: Losses) -> Finding | None:
-    ids, total, weights, finding, rows_in, rows_out, *rest = parcel.leaves
+def _unpack(parcel: Parcel, losses: Losses) -> tuple[Finding | None, int]:
+    ids, total, weights, verdict, rows_in, rows_out, *rest = parcel.leaves
     losses.rows_in = losses.rows_in or tuple(rows_in.tolist())
     losses.rows_out = losses.rows_out or tuple(rows_out.tolist())
     names = rest[len(rest) // 2 :]
@@ -200,4 +227,5 @@ def _unpack(parcel: Parcel, losses: Losses) -> Finding | None:
     losses.weights.update(zip(numbers, weights.tolist(), strict=True))
     for at, n in enumerate(numbers):
         losses.parts[n] = {name: column[at] for name, column in zip(names, rest, strict=False)}
-    return Finding(*finding.tolist()) if len(finding) else None
+    flags, *finding = verdict.tolist()
+    return Finding(*finding) if finding else None, flags

@@ -26,6 +26,8 @@ class Work:
         turn: training steps done before.
         first_microbatch: the number in the global batch of what is microbatch 0 here.
         reduces: whether gradients are to be reduced over replicas in this step.
+        has_graph: whether a loss that counts has had a graph to start a backward from.
+        flags: what all ranks have seen, at the end; see `penstock.runtime.step_end.require_graph`.
         losses: of all ranks at the end.
         outputs, grads: results by microbatch id in the global batch, of the microbatches this rank saw.
     """
@@ -39,6 +41,8 @@ class Work:
     turn: int = 0
     first_microbatch: int = 0
     reduces: bool = True
+    has_graph: bool = False
+    flags: int = 0
     losses: Losses = field(default_factory=Losses)
     outputs: dict[int, object] = field(default_factory=dict)
     grads: dict[int, Parcel] = field(default_factory=dict)

@@ -82,6 +82,11 @@ class StageModule(nn.Module):
         """(name in the whole model, layer)."""
         yield from zip(self.names, self.layers, strict=True)
 
+    @property
+    def trains_any(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        return any(p.requires_grad for p in self.parameters())
+
     def whole_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, parameter)."""
         for name, layer in self.named_layers():

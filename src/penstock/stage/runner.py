@@ -95,11 +95,13 @@ class Report(NamedTuple):
         loss: the sum of `parts`.
         parts: by name; ``"loss"`` is what a `loss_fn` without names returned.
         output: the stage's output without a graph, if it was wanted.
+        has_graph: whether the loss counts and has a graph, so that its backward can start.
     """
 
     loss: Tensor | None
     parts: dict[str, Tensor]
     output: object
+    has_graph: bool = False
 
 
 class Ends(NamedTuple):
@@ -228,6 +230,7 @@ class Runner:
             loss.detach(),
             {name: part.detach() for name, part in parts.items()},
             _detached(value) if ends.keep_output else None,
+            bool(roots),
         )
         return Advanced((), roots, report)
 
@@ -278,16 +281,16 @@ class Runner:
         found = self.loss_fn(output, target)
         parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
         for name, loss in parts.items():
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
+            if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
                 given = (
-                    f"a tensor of shape {tuple(loss.shape)}"
+                    f"a {str(loss.dtype).removeprefix('torch.')} tensor of shape {tuple(loss.shape)}"
                     if isinstance(loss, Tensor)
                     else type(loss).__name__
                 )
                 where = f" for {name!r}" if isinstance(found, Mapping) else ""
                 raise PenstockError(
-                    "loss_fn must return a scalar tensor, the mean over its microbatch, or several by name; it "
-                    f"returned {given}{where}"
+                    "loss_fn must return a scalar tensor of a real floating-point dtype, the mean over its microbatch, or "
+                    f"several by name; it returned {given}{where}"
                 )
         if not parts:
             raise PenstockError(
