@@ -19,6 +19,7 @@ from penstock.train.checkpoint.find import is_whole
 from penstock.train.config import Config
 from penstock.train.exit_codes import ExitCode
 from penstock.train.launch import supervise
+from penstock.train.run_lock import locked
 from tests.train.test_resume import config_of, run, same
 from tests.train.tiny import text_folder, tiny
 from tests.train.victim import NOTES, PLAN
@@ -161,6 +162,17 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_folder_in_use_starts_nothing_and_what_was_never_begun_leaves_nothing(
+    config: Config, tmp_path: Path
+):
+    run = tmp_path / "runs" / "tiny"
+    with locked(run, say=pytest.fail), pytest.raises(ConfigError, match="in use by process"):
+        supervise(config, restarts=3, command=("/nowhere",))
+    assert not run.parent.exists()
+    assert supervise(config, restarts=3, command=script("sys.exit(2)"), say=print) == ExitCode.BAD_INPUT
+    assert not run.parent.exists()
 
 
 def test_bad_input_starts_nothing(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

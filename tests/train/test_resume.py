@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.local import LocalProcesses
 from penstock.train import weights
-from penstock.train.checkpoint.find import read_manifest, steps_in
+from penstock.train.checkpoint.find import damage, read_manifest, steps_in
 from penstock.train.checkpoint.manifest import MANIFEST, dump
 from penstock.train.config import Config
 from penstock.train.loop import train
 from penstock.train.progress import Silent
+from penstock.train.run_lock import LOCK
 from tests.train.tiny import text_folder, tiny
 
 TIMES = ("tokens_per_second", "bubble", "seconds")
@@ -72,6 +74,30 @@ def same(one: Path, other: Path) -> None:
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert metrics(one) == metrics(other)
+
+
+def test_a_second_run_in_the_folder_is_refused_and_the_first_is_not_disturbed(tmp_path: Path):
+    """Both would end with 0, and delete each other's unfinished checkpoints."""
+    config = config_of(tmp_path, text_folder(tmp_path), "busy", 4)
+    again = config_of(tmp_path, tmp_path / "text", "busy", 4, resume="auto")
+
+    class Second(Silent):
+        refused: list[str]
+
+        def step(self, done: int, loss: float) -> None:
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on host ") as error:
+                run(again)
+            self.refused.append(str(error.value))
+
+    second = Second()
+    second.refused = []
+    train(config, lambda steps, leads: second)
+    folder = tmp_path / "runs" / "busy"
+    assert len(second.refused) == 4
+    assert all("\n" not in line for line in second.refused)
+    sound = [(step, damage(path, read_manifest(path))) for step, path in steps_in(folder / "checkpoints")]
+    assert sound == [(4, []), (2, [])]
+    assert not (folder / LOCK).exists()
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 1}, {"pp": 4}], ids=str)

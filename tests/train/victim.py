@@ -61,7 +61,7 @@ def term_self() -> None:
 
 
 def term_all() -> None:
-    """SIGTERM for this process and, from rank 0, for the launcher; the step goes on once the launcher's copy is here, too."""
+    """SIGTERM for this process and, from rank 0, for the launcher; the step goes on once the launcher's copy is here."""
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: here[-1].taken >= 1)
     if os.environ["RANK"] == "0":

@@ -110,6 +110,7 @@ def command(
             lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json),
             profile=profile,
             stopping=interrupts.asked,
+            lock=not launched,
         )
     if outcome is None:
         return None

@@ -34,6 +34,8 @@ from penstock.train.config_file import dump
 from penstock.train.exit_codes import ExitCode
 from penstock.train.follow import LAUNCHER
 from penstock.train.mesh import processes_of
+from penstock.train.progress import to_stderr
+from penstock.train.run_lock import locked
 from penstock.train.signals import SIGNALS, Interrupts
 
 TRAIN = (sys.executable, "-m", "penstock", "train")
@@ -55,11 +57,6 @@ _TORCHS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 Say = Callable[[str], None]
 
 
-def to_stderr(text: str) -> None:
-    """A line of the launcher's."""
-    print(f"penstock: {text}", file=sys.stderr, flush=True)
-
-
 def supervise(
     config: Config,
     *,
@@ -70,8 +67,8 @@ def supervise(
 ) -> ExitCode:
     """Train in one process a rank, and start all of them anew, from the newest complete checkpoint, when one fails.
 
-    Call it in the main thread. A signal that asks to stop (`penstock.train.signals`) is passed on to the processes as SIGTERM;
-    they save and end. A later one ends everything at once. Should this process be killed, they are, too (on Linux).
+    Call it in the main thread. A signal that asks to stop (see `signals`) is passed on to the processes as SIGTERM; they
+    save and end. A later one ends everything at once. Should this process be killed, they are, too (on Linux).
 
     Args:
         config: of the run; ``[parallel]`` says how many processes.
@@ -86,17 +83,19 @@ def supervise(
         How it ended.
 
     Raises:
-        ConfigError: the run's folder is already there, or what to go on from is not; nothing has been started then.
+        ConfigError: the run's folder is already there or in use, or what to go on from is not there; nothing has been
+            started then.
     """
     run = run_folder.choose(config.train)
     resume = config.train.resume
     config = replace(config, train=replace(config.train, folder=str(run.parent), name=run.name, resume=""))
     ranks = processes_of(config.parallel)
-    at_start = newest = _newest(run)
-    chosen = Path(resume) if resume and is_checkpoint(Path(resume)) else None
-    best = _step_of(chosen) if chosen else newest
     failed = attempt = 0
     with ExitStack() as stack:
+        stack.enter_context(locked(run, say=say))
+        at_start = newest = _newest(run)
+        chosen = Path(resume) if resume and is_checkpoint(Path(resume)) else None
+        best = _step_of(chosen) if chosen else newest
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
         interrupts = stack.enter_context(Interrupts(tells=True))
         file = scratch / "run.toml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from penstock.train.metrics import Metrics, go_back
 from penstock.train.models.transformers.save import save_transformers
 from penstock.train.optim import build_optimizer
 from penstock.train.profile import Profile
-from penstock.train.progress import Reporter
+from penstock.train.progress import Reporter, to_stderr
 from penstock.train.resume import Keeper
 from penstock.train.run_folder import replace_text
+from penstock.train.run_lock import locked, may_be_restart
 from penstock.train.sample import sample_run
 from penstock.train.steps import Result, Run, Steps, Stopping
 from penstock.train.text import Text, bigram_of, open_text
@@ -68,6 +70,7 @@ def train(
     *,
     profile: bool = False,
     stopping: Stopping | None = None,
+    lock: bool = True,
 ) -> Outcome | None:
     """Train as told, in threads or as one of the processes that were started, and leave a run folder.
 
@@ -77,12 +80,13 @@ def train(
         profile: whether one step is seen by torch's profiler, too; see `Profile`.
         stopping: asked before every step, whether this process shall stop; given to every process or to none. All stop at
             the same step if one shall, as `penstock.train.signals.Interrupts` says after a signal.
+        lock: whether the leading process locks the run's folder; False where the launcher holds the lock.
 
     Returns:
         The outcome; None on every process but the leading one.
 
     Raises:
-        ConfigError: something given cannot be used; nothing has been written then.
+        ConfigError: something given cannot be used, or another run uses the folder; nothing has been written then.
         StoppedError: on every process, once the run is saved.
         PenstockError: the run failed on the way; the folder keeps what there was.
     """
@@ -100,12 +104,13 @@ def train(
             shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes
         ) as threads,
         build_pipeline(config, language, device) as pipe,
+        ExitStack() as held,
     ):
         # Clipping and the optimizer are many small operations: on a busy machine threads that have to meet after each
         # one wait for one another longer than they compute.
         torch.set_num_threads(threads)
         fleet = Fleet.of(pipe)
-        path = Path(fleet.decide(lambda: str(run_folder.create(path, config))))
+        path = Path(fleet.decide(lambda: str(_create(path, config, held if lock else None))))
         optimizer = build_optimizer(pipe, config.optim, config.train.steps, config.parallel.zero)
         with (
             make_reporter(config.train.steps, fleet.leads) as reporter,
@@ -137,6 +142,15 @@ def train(
                 _save(language, pipe, path, fleet)
                 pipe.close()
                 return _finish(run, path, result) if fleet.leads else None
+
+
+def _create(path: Path, config: Config, held: ExitStack | None) -> Path:
+    """What the leader does first: lock the folder, where that is its task, and make it."""
+    if held is not None:
+        # A process that has lost the others takes as long as a wait between ranks to find that out, and to end.
+        wait = 2 * config.runtime.timeout if may_be_restart() else 0.0
+        held.enter_context(locked(path, wait=wait, say=to_stderr))
+    return run_folder.create(path, config)
 
 
 def _begin(path: Path, config: Config, done: int) -> list[Logger]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def to_stderr(text: str) -> None:
+    """A line of the launcher's, or of a run that has no reporter yet."""
+    print(f"penstock: {text}", file=sys.stderr, flush=True)
 
 
 class Reporter(Protocol):

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 from penstock.train import config_file
 from penstock.train.checkpoint.find import FOLDER, is_checkpoint
 from penstock.train.config import Config, TrainConfig
+from penstock.train.run_lock import LOCK
 
 AUTO = "auto"
 """What ``train.resume`` may be beside a path."""
@@ -25,7 +26,7 @@ def choose(config: TrainConfig) -> Path:
     if config.resume:
         return run_of(config)
     path = Path(config.folder).expanduser() / (config.name or time.strftime("%Y-%m-%d-%H%M%S"))
-    if path.exists():
+    if os.path.lexists(path) and not _holds_only_a_lock(path):
         raise ConfigError(f"the run folder {path} already exists; choose another train.name or remove it")
     return path
 
@@ -58,12 +59,20 @@ def create(path: Path, config: Config) -> Path:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(exist_ok=bool(config.train.resume))
+        path.mkdir(exist_ok=bool(config.train.resume) or _holds_only_a_lock(path))
         if not (path / "config.toml").exists():
             keep_config(path, config)
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
     return path
+
+
+def _holds_only_a_lock(path: Path) -> bool:
+    """Whether a run is about to begin in it, or would have begun had its process not died before."""
+    try:
+        return os.listdir(path) == [LOCK]
+    except OSError:
+        return False
 
 
 def keep_config(path: Path, config: Config) -> None:

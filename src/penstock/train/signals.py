@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Self
 from penstock.train.exit_codes import ExitCode, of_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""SIGHUP comes when a terminal or ssh session closes; SIGUSR1 is what Slurm's ``--signal=USR1@120`` sends before the time is up."""
+"""SIGHUP: a terminal or ssh session was closed. SIGUSR1: Slurm's ``--signal=USR1@120``, 120 s before the time is up."""
 
 SAME_REQUEST = 2.0
 """Seconds within which a further signal is a copy of the first."""
@@ -90,8 +90,9 @@ class Interrupts:
             )
         self._first = time.monotonic()
         self._asked.set()
+        later = f"{SAME_REQUEST:g} s later"
         self._tell(
-            f"{number.name}: the step in hand is finished and saved; once more, {SAME_REQUEST:g} s later, ends the run at once"
+            f"{number.name}: the step in hand is finished and saved; once more, {later}, ends the run at once"
         )
 
     def _leave(self, text: str, code: int) -> NoReturn:

@@ -16,6 +16,7 @@ from penstock.train.checkpoint.checkpoints import Checkpoints
 from penstock.train.checkpoint.find import read_manifest, steps_in
 from penstock.train.checkpoint.manifest import MANIFEST
 from penstock.train.checkpoint.read import Reader
+from penstock.train.run_lock import locked
 from tests.train.checkpoint import runs
 from tests.train.checkpoint.runs import adamw, equal, joined, pipeline, state_of, steps, trained
 
@@ -46,6 +47,22 @@ def test_the_step_and_the_users_own_values_come_back(tmp_path: Path):
     assert loaded.step == 3
     assert equal(loaded.extra, extra)
     assert loaded.refused == ()
+
+
+def test_a_save_leaves_alone_what_another_run_is_writing_in_the_folder(tmp_path: Path):
+    """It would delete the other's unfinished checkpoint, or the other would publish its files."""
+    other = tmp_path / ".step-00000001.unfinished"
+    other.mkdir()
+    with pipeline(ranks=2) as pipe, Checkpoints(tmp_path, pipe) as checkpoints:
+        steps(pipe, adamw(pipe), 1)
+        with locked(tmp_path, say=pytest.fail):
+            checkpoints.save()
+            with pytest.raises(PenstockError, match=r"no checkpoint was written in .* in use by process"):
+                checkpoints.wait()
+            assert other.exists()
+        checkpoints.save()
+        assert checkpoints.wait() == tmp_path / "step-00000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_the_copy_is_of_the_moment_of_saving(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from penstock.train.checkpoint.manifest import (
 )
 from penstock.train.checkpoint.snapshot import Snapshot, join_values
 from penstock.train.checkpoint.together import Together
+from penstock.train.progress import to_stderr
+from penstock.train.run_lock import locked
 
 
 @dataclass(frozen=True)
@@ -55,19 +58,26 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, facts: Facts, together: T
         Its path: there once all of it is on the disk, and not before.
 
     Raises:
-        PenstockError: on every process, if any could not write its part. What was written goes, as far as it can be
-            deleted, and earlier checkpoints are as they were.
+        PenstockError: on every process, if any could not write its part, or another run is writing in this folder. What was
+            written goes, as far as it can be deleted, and earlier checkpoints are as they were.
     """
     path = path_of(folder, snapshot.step)
-    try:
-        together.each(lambda: str(files.begin(path)) if together.leads else "")
-        parts = together.each(lambda: _write_part(files.unfinished(path), snapshot, facts.stages))
-        together.each(lambda: _finish(path, snapshot.step, facts, parts) if together.leads else None)
-    except BaseException:
-        if together.leads:
-            shutil.rmtree(files.unfinished(path), ignore_errors=True)  # the next save tries again
-        raise
+    with ExitStack() as held:
+        together.each(lambda: _begin(path, held) if together.leads else None)
+        try:
+            parts = together.each(lambda: _write_part(files.unfinished(path), snapshot, facts.stages))
+            together.each(lambda: _finish(path, snapshot.step, facts, parts) if together.leads else None)
+        except BaseException:
+            if together.leads:
+                shutil.rmtree(files.unfinished(path), ignore_errors=True)  # the next save tries again
+            raise
     return path
+
+
+def _begin(path: Path, held: ExitStack) -> None:
+    """Make the folder in which a checkpoint is written; two that write at once would delete each other's."""
+    held.enter_context(locked(path.parent, say=to_stderr))
+    files.begin(path)
 
 
 _Part = tuple[
