@@ -13,7 +13,7 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 FLOORS = [
-    {"errors", "reading"},
+    {"errors", "reading", "writing"},
     {"schedule", "stage", "parallel"},
     {"trace"},
     {"simulate", "runtime"},

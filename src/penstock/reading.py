@@ -25,11 +25,29 @@ def require_regular(path: str | Path) -> None:
     Raises:
         OSError: it is not there, or something else than a file.
     """
-    mode = os.stat(path).st_mode
+    _require_file(os.stat(path).st_mode, path)
+
+
+def _require_file(mode: int, path: str | Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def open_regular(path: str | Path) -> int:
+    """Open a file that ends for reading, and return its descriptor; never waits for the other end of a pipe.
+
+    Raises:
+        OSError: it cannot be opened, or is something else than a file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_file(os.fstat(descriptor).st_mode, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def read_bytes(path: str | Path, most: int, *, pipes: bool = False) -> bytes:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Collection
 from pathlib import Path
 
@@ -97,6 +99,11 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
         "sample.txt",
         "traces",
     ]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()} == {
+        0o666 & ~mask
+    }
     kept = load(folder / "config.toml")
     assert (kept.parallel.pp, kept.parallel.virtual_stages, kept.sample.prompt) == (2, 1, "def ")
     assert [line["step"] for line in lines(folder, "train")] == [2, 3]

@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.show.page import body
 from penstock.show.page_data import look_at, palette, step_data, unit_of
 from penstock.trace.events import Trace
+from penstock.writing import write_text
 
 MOST_BLOCKS = 150_000
 
@@ -52,10 +53,8 @@ def write(
         raise ConfigError("a report needs at least one trace")
     path = Path(path)
     text = _page(title, *_chosen(traces, list(problems)), settings, metrics)
-    making = path.with_name(f"{path.name}.making")
     try:
-        making.write_text(text, "utf-8")
-        making.replace(path)
+        write_text(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write the report {path}: {error.strerror}") from error
     return path

@@ -15,6 +15,7 @@ from penstock.errors import DataError
 from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
 from penstock.trace.join import join, present
+from penstock.writing import replacing
 
 FOLDER = "traces"
 _CELLS, _SPARSE = 1 << 22, 256  # a trace that lacks most of its ranks can still be shown
@@ -54,11 +55,10 @@ def save_step(run: str | Path, step: int, trace: Trace, rank: int | None = None)
         DataError: it cannot be written.
     """
     path = step_path(run, step, rank)
-    making = path.with_suffix(".making")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        trace.save(making)
-        making.replace(path)
+        with replacing(path) as unfinished:
+            trace.save(unfinished)
     except OSError as error:
         raise DataError(f"cannot write the trace {path}: {error.strerror}") from error
     return path

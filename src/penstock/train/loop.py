@@ -25,12 +25,12 @@ from penstock.train.optim import build_optimizer
 from penstock.train.profile import Profile
 from penstock.train.progress import Reporter, to_stderr
 from penstock.train.resume import Keeper
-from penstock.train.run_folder import replace_text
 from penstock.train.run_lock import locked, may_be_restart
 from penstock.train.sample import sample_run
 from penstock.train.steps import Result, Run, Steps, Stopping
 from penstock.train.text import Text, bigram_of, open_text
 from penstock.train.traces import Traces, write_page
+from penstock.writing import write_text
 
 MakeReporter = Callable[[int, bool], Reporter]
 
@@ -166,7 +166,7 @@ def _finish(run: Run, path: Path, result: Result) -> Outcome:
     sample = sample_run(path)
     bigram = bigram_of(run.text, language)
     try:
-        replace_text(path / "sample.txt", sample + "\n")
+        write_text(path / "sample.txt", sample + "\n")
     except OSError as error:
         reporter.say(f"cannot write {path / 'sample.txt'}: {error.strerror}")
     run.metrics.write("final", step=run.config.train.steps, bigram_bits=bigram, **vars(result))

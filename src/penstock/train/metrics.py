@@ -15,7 +15,7 @@ from typing import BinaryIO, Self
 from penstock.show.picture import draw_picture
 from penstock.trace.events import Trace
 from penstock.train.loggers import Logger
-from penstock.train.run_folder import replace_bytes
+from penstock.writing import write_bytes
 
 METRICS = "metrics.jsonl"
 """Within a run's folder."""
@@ -32,7 +32,7 @@ def go_back(run: Path, step: int) -> None:
         path.touch()
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    replace_bytes(path, b"".join(line for line in lines if _is_until(line, step)))
+    write_bytes(path, b"".join(line for line in lines if _is_until(line, step)))
 
 
 def is_finished(path: Path) -> bool:

@@ -12,6 +12,7 @@ from penstock.train import config_file
 from penstock.train.checkpoint.find import FOLDER, is_checkpoint
 from penstock.train.config import Config, TrainConfig
 from penstock.train.run_lock import LOCK
+from penstock.writing import write_text
 
 AUTO = "auto"
 """What ``train.resume`` may be beside a path."""
@@ -78,16 +79,4 @@ def _holds_only_a_lock(path: Path) -> bool:
 def keep_config(path: Path, config: Config) -> None:
     """Write the resolved config into the run's folder."""
     kept = replace(config, train=replace(config.train, resume=""))
-    replace_text(path / "config.toml", config_file.dump(kept))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file under a temporary name, then rename, so that there is always a whole one."""
-    replace_bytes(path, text.encode())
-
-
-def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a file as `replace_text` does."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_bytes(data)
-    os.replace(unfinished, path)
+    write_text(path / "config.toml", config_file.dump(kept))

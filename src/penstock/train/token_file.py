@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import DataError
-from penstock.reading import DAMAGED_ARRAY
+from penstock.reading import DAMAGED_ARRAY, open_regular
 
 _OPEN_FILES = 256
 _HEADER = 1 << 16  # bytes; numpy refuses headers of more than 10,000 characters
@@ -40,18 +39,12 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Opening a pipe would wait for its other end without O_NONBLOCK.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._descriptor = open_regular(path)
             weakref.finalize(self, os.close, self._descriptor).atexit = False
-            found = os.fstat(self._descriptor)
-            if stat.S_ISDIR(found.st_mode):
-                raise DataError(f"cannot read {path}: Is a directory")
-            if not stat.S_ISREG(found.st_mode):
-                raise DataError(f"cannot read {path}: it is no regular file")
             self._dtype: np.dtype[np.generic] = np.dtype(np.uint8)
-            self._first, self._count = 0, found.st_size
+            self._first, self._count = 0, os.fstat(self._descriptor).st_size
             if path.suffix == ".npy":
-                self._first, self._count, self._dtype = self._array(found.st_size)
+                self._first, self._count, self._dtype = self._array(self._count)
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 

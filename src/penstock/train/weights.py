@@ -7,18 +7,16 @@ on, and ``model.safetensors.index.json`` says which name is where.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.errors import DataError, PenstockError
-from penstock.reading import MEGABYTE, read_bytes, require_regular
+from penstock.reading import MEGABYTE, read_bytes
+from penstock.train.tensor_file import TensorFile, write_tensors
+from penstock.writing import replacing, write_text
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,12 +38,10 @@ def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) 
         PenstockError: the disk did not take them; an earlier file is as it was.
     """
     path = folder / (WHOLE if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors")
-    unfinished = path.with_suffix(".unfinished")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, unfinished, {"format": "pt"})
-        os.replace(unfinished, path)
-    except (OSError, MemoryError, SafetensorError) as error:
-        unfinished.unlink(missing_ok=True)
+        with replacing(path) as unfinished:
+            write_tensors(unfinished, state, {"format": "pt"})
+    except (OSError, MemoryError) as error:
         raise PenstockError(f"cannot write the weights {path}: {error}") from error
     return path
 
@@ -65,22 +61,14 @@ def write_index(folder: Path, parts: int) -> None:
     places: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for path in sorted(folder.glob(f"model-*-of-{parts:05d}.safetensors")):
-        for name, entry in _header(path).items():
-            first, last = entry["data_offsets"]
-            places[name], sizes[name] = path.name, last - first  # a copy on another rank counts once
+        with TensorFile(path) as file:
+            for name, entry in file.entries.items():
+                places[name], sizes[name] = (
+                    path.name,
+                    entry.stop - entry.start,
+                )  # a copy on another rank counts once
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(places.items()))}
-    unfinished = folder / f"{INDEX}.unfinished"
-    unfinished.write_text(json.dumps(index, indent=2) + "\n", "utf-8")
-    os.replace(unfinished, folder / INDEX)
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors: 8 bytes with the header's length, then the header as JSON."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    return header
+    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def load(folder: Path) -> dict[str, Tensor]:
@@ -112,7 +100,8 @@ def load(folder: Path) -> dict[str, Tensor]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        require_regular(path)
-        return load_file(path)
-    except (OSError, MemoryError, SafetensorError) as error:
-        raise DataError(f"cannot read the weights {path}: {error}") from error
+        with TensorFile(path) as file:
+            return {name: file.read(name) for name in file.entries}
+    except (OSError, MemoryError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no memory"
+        raise DataError(f"cannot read the weights {path}: {why}") from error

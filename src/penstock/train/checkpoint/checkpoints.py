@@ -15,7 +15,7 @@ from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.checkpoint.find import damage, is_checkpoint, read_manifest, steps_in
 from penstock.train.checkpoint.manifest import Manifest
-from penstock.train.checkpoint.read import load_into
+from penstock.train.checkpoint.read import Prepared, load_into, prepare
 from penstock.train.checkpoint.snapshot import Copies, Snapshot, take_snapshot
 from penstock.train.checkpoint.together import Together
 from penstock.train.checkpoint.write import Facts, prune, write_checkpoint
@@ -29,7 +29,7 @@ class Loaded:
         step: training steps done; the next batch is that of this step.
         path: of the checkpoint.
         extra: the user's own values.
-        refused: newer ones that were not sound: what was wrong with each file.
+        refused: newer ones that were not sound: what was wrong with each.
     """
 
     step: int
@@ -150,11 +150,10 @@ class Checkpoints:
         there = self._agreed([str(path) for _, path in steps_in(self.folder)])
         refused: list[str] = []
         for path in map(Path, there):
-            manifest, wrong = self._check(path)
-            if manifest is not None and not wrong:
-                extra = load_into(path, manifest, self.pipe, self.optimizer)
-                return Loaded(manifest.step, path, extra, tuple(refused))
-            refused += wrong
+            found, wrong = self._prepare(path)
+            if found is not None:
+                return self._load(path, found, tuple(refused))
+            refused.append("; ".join(wrong))
         if refused:
             raise DataError(f"no checkpoint in {self.folder} is sound: {'; '.join(refused)}")
         return None
@@ -170,10 +169,44 @@ class Checkpoints:
         path = Path(path).expanduser()
         if not is_checkpoint(path):
             raise ConfigError(f"{path} is no checkpoint; their folders are called step-NUMBER")
+        found, wrong = self._prepare(path)
+        if found is None:
+            raise DataError("; ".join(wrong))
+        return self._load(path, found, ())
+
+    def _load(self, path: Path, found: Prepared, refused: tuple[str, ...]) -> Loaded:
+        load_into(found, self.pipe, self.optimizer)
+        return Loaded(found.step, path, found.extra, refused)
+
+    def _prepare(self, path: Path) -> tuple[Prepared | None, list[str]]:
+        """What is there to load; where it is damaged for one process it is for all, and nothing is loaded anywhere.
+
+        Returns:
+            What this process has to load, or None with what is wrong.
+
+        Raises:
+            ConfigError: on every process, if it does not fit the model or the optimizer of one.
+        """
         manifest, wrong = self._check(path)
         if manifest is None or wrong:
-            raise DataError("; ".join(wrong))
-        return Loaded(manifest.step, path, load_into(path, manifest, self.pipe, self.optimizer), ())
+            return None, wrong
+        found: list[Prepared] = []
+
+        def look() -> tuple[str, str]:
+            try:
+                found.append(prepare(path, manifest, self.pipe, self.optimizer))
+            except DataError as error:
+                return str(error), ""
+            except ConfigError as error:
+                return "", str(error)
+            return "", ""
+
+        answers = self._together.each(look)
+        for _, unfit in answers:
+            if unfit:
+                raise ConfigError(unfit)
+        wrong = list(dict.fromkeys(damaged for damaged, _ in answers if damaged))
+        return (None, wrong) if wrong else (found[0], [])
 
     def _check(self, path: Path) -> tuple[Manifest | None, list[str]]:
         """The manifest, and what is wrong with the files; the processes share the reading, and agree."""

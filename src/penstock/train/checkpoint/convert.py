@@ -16,6 +16,7 @@ from penstock.train.checkpoint.find import damage, is_checkpoint, read_manifest
 from penstock.train.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from penstock.train.checkpoint.read import Reader
 from penstock.train.checkpoint.write import file_name, finish
+from penstock.train.tensor_file import dtype_name, write_tensors
 
 
 def open_sound(path: Path) -> Manifest:
@@ -92,9 +93,9 @@ def rewrite(
         place = files.begin(target)
         for s, own in enumerate(held):
             file, part = file_name(s, stages), {name: tensor(name) for name in own}
-            stored[file] = files.write_tensors(place / file, part)
+            stored[file] = write_tensors(place / file, part)
             tensors |= {
-                name: StoredTensor(file, tuple(value.shape), files.dtype_name(name, value))
+                name: StoredTensor(file, tuple(value.shape), dtype_name(name, value))
                 for name, value in part.items()
             }
         found = replace(manifest, files=stored, tensors=tensors)

@@ -13,11 +13,11 @@ from torch import Tensor
 from penstock.errors import ConfigError, DataError
 from penstock.train.checkpoint.convert import open_sound, require_new, rewrite
 from penstock.train.checkpoint.dcp_read import read_dcp
-from penstock.train.checkpoint.files import DTYPES
 from penstock.train.checkpoint.find import is_checkpoint, step_of
 from penstock.train.checkpoint.manifest import Manifest
 from penstock.train.checkpoint.read import Reader
 from penstock.train.checkpoint.values import encode
+from penstock.train.tensor_file import DTYPES
 
 OPTIMIZERS = ("optim", "optimizer")
 """What others call the optimizer's state, beside ``model``."""

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from penstock.errors import DataError
 from penstock.reading import MEGABYTE, read_bytes, require_regular
-from penstock.train.checkpoint.files import DTYPES
 from penstock.train.checkpoint.opcodes import Made, Named, parse
+from penstock.train.tensor_file import DTYPES
 
 _MOST = 512 * MEGABYTE  # of .metadata
 _VALUES = 1_000_000  # in one entry that is no tensor

@@ -9,7 +9,8 @@ from pathlib import Path
 from penstock.errors import ConfigError, DataError
 from penstock.reading import MEGABYTE, read_bytes, require_regular
 from penstock.train.checkpoint.files import digest_of
-from penstock.train.checkpoint.manifest import MANIFEST, Manifest, parse
+from penstock.train.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, parse
+from penstock.train.tensor_file import Entry, TensorFile
 
 FOLDER = "checkpoints"
 """Within a run's folder."""
@@ -107,10 +108,33 @@ def damage(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -
             try:
                 if digest_of(path / name) != manifest.files[name].sha256:
                     wrong = [f"{path / name} is damaged: its SHA-256 digest is not the manifest's"]
+                else:
+                    wrong = _differences(path, manifest, name)
             except OSError as error:
                 wrong = [f"{path / name}: {error.strerror}"]
         found += wrong
     return found
+
+
+def _differences(path: Path, manifest: Manifest, file: str) -> list[str]:
+    """Where the header of a file and the manifest, each sound by itself, say different things of its tensors."""
+    said = {name: tensor for name, tensor in manifest.tensors.items() if tensor.file == file}
+    with TensorFile(path / file) as found:
+        entries = found.entries
+    wrong = [differs(name, said.get(name), entries.get(name)) for name in dict.fromkeys((*said, *entries))]
+    return [f"{path / file}: {one}" for one in wrong if one]
+
+
+def differs(name: str, said: StoredTensor | None, found: Entry | None) -> str:
+    """How a tensor in a file differs from what the manifest says of it; empty if it does not."""
+    if found is None:
+        return f"it has no tensor {name!r:.200}, which the manifest says it has"
+    if said is None:
+        return f"it has a tensor {name!r:.200}, which the manifest does not know"
+    if (said.shape, said.dtype) == (found.shape, found.dtype):
+        return ""
+    there, wanted = (f"{one.dtype} of shape {list(one.shape)}" for one in (found, said))
+    return f"{name!r:.200} is {there}, and the manifest says {wanted}"
 
 
 def is_whole(path: Path) -> bool:

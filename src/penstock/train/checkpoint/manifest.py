@@ -17,7 +17,9 @@ from penstock.errors import DataError
 
 MANIFEST = "manifest.json"
 VERSION = 1
-DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "I64", "I32", "I16", "I8", "U8", "BOOL")
+DTYPES = (
+    "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
+)  # fmt: skip
 """The dtypes that are kept, as safetensors writes them."""
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')

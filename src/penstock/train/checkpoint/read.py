@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
@@ -20,9 +20,10 @@ from penstock.parallel.shards import Part
 from penstock.runtime import optimizer_state
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.checkpoint.files import DTYPES
+from penstock.train.checkpoint.find import differs
 from penstock.train.checkpoint.manifest import Manifest
 from penstock.train.checkpoint.values import decode
+from penstock.train.tensor_file import TensorFile
 
 
 class Reader:
@@ -36,7 +37,7 @@ class Reader:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, TensorFile] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -89,40 +90,47 @@ class Reader:
         shape = self._shape(name)
         stored = self.manifest.tensors[name]
         try:
-            view = self._file(stored.file).get_slice(name)
-            if tuple(view.get_shape()) != shape or view.get_dtype() != stored.dtype:
-                raise DataError(
-                    f"{self.path / stored.file}: {name} is {view.get_dtype()} of shape {view.get_shape()}, not "
-                    f"{stored.dtype} of {list(shape)}"
-                )
-            if run is None or not shape:
-                found: Tensor = self._file(stored.file).get_tensor(name)
-            else:
-                found = view[(slice(None),) * dim + (run,)]
-        except (OSError, MemoryError, SafetensorError) as error:
-            raise DataError(f"cannot read {name} in {self.path / stored.file}: {error}") from error
-        if DTYPES.get(found.dtype) != stored.dtype:
-            raise DataError(f"{name} of {stored.dtype} was read as {found.dtype}")
-        return found
+            file = self._file(stored.file)
+            entry = file.entries.get(name)
+            if entry is None or (entry.shape, entry.dtype) != (shape, stored.dtype):
+                raise DataError(f"{self.path / stored.file}: {differs(name, stored, entry)}")
+            return file.read(name, dim, run)
+        except (OSError, MemoryError) as error:
+            why = error.strerror if isinstance(error, OSError) else "no memory"
+            raise DataError(f"cannot read {name} in {self.path / stored.file}: {why}") from error
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.manifest.tensors:
             raise DataError(f"the checkpoint {self.path} has no tensor {name!r:.200}")
         return self.manifest.tensors[name].shape
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> TensorFile:
         if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self.path / name, "pt"))
+            self._open[name] = self._stack.enter_context(TensorFile(self.path / name))
         return self._open[name]
 
 
-def load_into(
-    path: Path, manifest: Manifest, pipe: Pipeline, optimizer: PipelineOptimizer | None
-) -> dict[str, Any]:
-    """Load a checkpoint whose files have been found sound; in processes every one calls it.
+@dataclass(frozen=True)
+class Prepared:
+    """What this process holds of a checkpoint, read and looked through, but not loaded.
 
-    Returns:
-        The user's own values.
+    Attributes:
+        step: training steps done.
+        weights: as `Pipeline.load_state_dict` takes them.
+        state: of the optimizer; None without one.
+        extra: the user's own values.
+        generators: states of torch's default generators, by device.
+    """
+
+    step: int
+    weights: dict[str, Any]
+    state: dict[str, Any] | None
+    extra: dict[str, Any]
+    generators: dict[str, Tensor]
+
+
+def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: PipelineOptimizer | None) -> Prepared:
+    """Read a checkpoint whose files have been found sound; nothing is loaded yet.
 
     Raises:
         ConfigError: it does not fit the model or the optimizer; says where.
@@ -140,13 +148,21 @@ def load_into(
         if not isinstance(extra, dict):
             raise DataError(f"{path}: 'extra' must be a dictionary, not {extra!r:.80}")
         generators = _generators(reader, pipe)
-    pipe.load_state_dict(weights)
-    if optimizer is not None and state is not None:
-        optimizer.load_state_dict(state)
-    pipe.steps = manifest.step
-    for device, value in generators.items():
-        _set_generator(path, device, value)
-    return extra
+    return Prepared(manifest.step, weights, state, extra, generators)
+
+
+def load_into(prepared: Prepared, pipe: Pipeline, optimizer: PipelineOptimizer | None) -> None:
+    """Load what has been prepared; in processes every one calls it.
+
+    Raises:
+        ConfigError: it does not fit the model or the optimizer; says where.
+    """
+    pipe.load_state_dict(prepared.weights)
+    if optimizer is not None and prepared.state is not None:
+        optimizer.load_state_dict(prepared.state)
+    pipe.steps = prepared.step
+    for device, value in prepared.generators.items():
+        _set_generator(device, value)
 
 
 def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
@@ -257,17 +273,31 @@ def _generators(reader: Reader, pipe: Pipeline) -> dict[str, Tensor]:
             found[rank, device] = name
     ranks = {rank for rank, _ in found}
     rank = str(pipe.rank) if str(pipe.rank) in ranks else "0"
-    return {device: reader.tensor(name) for (r, device), name in found.items() if r == rank}
+    states = {device: reader.tensor(name) for (r, device), name in found.items() if r == rank}
+    for device, state in states.items():
+        generator = _generator(device)
+        try:
+            if generator is not None:
+                torch.Generator(generator.device).set_state(state)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{reader.path} has no sound state of the generator of {device}: {error}"
+            ) from error
+    return states
 
 
-def _set_generator(path: Path, device: str, state: Tensor) -> None:
-    """Set a default generator; one of a GPU that is not in use here has nobody to draw from it."""
-    try:
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            number = int(device.removeprefix("cuda:"))
-            if number < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, number)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise DataError(f"{path} has no sound state of the generator of {device}: {error}") from error
+def _set_generator(device: str, state: Tensor) -> None:
+    generator = _generator(device)
+    if generator is not None:
+        generator.set_state(state)
+
+
+def _generator(device: str) -> torch.Generator | None:
+    """The default generator of a device; None of a GPU that is not in use here, of which nobody draws."""
+    if device == "cpu":
+        return torch.default_generator
+    number = device.removeprefix("cuda:")
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    generators = torch.cuda.default_generators
+    return generators[int(number)] if number.isdecimal() and int(number) < len(generators) else None

@@ -13,8 +13,8 @@ from penstock.errors import ConfigError
 from penstock.parallel.local import whole
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.checkpoint.files import dtype_name
 from penstock.train.checkpoint.values import encode
+from penstock.train.tensor_file import dtype_name
 
 BY_NAME = ("parameters", "state", "main_weights")
 """What of an optimizer's state is by parameter; the rest is the same on every rank."""

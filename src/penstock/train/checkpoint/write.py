@@ -27,6 +27,7 @@ from penstock.train.checkpoint.snapshot import Snapshot, join_values
 from penstock.train.checkpoint.together import Together
 from penstock.train.progress import to_stderr
 from penstock.train.run_lock import locked
+from penstock.train.tensor_file import dtype_name, write_tensors
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ def _write_part(place: Path, snapshot: Snapshot, stages: int) -> _Part:
     tensors: dict[str, StoredTensor] = {}
     for stage, held in snapshot.tensors.items():
         name = file_name(stage, stages)
-        stored[name] = files.write_tensors(place / name, held)
+        stored[name] = write_tensors(place / name, held)
         tensors |= {
-            key: StoredTensor(name, tuple(tensor.shape), files.dtype_name(key, tensor))
+            key: StoredTensor(name, tuple(tensor.shape), dtype_name(key, tensor))
             for key, tensor in held.items()
         }
     return stored, tensors, snapshot.layers, snapshot.values

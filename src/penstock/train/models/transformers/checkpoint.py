@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import DataError
-from penstock.reading import MEGABYTE, read_bytes, require_regular
+from penstock.reading import MEGABYTE, read_bytes
+from penstock.train.tensor_file import TensorFile
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -107,15 +107,12 @@ def _lies(found: Mapping[str, Stored], name: str, file: str) -> bool:
 
 def _header(path: Path) -> dict[str, Stored]:
     try:
-        require_regular(path)
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        with TensorFile(path) as file:
             return {
-                name: Stored(path, name, tuple(part.get_shape()), str(part.get_dtype()))
-                for name, part in slices.items()
+                name: Stored(path, name, entry.shape, entry.dtype) for name, entry in file.entries.items()
             }
-    except (OSError, MemoryError, SafetensorError) as error:
-        raise DataError(f"cannot read the weights {path}: {error}") from error
+    except OSError as error:
+        raise DataError(f"cannot read the weights {path}: {error.strerror}") from error
 
 
 def matched(
@@ -178,11 +175,13 @@ def read_tensors(wanted: Mapping[str, Stored]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, names in by_file.items():
         try:
-            with safe_open(path, framework="pt") as file:
+            with TensorFile(path) as file:
                 for name in names:
-                    found[name] = file.get_tensor(wanted[name].name)
-        except (OSError, MemoryError, SafetensorError) as error:
-            raise DataError(f"cannot read the weights {path}: {error}") from error
+                    if wanted[name].name not in file.entries:
+                        raise DataError(f"{path} no longer has the tensor {wanted[name].name!r:.200}")
+                    found[name] = file.read(wanted[name].name)
+        except OSError as error:
+            raise DataError(f"cannot read the weights {path}: {error.strerror}") from error
     return found
 
 
