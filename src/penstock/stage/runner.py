@@ -151,12 +151,14 @@ class Runner:
         self.first_microbatch = 0
         self._quiet: set[str] = set()
         self._shared: set[int] = set()
+        self._device_type = "cpu"
 
     def begin(self, step: int, first_microbatch: int) -> None:
         """A step begins; see `Stage.begin`."""
         self.step = step
         self.first_microbatch = first_microbatch
         self._quiet.clear()
+        self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
 
     def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, tuple[Tensor, ...]]:
         """The parcels put together for a segment; returns the value and its leaves that now collect a gradient."""
@@ -266,10 +268,6 @@ class Runner:
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.settings.autocast
         return nullcontext() if dtype is None else torch.autocast(self._device_type, dtype=dtype)
-
-    @cached_property
-    def _device_type(self) -> str:
-        return next((p.device.type for p in self.module.parameters()), "cpu")
 
     def offloading(self) -> AbstractContextManager[Any]:
         """Within it what is saved for the backward goes to host memory, if the settings say so."""

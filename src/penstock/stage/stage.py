@@ -96,6 +96,7 @@ class Stage:
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._saved_bytes: dict[tuple[bool, bool], int] = {}
         self._waiting_bytes: int | None = None
+        self._kind: tuple[torch.dtype, torch.device] | None = None
         self._buffers: dict[Segment, Buffers] = {}
         self._layer_bytes: dict[int, LayerBytes] = {}
         self._whole = Segment(0, len(module.layers), True)
@@ -122,6 +123,13 @@ class Stage:
             first_microbatch: the number in the global batch of what is microbatch 0 here.
         """
         self._runner.begin(step, first_microbatch)
+        # Between steps parameters may have got another dtype, device or shape, which a delivery keeps as it found them.
+        self._deliveries.clear()
+        kind = next(((p.dtype, p.device) for p in self.module.parameters()), None)
+        if kind != self._kind:
+            self._kind = kind
+            self._saved_bytes.clear()
+            self._waiting_bytes = None
 
     def forward(self, microbatch: int, inputs: Parcels, split: bool = False, drop: bool = False) -> Parcels:
         """Run the layers on a microbatch, keep what its backward needs, and return the output.

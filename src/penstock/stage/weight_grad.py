@@ -116,29 +116,29 @@ class Delivery:
     def __init__(self, parameters: list[Tensor]) -> None:
         self._gradients: list[Tensor] = []
         with torch.enable_grad():
-            self._root: Tensor = _Deliver.apply(self, *parameters)  # type: ignore[no-untyped-call]
+            # The node gets the list alone: were it to hold this object there would be a cycle, which would keep the
+            # parameters' accumulators, with the dtype and shape of when they were made, until the next garbage collection.
+            self._root: Tensor = _Deliver.apply(self._gradients, *parameters)  # type: ignore[no-untyped-call]
         self._one = torch.ones_like(self._root)
 
     def hand_over(self, gradients: list[Tensor]) -> None:
         """Accumulate one gradient a parameter; the list is emptied, so that `.grad` can take them without a copy."""
-        self._gradients = gradients
+        self._gradients[:] = gradients
+        gradients.clear()
         torch.autograd.backward(self._root, self._one, retain_graph=True)
-
-    def take(self) -> tuple[Tensor, ...]:
-        found = tuple(self._gradients)
-        self._gradients.clear()
-        return found
 
 
 class _Deliver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, delivery: Delivery, *parameters: Tensor) -> Tensor:
-        ctx.delivery = delivery
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.delivery.take()
+        found = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *found
 
 
 class _Anchor(torch.autograd.Function):
