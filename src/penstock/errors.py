@@ -15,6 +15,7 @@
     │   ├── PeerError         another rank failed first; the message carries what it said
     │   └── WaitTimeoutError  a bounded wait ran out
     │       └── HangError     a rank of this process hangs, and cannot be ended
+    ├── ReplicaError         copies of one parameter or buffer are no longer the same
     └── StoppedError         the run was asked to stop and did; its state is saved
 
 ``ConfigError`` is also a ``ValueError`` so that code that knows nothing of Penstock reacts as it would to
@@ -105,6 +106,20 @@ class HangError(WaitTimeoutError):
 
     The message names the rank, and the stage, op and microbatch it is in; the stacks of all threads are on stderr.
     """
+
+
+class ReplicaError(PenstockError):
+    """Copies of one parameter or buffer (on replicas, on ranks that hold the same stage) are no longer the same.
+
+    Every rank raises it. No weight was changed since; load a checkpoint to continue.
+
+    Attributes:
+        name: of the first parameter or buffer that differs.
+    """
+
+    def __init__(self, message: str, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class StoppedError(PenstockError):

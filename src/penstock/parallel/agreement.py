@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, PeerError
+from penstock.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.local import local
 from penstock.parallel.reducer import Reducer
 
@@ -22,11 +22,9 @@ def require_equal_models(reducer: Reducer, parameters: Sequence[tuple[str, Tenso
     Raises:
         ConfigError: on every replica, if they differ; names the first parameter that does.
     """
-    kinds = [_digest(f"{name} {tuple(p.shape)} {p.dtype}".encode()) for name, p in parameters]
-    values = [_digest(_bytes(local(p.detach()))) for _, p in parameters]
-    rows = reducer.exchange(
-        [len(parameters), _digest(repr(kinds).encode()), _digest(repr(values).encode())]
-    )()
+    kinds = [digest(f"{name} {tuple(p.shape)} {p.dtype}".encode()) for name, p in parameters]
+    values = [digest(_bytes(local(p.detach()))) for _, p in parameters]
+    rows = reducer.exchange([len(parameters), digest(repr(kinds).encode()), digest(repr(values).encode())])()
     what = "the replicas' models differ"
     counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
@@ -46,6 +44,21 @@ def require_equal_models(reducer: Reducer, parameters: Sequence[tuple[str, Tenso
                 f"{what} in {aspect}: replica {table.index(row)} from replica 0 first at parameter {n}, here {name!r} of "
                 f"shape {tuple(parameter.shape)}, {parameter.dtype}; {advice}"
             )
+
+
+def require_same_step(reducer: Reducer, rows: Sequence[Sequence[int]]) -> None:
+    """Check what the replicas reported at the end of a step: (step, whether it failed, ...), by replica.
+
+    Raises:
+        PeerError: a replica failed.
+        PenstockError: they are at different steps.
+    """
+    failed = [r for r, row in enumerate(rows) if row[1]]
+    if failed:
+        raise_failure(reducer, failed)
+    if any(row[0] != rows[0][0] for row in rows):
+        steps = ", ".join(f"replica {r} is at step {row[0]}" for r, row in enumerate(rows))
+        raise PenstockError(f"the replicas do not take the same steps: {steps}; one of them left out a step")
 
 
 def first_replicas(reducer: Reducer, numbers: list[int]) -> list[int]:
@@ -74,7 +87,8 @@ def raise_failure(reducer: Reducer, failed: Sequence[int], message: str = "") ->
         )
 
 
-def _digest(data: Any) -> int:
+def digest(data: Any) -> int:
+    """64 bits of a hash, as a signed number."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 

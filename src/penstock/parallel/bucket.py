@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.parallel.lane import Lane
-from penstock.parallel.layout import Plan
-from penstock.parallel.local import is_sharded, like, local, strides_of
+from penstock.parallel.layout import Plan, Slot
+from penstock.parallel.local import gradient_dtype, is_sharded, like, local, strides_of
 from penstock.parallel.reducer import Handle, Reducer, part_of
 
 
@@ -78,6 +78,20 @@ class Entry:
             if scale != 1:
                 self.view.mul_(scale)
             return
+        part = self.part(grad)
+        if scale != 1:
+            torch.mul(part, scale, out=self.view)
+        else:
+            self.view.copy_(part)
+        self.adopt()
+
+    def part(self, grad: Tensor) -> Tensor:
+        """The part of a gradient that this process holds, of the shape of `view`.
+
+        Raises:
+            PenstockError: it is a sparse one, or has another dtype or shape.
+        """
+        require_dense(str(self), grad)
         if (
             grad.layout != torch.strided
             or grad.dtype != self.view.dtype
@@ -89,17 +103,26 @@ class Entry:
             part = local(part.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
         if part.shape != self.view.shape:
             raise self._unlike(part)
-        if scale != 1:
-            torch.mul(part, scale, out=self.view)
-        else:
-            self.view.copy_(part)
-        self.adopt()
+        return part
+
+    def late(self) -> Tensor | None:
+        """The part that this process holds of what came after the gradient was ready; ``.grad`` is the place again."""
+        grad = self.parameter.grad
+        self.parameter.grad = self.gradient
+        return None if grad is None or grad is self.gradient else self.part(grad)
 
     def adopt(self) -> None:
         """Have ``.grad`` be the place in the buffer, with what is there."""
         if not self._in_place():
             self.gradient = like(self.view.detach(), self.parameter)
         self.parameter.grad = self.gradient
+
+    def twice(self, step: int) -> PenstockError:
+        """The error for a gradient that comes after it was ready."""
+        return PenstockError(
+            f"{self} got a gradient after it was ready in step {step}; {self.expected} contribution(s) were announced. Say "
+            "how many there are in begin(), or accumulate the first ones inside accumulating()"
+        )
 
     def _in_place(self) -> bool:
         """Whether `gradient` still is what it was made as; ``nn.Module.to`` gives it other memory."""
@@ -111,6 +134,32 @@ class Entry:
         return PenstockError(
             f"{self} was laid out for a dense gradient of shape {tuple(self.view.shape)}, {self.view.dtype}; now it has one "
             f"of shape {tuple(grad.shape)}, {grad.dtype}, {grad.layout}. Convert the model before its buckets are made"
+        )
+
+
+def order_of(entries: Sequence[Entry], given: Sequence[Tensor] | None) -> list[int]:
+    """The entries' numbers: first the parameters that are given, in their order, then all others backwards."""
+    place = {id(entry.parameter): entry.index for entry in entries}
+    first = dict.fromkeys(place[id(p)] for p in given or () if id(p) in place)
+    return [*first, *(entry.index for entry in reversed(entries) if entry.index not in first)]
+
+
+def slot_of(parameter: Tensor, group: Hashable) -> Slot:
+    """What a parameter's gradient needs in a buffer."""
+    part = local(parameter)
+    return Slot(part.numel(), gradient_dtype(parameter), part.device, group)
+
+
+def require_dense(what: str, grad: Tensor) -> None:
+    """Refuse a gradient that has no place in a buffer.
+
+    Raises:
+        PenstockError: it is sparse.
+    """
+    if grad.layout == torch.sparse_coo:
+        raise PenstockError(
+            f"{what} got a sparse gradient, and replicas (dp > 1), copied stages and weights tied over ranks add up dense "
+            "ones only; make its layer with sparse=False (nn.Embedding), or have one copy of it"
         )
 
 

@@ -6,8 +6,8 @@ gradients become complete is observed in the first step, and the buckets are mad
 (the technique of PyTorch's DistributedDataParallel, 2006.15704, section 3.2).
 
 What "complete" means is the caller's to say: after how many contributions, so a split backward, many microbatches and
-weights used in several stages are all one case. What happens to a parameter without a gradient, to a replica that fails
-or to one that is at another step is settled by all replicas together at the end of each step.
+weights used in several stages are all one case. What becomes of absent gradients, of those that came too late for their
+bucket, and of a replica that fails or is at another step, all replicas settle together at the end of each step.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, TransportError
-from penstock.parallel.agreement import first_replicas, raise_failure, require_equal_models
-from penstock.parallel.bucket import Bucket, Entry, no_gradient
+from penstock.parallel.agreement import first_replicas, raise_failure, require_equal_models, require_same_step
+from penstock.parallel.bucket import Bucket, Entry, order_of, slot_of
+from penstock.parallel.frozen import Frozen
 from penstock.parallel.lane import Lane
-from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, Slot, plan_buckets
-from penstock.parallel.local import gradient_dtype, local
+from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
+from penstock.parallel.leftovers import Missing, add_late, find_late, require_options, settle_absent
+from penstock.parallel.local import local
 from penstock.parallel.reducer import Reducer
-
-Missing = Literal["error", "zeros"]
 
 
 class GradientBuckets:
@@ -57,6 +56,9 @@ class GradientBuckets:
         rebuild: make the buckets anew, once, by the order seen in the first step.
         sharded: each replica gets its part of the sums only (see `penstock.parallel.zero`).
         groups: parameter → key; only parameters of equal keys share a bucket.
+        dynamic: parameters may get more gradients than announced, and may begin or cease to require one; what no bucket
+            can take is added up at the end of the step. Buckets that are not `sharded` are made again where
+            ``requires_grad`` stays changed for two steps.
 
     Raises:
         ConfigError: an option that cannot be used; or, on every replica, models that differ.
@@ -76,34 +78,31 @@ class GradientBuckets:
         rebuild: bool = True,
         sharded: bool = False,
         groups: Mapping[Tensor, Hashable] | None = None,
+        dynamic: bool = False,
     ) -> None:
         named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
-        once = {id(p): (name, p) for name, p in reversed(list(named)) if p.requires_grad}
-        if not once:
+        once = {id(p): (name, p) for name, p in reversed(list(named))}
+        if not dynamic and not any(p.requires_grad for _, p in once.values()):
             raise ConfigError("there is no parameter that requires a gradient, so there is nothing to reduce")
-        if missing not in ("error", "zeros"):
-            raise ConfigError(f'missing must be "error" or "zeros", not {missing!r}')
-        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise ConfigError(f"reduce_dtype must be a floating-point dtype, not {reduce_dtype}")
         divisor = float(reducer.size) if divisor is None else divisor
-        if not divisor > 0:
-            raise ConfigError(f"divisor must be a positive number, not {divisor!r}")
+        require_options(missing, reduce_dtype, divisor)
         self.reducer = reducer
         self.divisor = divisor
         self.missing: Missing = missing
         self.reduce_dtype = reduce_dtype
         self.sharded = sharded
+        self.dynamic = dynamic
         self._bytes = (bucket_bytes, first_bucket_bytes)
-        listed = list(reversed(once.values()))
-        self.entries = [Entry(name, parameter, n) for n, (name, parameter) in enumerate(listed)]
-        self._entry = {id(e.parameter): e for e in self.entries}
-        require_equal_models(reducer, listed)
+        self._frozen = Frozen(list(reversed(once.values())))
+        self._entry: dict[int, Entry] = {}
+        self._list()
+        require_equal_models(reducer, [(e.name, e.parameter) for e in self.entries])
         self._groups = groups or {}
         self._limits: Mapping[Hashable, int] | None = None
-        self._lanes = {device: Lane(device) for device in {local(p).device for _, p in listed}}
+        self._lanes = {device: Lane(device) for device in {local(p).device for _, p in self._frozen.known}}
         self._next_order: list[int] | None = None
         self.buckets: list[Bucket] = []
-        self._build(first_replicas(reducer, self._given_order(order)))
+        self._build(first_replicas(reducer, order_of(self.entries, order)))
         self._rebuilds = rebuild
         self._seen_order: list[int] = []
         self._started = 0
@@ -113,6 +112,13 @@ class GradientBuckets:
         self._step = 0
         self._lock = threading.RLock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def _list(self) -> None:
+        """Those that require a gradient now have an entry; one that had one keeps it."""
+        self.entries = [self._entry.get(id(p)) or Entry(name, p, 0) for name, p in self._frozen.take()]
+        for n, entry in enumerate(self.entries):
+            entry.index = n
+        self._entry = {id(e.parameter): e for e in self.entries}
 
     def attach(self) -> None:
         """Have autograd mark parameters: each gradient that arrives is one contribution."""
@@ -184,14 +190,18 @@ class GradientBuckets:
             self.begin()
         try:
             absent = self._complete()
+            late = find_late(self._frozen.known, self._entry) if self.dynamic else {}
         except PenstockError as error:
             self.abandon(error)
             raise
         try:
-            rows = self.reducer.exchange([self._step, 0, len(absent)])
+            change = self._frozen.change() if self.dynamic else 0
+            rows = self.reducer.exchange([self._step, 0, len(absent), len(late), change])
             for bucket in self.buckets:
                 bucket.wait(self.reducer)
-            self._settle(rows(), absent)
+            self._settle(rows(), absent, late)
+            if self._frozen.stays(change) and not self.sharded:
+                self._make_again()
             if self._rebuilds:
                 self._rebuilds = False
                 self._observe()
@@ -211,7 +221,7 @@ class GradientBuckets:
                 for bucket in self.buckets[self._started :]:
                     bucket.start(self.reducer)
                     self._started += 1
-                rows = self.reducer.exchange([self._step, 1, 0])
+                rows = self.reducer.exchange([self._step, 1, 0, 0, 0])
                 for bucket in self.buckets:
                     bucket.wait(self.reducer)
                 failed = [r for r, row in enumerate(rows()) if row[1]]
@@ -223,6 +233,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.drop()
         for entry in self.entries:
+            if self.dynamic and entry.ready:
+                entry.parameter.grad = entry.gradient
             entry.seen = entry.counted = 0
             entry.ready = False
         self._active = self._kept = False
@@ -256,7 +268,7 @@ class GradientBuckets:
     ) -> None:
         """Let the next step begin with buckets made anew, by the order seen in the last one; every replica calls it.
 
-        `groups` are as for the class, by default as before; `limits`: group → the most bytes in each of its buckets.
+        `groups`: as for the class, by default as before; `limits`: group → the most bytes in each of its buckets.
         """
         self._groups, self._limits = self._groups if groups is None else groups, limits
         self._observe()
@@ -267,23 +279,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.flat.zero_()
 
-    def _given_order(self, order: Sequence[Tensor] | None) -> list[int]:
-        if order is None:
-            return [e.index for e in reversed(self.entries)]
-        known = [self._entry[id(p)].index for p in order if id(p) in self._entry]
-        first = list(dict.fromkeys(known))
-        return first + [e.index for e in reversed(self.entries) if e.index not in set(first)]
-
     def _build(self, order: list[int]) -> None:
-        slots = [
-            Slot(
-                local(e.parameter).numel(),
-                gradient_dtype(e.parameter),
-                local(e.parameter).device,
-                self._groups.get(e.parameter),
-            )
-            for e in self.entries
-        ]
+        slots = [slot_of(e.parameter, self._groups.get(e.parameter)) for e in self.entries]
         parts = self.reducer.size if self.sharded else 1
         plans = plan_buckets(slots, order, *self._bytes, parts, self._limits)
         self._order = order
@@ -305,14 +302,18 @@ class GradientBuckets:
         factor = self.divisor / self.reducer.size
         if factor != 1 and not self._kept:
             with torch.no_grad():
-                for entry in self.entries:
-                    if entry.parameter.grad is not None:
-                        entry.parameter.grad.mul_(factor)
+                for _, parameter in self._frozen.known:
+                    reduced = id(parameter) in self._entry or (self.dynamic and parameter.requires_grad)
+                    if parameter.grad is not None and reduced:
+                        parameter.grad.mul_(factor)
         self._kept = True
 
     def _arrived(self, entry: Entry, parameter: Tensor) -> None:
         """A gradient has been accumulated."""
         with self._lock:
+            if self.dynamic and entry.ready:  # it is in a tensor of its own, for `_late` to find
+                entry.counted += 1
+                return
             last = not self._holding and entry.counted + 1 == entry.expected
             if not last and parameter.grad is not entry.gradient:
                 entry.settle()
@@ -329,27 +330,23 @@ class GradientBuckets:
             if entry.counted == entry.expected:
                 self._mark(entry)
             elif entry.counted > entry.expected:
-                raise self._twice(entry)
+                raise entry.twice(self._step)
 
     def _mark(self, entry: Entry) -> None:
         with self._lock:
             if entry.ready:
-                raise self._twice(entry)
+                raise entry.twice(self._step)
             bucket = self.buckets[entry.bucket]
             entry.settle(bucket.scale)
             entry.ready = True
+            if self.dynamic:  # what still comes must not be added to a buffer that may be under way
+                entry.parameter.grad = None
             self._seen_order.append(entry.index)
             bucket.streams.add(self._lanes[bucket.plan.device].here())
             bucket.pending -= 1
             while self._started < len(self.buckets) and not self.buckets[self._started].pending:
                 self.buckets[self._started].start(self.reducer)
                 self._started += 1
-
-    def _twice(self, entry: Entry) -> PenstockError:
-        return PenstockError(
-            f"{entry} got a gradient after it was ready in step {self._step}; {entry.expected} contribution(s) were "
-            "announced. Say how many there are in begin(), or accumulate the first ones inside accumulating()"
-        )
 
     def _complete(self) -> list[Entry]:
         """Mark what is left; returns the entries that got no gradient, for which zeros are contributed."""
@@ -371,26 +368,29 @@ class GradientBuckets:
             self._started += 1
         return absent
 
-    def _settle(self, rows: list[list[int]], absent: list[Entry]) -> None:
-        """What all replicas decide together, by what each has reported: (step, whether it failed, absent gradients)."""
-        failed = [r for r, row in enumerate(rows) if row[1]]
-        if failed:
-            raise_failure(self.reducer, failed)
-        if any(row[0] != rows[0][0] for row in rows):
-            steps = ", ".join(f"replica {r} is at step {row[0]}" for r, row in enumerate(rows))
-            raise PenstockError(
-                f"the replicas do not take the same steps: {steps}; one of them left out a step"
-            )
-        if not any(row[2] for row in rows):
-            return
-        without = {entry.index for entry in absent}
-        table = self.reducer.exchange([int(e.index in without) for e in self.entries])()
-        holes = {e.index: [r for r, row in enumerate(table) if row[e.index]] for e in self.entries}
-        if self.missing == "error":
-            raise no_gradient(self._step, {self.entries[n]: where for n, where in holes.items() if where})
-        for entry in absent:
-            if len(holes[entry.index]) < self.reducer.size and entry.parameter.grad is None:
-                entry.adopt()
+    def _settle(self, rows: list[list[int]], absent: list[Entry], late: dict[int, Tensor]) -> None:
+        """What all replicas decide together, by what each has reported.
+
+        That is: (step, whether it failed, absent gradients, late ones, a number for ``requires_grad`` where it changed).
+        """
+        require_same_step(self.reducer, rows)
+        if any(row[4] for row in rows):
+            self._frozen.require_same(self.reducer, [row[4] for row in rows], self.sharded)
+        if any(row[2] for row in rows):
+            settle_absent(self.reducer, self.entries, absent, self.missing, self._step)
+        if any(row[3] for row in rows):
+            add_late(self.reducer, self._frozen.known, self._entry, late, self.divisor, self.reduce_dtype)
+
+    def _make_again(self) -> None:
+        """Let the buckets be of the parameters that require a gradient now; every replica calls it at the same time."""
+        before = [self.entries[n].parameter for n in self._order]
+        attached = bool(self._hooks)
+        self.detach()
+        self._list()
+        self._seen_order.clear()
+        self._build(order_of(self.entries, before))
+        if attached:
+            self.attach()
 
     def _observe(self) -> None:
         """Agree on the order that replica 0 has seen; the next step begins by making the buckets of it."""

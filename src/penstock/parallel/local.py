@@ -58,6 +58,16 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return chosen if chosen is not None else parameter.dtype
 
 
+def numbers_of(grad: Tensor) -> Tensor:
+    """The real numbers that a gradient is made of: of a sparse one its values, of complex ones both parts.
+
+    They share the gradient's memory, but for those of a sparse one that is not coalesced.
+    """
+    if grad.layout == torch.sparse_coo:
+        grad = grad.coalesce().values()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
 def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
     """Strides with which its elements fill memory without gaps; None if it leaves gaps or overlaps."""
     expected = 1

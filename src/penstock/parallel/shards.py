@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.bucket import Entry
-from penstock.parallel.buckets import GradientBuckets, Missing
+from penstock.parallel.buckets import GradientBuckets
 from penstock.parallel.lane import Lane
 from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from penstock.parallel.leftovers import Missing
 from penstock.parallel.local import gradient_dtype, local, move
 from penstock.parallel.piece import Piece, joined
 from penstock.parallel.reducer import Handle, Reducer, part_of
@@ -48,7 +49,7 @@ class Shards:
     Args:
         parameters: (name, parameter) pairs; those that require no gradient are left out.
         reducer: this replica's end of the communicator.
-        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype, groups: as for `GradientBuckets`.
+        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype, groups, dynamic: as for `GradientBuckets`.
 
     Attributes:
         buckets: of the gradients.
@@ -70,12 +71,13 @@ class Shards:
         missing: Missing = "error",
         reduce_dtype: torch.dtype | None = None,
         groups: Mapping[Tensor, Hashable] | None = None,
+        dynamic: bool = False,
     ) -> None:
         named = list(parameters)
         self.reducer = reducer
         self.buckets = GradientBuckets(
             named, reducer, order=order, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes,
-            divisor=divisor, missing=missing, reduce_dtype=reduce_dtype, rebuild=False, sharded=True,
+            divisor=divisor, missing=missing, reduce_dtype=reduce_dtype, rebuild=False, sharded=True, dynamic=dynamic,
             groups={p: (p.dtype, (groups or {}).get(p)) for _, p in named},
         )  # fmt: skip
         self._flats: list[Tensor] = []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.parallel.buckets import Missing
 from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from penstock.parallel.leftovers import Missing
 from penstock.parallel.local import is_sharded
 from penstock.parallel.piece import ONE_A_PARAMETER, joined
 from penstock.parallel.reducer import Reducer

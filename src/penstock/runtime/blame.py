@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import PeerError, StageError, TransportError, WaitTimeoutError
+from penstock.errors import PeerError, ReplicaError, StageError, TransportError, WaitTimeoutError
 from penstock.runtime.hang import dump_stacks
 from penstock.runtime.status import ROW, STEP, WAITS, Words, awaited, culprit, place_of, rows_of
 from penstock.runtime.transport.base import Channel
@@ -33,6 +33,8 @@ def explained(
     if isinstance(error, TransportError) and channel is not None and not channel.one_process:
         _show(error, rank, channel)
     if not isinstance(error, Exception) or (isinstance(error, PeerError) and error.failure is not None):
+        return error
+    if isinstance(error, ReplicaError):  # no rank's own fault
         return error
     where, given = _where(rank, program, words), ""
     if isinstance(error, TransportError):

@@ -14,6 +14,7 @@ import torch
 from penstock.errors import BatchError, ConfigError
 from penstock.parallel.shards import Shards
 from penstock.parallel.threads import thread_reducers
+from penstock.runtime.aliases import Aliases
 from penstock.runtime.batch import Cut
 from penstock.runtime.build import Assembly
 from penstock.runtime.crew import Crew
@@ -91,6 +92,8 @@ class Engine:
             self._crew = Crew(schedule.ranks * replicas, limit, self._streams)
             if self.twins:
                 self._replicate(self._crew)
+        everyone = [*parts.parameters(), *(p for twin in self.twins for p in twin.parameters())]
+        self._aliases = Aliases(everyone if world is None else ())
 
     def _replicate(self, crew: Crew) -> None:
         """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""
@@ -140,6 +143,7 @@ class Engine:
             raise
         works = [make_work(batch) for batch in batches for _ in self.local_ranks]
         if trains:
+            self._aliases.follow()
             self._level(works[0].reduces)
         try:
             with self._limited(trains):

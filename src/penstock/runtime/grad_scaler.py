@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.parallel.local import local
+from penstock.parallel.local import local, numbers_of
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -163,4 +163,6 @@ def _unscale(gradients: list[Tensor], factor: float) -> float:
     for gradient in gradients:
         gradient.mul_(factor)
     device = gradients[0].device
-    return float(torch.stack([g.isfinite().all().logical_not().to(device) for g in gradients]).sum())
+    return float(
+        torch.stack([numbers_of(g).isfinite().all().logical_not().to(device) for g in gradients]).sum()
+    )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.local import local
+from penstock.parallel.local import local, numbers_of
 from penstock.runtime.world import World
 
 
@@ -59,7 +59,9 @@ def clip_(
     for held in parameters:
         if held.parameter.grad is None or not held.counts:
             continue
-        norm = torch.linalg.vector_norm(local(held.parameter.grad)).double()
+        if held.parameter.grad.layout == torch.sparse_coo:  # whose values then share its memory
+            held.parameter.grad = held.parameter.grad.coalesce()
+        norm = torch.linalg.vector_norm(numbers_of(local(held.parameter.grad))).double()
         if held.cut:
             cut[held.place] = norm.square()
         elif divided:
@@ -75,7 +77,9 @@ def clip_(
             world.add_up(column)
     places += (cut + pieces).sqrt()
     total: Tensor = torch.linalg.vector_norm(places[present > 0].float())
-    parts = [_Gradient(local(h.parameter.grad)) for h in parameters if h.parameter.grad is not None]
+    parts = [
+        _Gradient(numbers_of(local(h.parameter.grad))) for h in parameters if h.parameter.grad is not None
+    ]
     nn.utils.clip_grads_with_norm_(parts, max_norm, total)  # type: ignore[arg-type]
     return total
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError, TransportError
 from penstock.parallel.agreement import first_replicas
+from penstock.parallel.bucket import Entry
 from penstock.parallel.buckets import GradientBuckets
 from penstock.parallel.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.local import gradient_dtype, is_sharded, local, settle
@@ -89,8 +90,9 @@ class Replicas:
             "bucket_bytes": most,
             "first_bucket_bytes": most if together else min(most, FIRST_BUCKET_BYTES),
             "groups": self._groups,
+            "dynamic": True,
         }
-        if reducer is not None and any(p.requires_grad for _, p in named.values()):
+        if reducer is not None and named:
             if zero:
                 self.shards = Shards(named.values(), reducer, **options)
                 self.buckets = self.shards.buckets
@@ -100,19 +102,20 @@ class Replicas:
                 self.buckets = GradientBuckets(named.values(), reducer, rebuild=False, **options)
             self.buckets.attach()
         self._cut = [p for _, p in named.values() if is_sharded(p)]
-        self._late = [p for p in together if p.requires_grad and id(p) not in left_out]
+        self._late = [p for p in together if id(p) not in left_out]
         late = {id(p) for p in together}
         self._stages: dict[int, list[nn.Parameter]] = {
-            s: [p for p in module.parameters() if p.requires_grad and id(p) not in late]
-            for s, module in modules.items()
+            s: [p for p in module.parameters() if id(p) not in late] for s, module in modules.items()
         }
         self._of = {
             id(p): {s for s in modules if any(p is q for q in modules[s].parameters())}
             for _, p in named.values()
         }
-        self._entries = {id(e.parameter): e for e in self.buckets.entries} if self.buckets else {}
         self._expected: dict[Tensor, int] = {}
+        self._varying: set[Tensor] = set()
         self._incomplete: dict[int, set[int]] = {}
+        self._entries: dict[int, Entry] = {}
+        self._reduces = False
 
     def limit(self, seconds: float) -> None:
         """How long a wait for the other replicas may last from now on."""
@@ -135,14 +138,19 @@ class Replicas:
             program: of the step.
             trace: what this rank did in it.
         """
-        if self.buckets is None or self.shards is not None:  # what is divided stays where it is
+        if self.buckets is None or not self.buckets.entries:
+            return
+        if self.shards is not None:  # what is divided stays where it is
             return
         if not self._chooses:
             self.buckets.rebuild()
             return
         assert self._reducer is not None, "there are buckets"
         stage_of: dict[Tensor, int] = {
-            p: s for s, parameters in self._stages.items() for p in parameters if len(self._of[id(p)]) == 1
+            p: s
+            for s, parameters in self._stages.items()
+            for p in parameters
+            if p.requires_grad and len(self._of[id(p)]) == 1
         }
         bytes_of = dict.fromkeys(sorted(set(stage_of.values())), 0)
         for parameter, stage in stage_of.items():
@@ -164,13 +172,15 @@ class Replicas:
             yield
             return
         self._incomplete = {}
+        self._reduces = reduces
         if not reduces:
             with self.buckets.accumulating():
                 yield
             return
         every = {e.parameter: self._expected.get(e.parameter, _UNKNOWN) for e in self.buckets.entries}
         self.buckets.begin(every, number)
-        self._incomplete = {key: set(stages) for key, stages in self._of.items()}
+        self._entries = {id(e.parameter): e for e in self.buckets.entries}
+        self._incomplete = {key: set(self._of[key]) for key in self._entries}
         try:
             yield
         except Exception as error:
@@ -193,8 +203,8 @@ class Replicas:
                     self._ready(parameter)
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        entry = self._entries[id(parameter)]
-        if self.buckets is not None and not entry.ready and parameter.grad is not None:
+        entry = self._entries.get(id(parameter))
+        if self.buckets is not None and entry and not entry.ready and parameter.grad is not None:
             self.buckets.ready(parameter)
 
     def finish(self) -> None:
@@ -206,14 +216,20 @@ class Replicas:
         if self.buckets is None:
             for parameter in self._cut:
                 settle(parameter)
-        if self.buckets is None or not self._incomplete:
+        if self.buckets is None or not self._reduces:
             return
-        counted = {e.parameter: e.counted for e in self.buckets.entries}
         for parameter in self._late:
             self._ready(parameter)
+        counted = {e.parameter: e.counted for e in self.buckets.entries if e.parameter.requires_grad}
         late = {id(p) for p in self._late}
         (self.shards or self.buckets).finish()
-        self._expected = {p: n for p, n in counted.items() if n and id(p) not in late}
+        # Of a layer that is not used in every microbatch nobody knows which contribution is the last.
+        self._varying |= {p for p, n in counted.items() if self._expected.get(p, n) != n}
+        self._expected.update(
+            (p, n) for p, n in counted.items() if n and id(p) not in late and p not in self._varying
+        )
+        for varying in self._varying & self._expected.keys():
+            del self._expected[varying]
         self._incomplete = {}
 
     def shared_out(self, stage: int) -> list[Tensor]:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ReplicaError
+from penstock.parallel.bucket import require_dense
 from penstock.parallel.local import like, local, settle
 from penstock.runtime.ties import Ties
 from penstock.runtime.transport.base import Channel
@@ -32,12 +34,14 @@ class Bundle(NamedTuple):
         holders: the ranks, in the order in which gradients are added.
         stages: those of this rank that add to the gradients.
         parameters: this rank's.
+        names: of them in the whole model.
     """
 
     number: int
     holders: tuple[int, ...]
     stages: frozenset[int]
     parameters: tuple[nn.Parameter, ...]
+    names: tuple[str, ...]
 
 
 def groups_of_holders(placement: Placement, ties: Ties) -> list[tuple[int, ...]]:
@@ -62,14 +66,15 @@ def bundles(placement: Placement, ties: Ties, modules: Mapping[int, StageModule]
             continue
         if number < len(placement.holders):
             stages = frozenset([number])
-            parameters = [p for name, p in modules[number].whole_model_parameters() if name not in tied]
+            named = [(n, p) for n, p in modules[number].whole_model_parameters() if n not in tied]
         else:
             at = number - len(placement.holders)
             stages = frozenset(ties.stages[at]) & modules.keys()
             names = [n for n in ties.groups[at] for s in stages if modules[s].has(n)]
             owner, inner = next(modules[s].find(n) for n in names for s in stages if modules[s].has(n))
-            parameters = [getattr(owner, inner)]
-        found.append(Bundle(number, holders, stages, tuple(parameters)))
+            named = [(ties.groups[at][0], getattr(owner, inner))]
+        parameters = tuple(p for _, p in named)
+        found.append(Bundle(number, holders, stages, parameters, tuple(name for name, _ in named)))
     return found
 
 
@@ -116,9 +121,12 @@ class Shared:
                     self._send(bundle)
 
     def _send(self, bundle: Bundle) -> None:
-        for parameter in bundle.parameters:
+        for name, parameter in zip(bundle.names, bundle.parameters, strict=True):
+            if parameter.grad is not None:
+                require_dense(f"parameter {name!r}", parameter.grad)
             settle(parameter)
-        leaves = tuple(None if p.grad is None else local(p.grad).clone() for p in bundle.parameters)
+        gradients = (None if p.grad is None else local(p.grad).clone() for p in bundle.parameters)
+        leaves = (*gradients, _frozen(bundle))
         for peer in bundle.holders:
             if peer != self.rank and (not self.one_memory or peer == bundle.holders[0]):
                 self.channel.send(
@@ -126,18 +134,23 @@ class Shared:
                 )
 
     def finish(self) -> None:
-        """Add up every bundle's gradients over its holders."""
+        """Add up every bundle's gradients over its holders.
+
+        Raises:
+            ReplicaError: a parameter is frozen on some of the holders only.
+        """
         for bundle, before in zip(self.bundles, self._before, strict=True):
             if self.one_memory and self.rank != bundle.holders[0]:
                 for parameter in bundle.parameters:
                     parameter.grad = None
                 continue
             parts: list[tuple[Any, ...]] = [
-                tuple(None if p.grad is None else local(p.grad) for p in bundle.parameters)
+                (*(None if p.grad is None else local(p.grad) for p in bundle.parameters), _frozen(bundle))
                 if peer == self.rank
                 else self.channel.recv(peer, self._tags + bundle.number).leaves
                 for peer in bundle.holders
             ]
+            self._require_same(bundle, [part[-1] for part in parts])
             for n, (parameter, old) in enumerate(zip(bundle.parameters, before, strict=True)):
                 found: list[Tensor] = [part[n] for part in parts if part[n] is not None]
                 parameter.grad = old
@@ -148,12 +161,30 @@ class Shared:
                     )
         self._before = []
 
+    def _require_same(self, bundle: Bundle, frozen: Sequence[str]) -> None:
+        for n, told in enumerate(zip(*frozen, strict=True)):
+            if len(set(told)) > 1:
+                ranks = [r for r, flag in zip(bundle.holders, told, strict=True) if flag == _FROZEN]
+                raise ReplicaError(
+                    f"parameter {bundle.names[n]!r} is frozen on rank(s) {ranks} of the ranks {bundle.holders} "
+                    "that hold it; set requires_grad to the same on all of them",
+                    bundle.names[n],
+                )
+
     def abandon(self) -> None:
         """After a failed step: the gradients are as before it."""
         for bundle, before in zip(self.bundles, self._before, strict=False):
             for parameter, grad in zip(bundle.parameters, before, strict=True):
                 parameter.grad = grad
         self._before = []
+
+
+_FROZEN, _TRAINED = "01"
+
+
+def _frozen(bundle: Bundle) -> str:
+    """A character a parameter; text, since what is no tensor travels only when it changes."""
+    return "".join(_TRAINED if p.requires_grad else _FROZEN for p in bundle.parameters)
 
 
 def equalise(

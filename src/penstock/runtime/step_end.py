@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BatchError, NonFiniteError, PenstockError, StageError
-from penstock.parallel.local import local
+from penstock.parallel.local import local, numbers_of
 from penstock.runtime.transport.base import Channel
 from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
@@ -95,7 +95,7 @@ def find_nonfinite(
     for s, stage in stages.items():
         found += [Finding(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.suspects)]
         stage.suspects.clear()
-        grads = [local(p.grad) for p in stage.module.parameters() if p.grad is not None]
+        grads = [numbers_of(local(p.grad)) for p in stage.module.parameters() if p.grad is not None]
         grads += shared_out(s) if shared_out is not None else []
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
             found.append(Finding(_WEIGHT, last - s, -1))
@@ -107,8 +107,13 @@ def _nonfinite(numbers: Iterable[tuple[int, Tensor]]) -> list[int]:
     pairs = list(numbers)
     if not pairs:
         return []
-    finite = torch.stack([number.float() for _, number in pairs]).isfinite().tolist()
+    finite = torch.stack([_narrowed(number) for _, number in pairs]).isfinite().tolist()
     return [n for (n, _), good in zip(pairs, finite, strict=True) if not good]
+
+
+def _narrowed(number: Tensor) -> Tensor:
+    """A float32 that is finite if the number is; float64 has numbers that float32 has not."""
+    return (number * 0 if number.dtype is torch.float64 else number).float()
 
 
 def explain(finding: Finding, losses: Losses, last: int, step: int) -> PenstockError:

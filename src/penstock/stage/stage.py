@@ -390,5 +390,7 @@ class Stage:
 
 
 def _sum(gradient: Tensor) -> Tensor:
-    """A number that is finite if the gradient is, as good as ever: half precision would overflow on the way."""
+    """A real number that is finite if the gradient is, as good as ever: half precision would overflow on the way."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
     return gradient.sum(dtype=torch.float32 if gradient.element_size() < 4 else None)

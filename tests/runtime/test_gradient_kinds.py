@@ -1,0 +1,203 @@
+"""Gradients that are not dense or not real: sparse embeddings, complex weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import NonFiniteError, PenstockError
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.grad_scaler import GradScaler
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+
+WIDTH, M = 6, 4
+
+
+def words(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 20, (2 * M, 5), generator=generator), torch.randn(
+        2 * M, 5, WIDTH, generator=generator
+    )
+
+
+def sparse(is_sparse: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, WIDTH, sparse=is_sparse), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def accumulate(net: nn.Module, step: int) -> None:
+    x, y = words(step)
+    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+        (nn.functional.mse_loss(net(a), b) / M).backward()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients_of_a_single_copy_have_the_bits_of_plain_pytorch(schedule, kind):
+    net, other = sparse(), sparse()
+    if kind is torch.optim.SparseAdam:
+        net[1].requires_grad_(False)
+        other[1].requires_grad_(False)
+    with Pipeline(
+        net, nn.functional.mse_loss, microbatches=M, schedule=schedule, ranks=2, timeout=30
+    ) as pipe:
+        optimizers = [
+            kind([p for p in module.parameters() if p.requires_grad], lr=0.1) for module in (net, other)
+        ]
+        for step in range(3):
+            pipe.step(*words(step))
+            accumulate(other, step)
+            assert net[0].weight.grad.is_sparse
+            for (name, a), b in zip(net.named_parameters(), other.parameters(), strict=True):
+                assert (
+                    a.grad is None if b.grad is None else torch.equal(a.grad.to_dense(), b.grad.to_dense())
+                ), name
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_sparse_gradients_are_clipped_scaled_and_looked_at_as_dense_ones_are():
+    net, other = sparse(), sparse(False)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=M, ranks=2, timeout=30) as pipe:
+        optimizer = PipelineOptimizer(
+            pipe, torch.optim.SGD, lr=0.1, clip=0.01, scaler=GradScaler(init_scale=8.0)
+        )
+        done = None
+        for step in range(2):
+            pipe.step(*words(step))
+            done = optimizer.step()
+            accumulate(other, step)
+            want = nn.utils.clip_grad_norm_(other.parameters(), 0.01)
+            with torch.no_grad():
+                for p in other.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+            torch.testing.assert_close(done.grad_norm, want)
+        for (name, a), b in zip(net.named_parameters(), other.named_parameters(), strict=True):
+            torch.testing.assert_close(a, b[1], msg=name)
+        with torch.no_grad():
+            net[1].weight[0] = float("inf")
+        pipe.step(*words(2))
+        assert optimizer.step().skipped
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_refused():
+    net = sparse()
+    net[0].weight.register_hook(lambda grad: grad * float("inf"))
+    with Pipeline(net, nn.functional.mse_loss, microbatches=M, ranks=2, timeout=30) as pipe:
+        with pytest.raises(NonFiniteError, match="a weight of stage 0 is NaN or infinite"):
+            pipe.step(*words(0))
+        assert pipe.steps == 0
+
+
+def copies_refuse(rank: int, schedule: str, mesh: MeshShape, tied: bool) -> str:
+    net = sparse()
+    if tied:
+        net = nn.Sequential(*net[:2], nn.Linear(WIDTH, 20, bias=False))
+        net[2].weight = net[0].weight
+    loss = (lambda out, y: out.square().mean()) if tied else nn.functional.mse_loss
+    with Pipeline(net, loss, microbatches=M, schedule=schedule, mesh=mesh, timeout=60) as pipe:
+        with pytest.raises(PenstockError) as caught:
+            pipe.step(*(torch.cat([v, v]) for v in words(0)))
+        assert pipe.steps == 0
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh"), [("1f1b", MeshShape(2, 2, 1)), ("dualpipe", MeshShape(2, 1, 1))]
+)
+def test_copies_refuse_sparse_gradients_by_name(processes: LocalProcesses, schedule, mesh):
+    for text in (
+        copies_refuse(0, schedule, mesh, False),
+        *processes.run(mesh.ranks, copies_refuse, schedule, mesh, False),
+    ):
+        assert "parameter '0.weight'" in text
+        assert "sparse=False (nn.Embedding)" in text
+
+
+def test_weights_tied_over_ranks_refuse_sparse_gradients_by_name():
+    text = copies_refuse(0, "1f1b", MeshShape(2, 1, 1), True)
+    assert "parameter '0.weight' got a sparse gradient" in text
+
+
+class Spectrum(nn.Module):
+    """A complex weight, and complex values between stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.complex64) @ self.weight
+
+
+def complex_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Spectrum(), Spectrum(), Spectrum())
+
+
+def size_loss(out: Tensor, y: Tensor) -> Tensor:
+    return (out.abs() - y).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("bad", [None, 0, 2])
+def test_complex_gradients_are_checked_in_both_parts(schedule, bad):
+    net, other = complex_model(), complex_model()
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2 * M, WIDTH, generator=generator), torch.randn(2 * M, WIDTH, generator=generator)
+    if bad is not None:
+        net[bad].weight.register_hook(lambda grad: torch.complex(grad.real, grad.imag * float("inf")))
+    with Pipeline(net, size_loss, microbatches=M, ranks=3, schedule=schedule, timeout=30) as pipe:
+        if bad is not None:
+            with pytest.raises(NonFiniteError, match=f"a weight of stage {bad} is NaN or infinite"):
+                pipe.step(x, y)
+            return
+        pipe.step(x, y)
+        for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+            (size_loss(other(a), b) / M).backward()
+        for a, b in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        want = nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+        torch.testing.assert_close(pipe.clip_grad_norm_(0.1), want)
+        for a, b in zip(net.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.complex(grad.real, torch.full_like(grad.imag, float("nan")))
+
+
+class Bad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Back.apply(x)
+
+
+def test_a_complex_gradient_that_a_stage_hands_back_is_checked_in_both_parts():
+    net = nn.Sequential(Spectrum(), nn.Sequential(Bad(), Spectrum()))
+    with (
+        Pipeline(net, size_loss, microbatches=M, ranks=2, timeout=30) as pipe,
+        pytest.raises(NonFiniteError, match="the gradient that stage 1 handed back for microbatch 0"),
+    ):
+        pipe.step(torch.randn(2 * M, WIDTH), torch.randn(2 * M, WIDTH))
+
+
+def test_numbers_that_only_float64_has_are_finite():
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    with Pipeline(
+        net, lambda out, y: (out * 1e60).square().mean(), microbatches=M, ranks=2, timeout=30
+    ) as pipe:
+        result = pipe.step(torch.randn(M, WIDTH, dtype=torch.float64), torch.randn(M, WIDTH))
+        assert result.losses.dtype == torch.float64
+        assert float(result.loss) > 1e100
