@@ -14,6 +14,7 @@ import penstock
 SOURCE = Path(penstock.__file__).parent
 FLOORS = [
     {"errors", "reading", "writing"},
+    {"encoding"},
     {"schedule", "stage", "parallel"},
     {"trace"},
     {"simulate", "runtime"},

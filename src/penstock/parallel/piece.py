@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.encoding import sendable
+
 ONE_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 """What torch's elementwise optimizers keep once for a whole parameter (torch/optim/nadam.py, asgd.py)."""
 
 
+@sendable
 @dataclass(frozen=True)
 class Piece:
     """A run of a parameter's elements, in the order in which memory has them.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
+from penstock.parallel.exchange import gather_values
 
 
 class Handle(Protocol):
@@ -136,12 +137,10 @@ class GroupReducer:
         return result
 
     def share(self, value: object) -> list[Any]:
-        values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            return gather_values(value, self.group)
         except RuntimeError as error:
             raise _failure(error, "share what they have", self.timeout) from error
-        return values
 
     def _begun(self, work: Any, flat: Tensor, what: str) -> Handle:
         if work is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import PeerError, WaitTimeoutError
+from penstock.parallel.exchange import gather_values
 from penstock.runtime.hang import TICK, dump_stacks
 from penstock.runtime.limit import Limit
 from penstock.runtime.transport.roster import Roster
@@ -36,30 +36,18 @@ class Collectives:
         """The values of all processes of a group, by rank; all of them call it.
 
         Args:
-            value: can be pickled.
+            value: as `penstock.encoding.encode` takes it.
             group: None for all processes.
             what: they do, for the error.
             patient: whether to wait for as long as for a first step; some write files before they come.
 
         Raises:
             PeerError, WaitTimeoutError: as `finish`.
+            TypeError: it cannot be sent; nothing has been, then.
         """
-        size = dist.get_world_size(group)
         if "cpu:" not in dist.get_backend_config(group):
-            values: list[Any] = [None] * size
-            dist.all_gather_object(values, value, group=group)
-            return values
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        self.finish(dist.all_gather(lengths, torch.tensor([len(data)]), group, async_op=True), what, patient)
-        longest = max(int(length) for length in lengths)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = data
-        self.finish(dist.all_gather(parts, padded, group, async_op=True), what, patient)
-        return [
-            pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)
-        ]
+            return gather_values(value, group)
+        return gather_values(value, group, lambda work: self.finish(work, what, patient))
 
     def add_up(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
         """Sum a tensor over the processes of a group, in place; all of them call it.

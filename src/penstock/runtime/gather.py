@@ -7,12 +7,15 @@ from time import perf_counter
 
 import torch
 
+from penstock.encoding import sendable
 from penstock.runtime.world import World
 from penstock.trace.clock import Alignment, align
 from penstock.trace.events import Trace
 from penstock.trace.join import join
 
 MEETINGS = 12
+
+sendable(Trace)  # marked here, since `trace` knows no torch, and the encoding does
 
 
 def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Alignment:

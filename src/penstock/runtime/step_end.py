@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.encoding import sendable
 from penstock.errors import BatchError, NonFiniteError, PenstockError, StageError
 from penstock.parallel.local import local, numbers_of
 from penstock.runtime.transport.base import Channel
@@ -26,6 +27,7 @@ TRAINABLE, COUNTED, GRAPH = 1, 2, 4
 """What a rank saw in a step: a parameter that requires gradients, a loss that counts, such a loss with a graph."""
 
 
+@sendable
 class Finding(NamedTuple):
     """Why a step is refused on every rank; the smaller one of two is nearer to where it began.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from penstock.encoding import sendable
 from penstock.errors import BatchError, SplitError, nearest
 from penstock.stage.module import StageModule
 from penstock.stage.runner import Wiring
 
 
+@sendable
 class Names(NamedTuple):
     """What a layer takes and gives.
 

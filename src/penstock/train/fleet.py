@@ -50,7 +50,7 @@ class Fleet:
         """Let every process do something of its own; every process calls it.
 
         Returns:
-            What the jobs returned, by rank, on every process; it must be picklable.
+            What the jobs returned, by rank, on every process; it is such as `penstock.encoding.encode` takes.
 
         Raises:
             PenstockError: on every process, if a job raised one, or an OSError, on any; a `ConfigError` stays one.

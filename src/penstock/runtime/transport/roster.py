@@ -18,6 +18,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
+from penstock.encoding import sendable
 from penstock.errors import PeerError
 from penstock.runtime.status import WORDS, Words, new_words
 
@@ -25,6 +26,7 @@ _BYTES, _TEXT = 4096, 512
 _CLOSED, _LENGTH = WORDS - 1, WORDS - 2
 
 
+@sendable
 class Entry(NamedTuple):
     """One process.
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.encoding import sendable
 from penstock.errors import PeerError, TransportError, WaitTimeoutError
 from penstock.runtime.limit import Limit
 from penstock.runtime.transport.base import Failure
@@ -57,6 +58,7 @@ _LOOKS = 200  # looks before the first sleep, about 50 µs
 _SEGMENT = struct.Struct("<qqq")  # number, file descriptor, bytes
 
 
+@sendable
 class Host(NamedTuple):
     """What tells whether two processes can share memory, and how to reach this one.
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -129,16 +131,49 @@ class Layout:
 
     @staticmethod
     def from_bytes(data: bytes) -> Layout:
-        """From JSON."""
+        """From JSON.
+
+        Raises:
+            TransportError: it names a dtype that there is not, or a module that this process has not loaded: torch would
+                import the module of a defaultdict's factory, or of an Enum.
+        """
         fields = json.loads(data)
+        for name in _modules_in(fields["structure"]):
+            if name not in sys.modules:
+                raise TransportError(
+                    f"a value has the module {name!r:.80} in it, which is not loaded here; import it on every rank"
+                )
         return Layout(
             tuple(
-                None if leaf is None else (getattr(torch, leaf[0]), tuple(leaf[1]), leaf[2])
+                None if leaf is None else (_dtype(leaf[0]), tuple(leaf[1]), leaf[2])
                 for leaf in fields["leaves"]
             ),
             tuple(fields["plain"]),
             None if fields["structure"] is None else load_structure(fields["structure"]),
         )
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise TransportError(f"a value has the dtype {name!r:.80}, which torch does not know here")
+    return found
+
+
+def _modules_in(structure: Any) -> Iterator[str]:
+    """The modules that a structure names; what belongs to a container is JSON text within the JSON text."""
+    if isinstance(structure, str) and structure[:1] in ("[", "{"):
+        try:
+            structure = json.loads(structure)
+        except ValueError:
+            return
+    if isinstance(structure, dict):
+        factory, enum = structure.get("default_factory_module"), structure.get("fqn")
+        yield from (str(name).partition(":")[0] for name in (factory, enum) if name is not None)
+        structure = list(structure.values())
+    if isinstance(structure, list):
+        for part in structure:
+            yield from _modules_in(part)
 
 
 def layout_of(parcel: Parcel) -> Layout:

@@ -13,6 +13,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from penstock.encoding import sendable
 from penstock.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -27,6 +28,7 @@ _FILE_NAME = re.compile(r"[a-z]+-\d{5,}-of-\d{5,}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+@sendable
 @dataclass(frozen=True)
 class StoredFile:
     """A file of tensors.
@@ -40,6 +42,7 @@ class StoredFile:
     sha256: str
 
 
+@sendable
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file, by the same name there.
@@ -55,6 +58,7 @@ class StoredTensor:
     dtype: str
 
 
+@sendable
 @dataclass(frozen=True)
 class Manifest:
     """All that a checkpoint is but the tensors' numbers.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import distributed as dist
 
 from penstock.errors import PenstockError
+from penstock.parallel.exchange import gather_values
 
 T = TypeVar("T")
 
@@ -62,12 +63,10 @@ class Together:
         return [value for value, _ in answers]
 
     def _exchange(self, value: Any) -> list[Any]:
-        answers: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(answers, value, group=self._group)
+            return gather_values(value, self._group)
         except RuntimeError as error:
             raise PenstockError(f"another process of the run did not answer: {error}") from error
-        return answers
 
     def close(self) -> None:
         """Leave the group; may be called twice."""
