@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -176,13 +177,77 @@ def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(
     assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("extra", [{"loss": "low"}, {"skipped_in_a_row": -1}])
+def grown(text: Path) -> str:
+    (text / "more.txt").write_text("def value\n" * 20)
+    return "the (training|held-out) file 'more.txt' is new"
+
+
+def rewritten(text: Path) -> str:
+    path = text / "file_3.txt"
+    path.write_text(path.read_text().replace("return", "RETURN"))
+    return "the (training|held-out) file 'file_3.txt' has other tokens"
+
+
+def shortened(text: Path) -> str:
+    path = text / "file_4.txt"
+    path.write_bytes(path.read_bytes()[:-1])
+    return r"the (training|held-out) file 'file_4.txt' had \d+ tokens and has \d+"
+
+
+@pytest.mark.parametrize("change", [grown, rewritten, shortened])
+def test_other_data_is_refused_by_name_or_accepted_once(tmp_path: Path, straight: Path, change):
+    said = change(tmp_path / "text")
+    before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=rf"the data is not what .*step-00000006 was made with: .*{said}"):
+        run(config_of(tmp_path, tmp_path / "text", "straight", 8, str(straight)))
+    assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == before
+    accepted = {"data": {"changed": "accept"}}
+    told = run(config_of(tmp_path, tmp_path / "text", "straight", 8, str(straight), **accepted))
+    assert any(
+        re.match(rf"data accepted that .*step-00000006 was not made with: .*{said}", line) for line in told
+    )
+    assert tomllib.loads((straight / "config.toml").read_text())["data"]["changed"] == "refuse"
+    # From there on it is the run's data.
+    told = run(config_of(tmp_path, tmp_path / "text", "straight", 10, str(straight)))
+    assert not any("was not made with" in line for line in told)
+
+
+def test_a_checkpoint_that_does_not_know_its_data_is_gone_on_from_with_a_word(tmp_path: Path, straight: Path):
+    path = steps_in(straight / "checkpoints")[0][1]
+    manifest = read_manifest(path)
+    extra = {key: value for key, value in manifest.values["extra"].items() if key != "data"}
+    (path / MANIFEST).write_bytes(dump(replace(manifest, values={**manifest.values, "extra": extra})))
+    said = run(config_of(tmp_path, tmp_path / "text", "straight", 8, str(straight)))
+    assert f"{path} has no digest of its data; whether it is the same now is not known" in said
+
+
+def with_other_data_on_rank_1(rank: int, config: Config, other: Path) -> str:
+    torch.set_num_threads(1)
+    if rank == 1:
+        config = replace(config, data=replace(config.data, path=str(other)))
+    with pytest.raises(DataError) as info:
+        run(config)
+    return str(info.value)
+
+
+def test_processes_that_read_other_data_are_refused(tmp_path: Path, processes: LocalProcesses):
+    text = text_folder(tmp_path)
+    (tmp_path / "copy").mkdir()
+    other = text_folder(tmp_path / "copy")
+    rewritten(other)
+    told = processes.run(2, with_other_data_on_rank_1, config_of(tmp_path, text, "two", 2), other)
+    assert told[0] == told[1]
+    assert "the processes do not read the same data: rank 0 has 10 files with" in told[0]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("extra", [{"loss": "low"}, {"skipped_in_a_row": -1}, {"data": {}}])
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, straight: Path, extra):
     path = steps_in(straight / "checkpoints")[0][1]
     manifest = read_manifest(path)
     values = {**manifest.values, "extra": {**manifest.values["extra"], **extra}}
     (path / MANIFEST).write_bytes(dump(replace(manifest, values=values)))
-    with pytest.raises(DataError, match="is of no run of penstock train"):
+    with pytest.raises(DataError, match=r"is of no run of penstock train|does not say which data it is of"):
         run(config_of(tmp_path, tmp_path / "text", "straight", 8, str(straight)))
 
 

@@ -46,6 +46,8 @@ KNOWN_LOGGERS = Allowed(
     lambda v: set(logger_names(v)) <= set(LOGGERS), f"names out of {', '.join(LOGGERS)}, with commas between"
 )
 ORDER = Allowed(is_order, "pp, dp and tp once each with commas between, outermost first")
+REFUSE, ACCEPT = "refuse", "accept"
+CHANGED = Allowed(lambda v: v in (REFUSE, ACCEPT), f"{REFUSE} or {ACCEPT}")
 FOLDER_NAME = Allowed(lambda v: v == "" or Path(v).name == v, "a plain name without a path")
 
 
@@ -93,12 +95,15 @@ class DataConfig:
         pattern: which files of a folder, at any depth.
         held_out: share of the *files* never trained on; of the one file's end where there is only one.
         sequence: tokens a sample.
+        changed: what to do if a run that is resumed finds other data than its checkpoint was made with: ``refuse``, or
+            ``accept`` and say so.
     """
 
     path: str = _key("")
     pattern: str = _key("*")
     held_out: float = _key(0.05, FRACTION)
     sequence: int = _key(128, COUNT)
+    changed: str = _key(REFUSE, CHANGED)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class Corpus:
     Args:
         tokens_of: from a file to its tokens, one dimension of integers; by default where they lie.
         end: the end token.
+        root: the folder that the files' names are told within.
 
     Attributes:
         documents: in order.
@@ -63,16 +64,27 @@ class Corpus:
     """
 
     def __init__(
-        self, documents: Sequence[Document], tokens_of: TokensOf | None = None, end: int = END
+        self,
+        documents: Sequence[Document],
+        tokens_of: TokensOf | None = None,
+        end: int = END,
+        root: Path | None = None,
     ) -> None:
         self.documents = tuple(documents)
         self._tokens_of = tokens_of or token_files()
         self._end = end
+        self._root = root
         self.offsets = np.zeros(len(self.documents) + 1, np.int64)
         np.cumsum([len(document) for document in self.documents], out=self.offsets[1:])
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
+
+    def name_of(self, document: Document) -> str:
+        """A document's file, within the folder where there is one; bytes that are no UTF-8 are written as ``\\xNN``."""
+        path = document.path
+        name = path.name if self._root in (None, path) else path.relative_to(self._root or "").as_posix()
+        return os.fsencode(name).decode("utf-8", "backslashreplace")
 
     def read(self, start: int, length: int) -> Tokens:
         """Tokens start..start+length-1, int64 of shape (length,).
@@ -134,7 +146,7 @@ def open_corpora(config: DataConfig, words: Words | None = None) -> tuple[Corpus
         raise DataError(f"every file in {root} is empty; data.path must name text or .npy token files")
 
     def corpus(chosen: Iterable[Document]) -> Corpus:
-        return Corpus(list(chosen), tokens_of, END if end is None else end)
+        return Corpus(list(chosen), tokens_of, END if end is None else end, root)
 
     if len(documents) == 1:
         training, held_out = _divide_one(documents[0], config.held_out)

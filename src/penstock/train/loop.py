@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.errors import DataError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.world import current_world
 from penstock.trace.folder import drop_after
@@ -110,11 +111,12 @@ def train(
         # one wait for one another longer than they compute.
         torch.set_num_threads(threads)
         fleet = Fleet.of(pipe)
+        _require_one_data(fleet, text)
         path = Path(fleet.decide(lambda: str(_create(path, config, held if lock else None))))
         optimizer = build_optimizer(pipe, config.optim, config.train.steps, config.parallel.zero)
         with (
             make_reporter(config.train.steps, fleet.leads) as reporter,
-            Keeper(path, config, pipe, optimizer, fleet, reporter) as keeper,
+            Keeper(path, config, text.digest, pipe, optimizer, fleet, reporter) as keeper,
         ):
             if fleet.leads:
                 reporter.say(_opening(config, language, path, device, text))
@@ -142,6 +144,17 @@ def train(
                 _save(language, pipe, path, fleet)
                 pipe.close()
                 return _finish(run, path, result) if fleet.leads else None
+
+
+def _require_one_data(fleet: Fleet, text: Text) -> None:
+    """Refuse, on every process, files that are not the same for all: copies on several hosts that differ, for instance."""
+    told = fleet.each(lambda: text.digest.short)
+    other = next((rank for rank, one in enumerate(told) if one != told[0]), 0)
+    if other:
+        raise DataError(
+            f"the processes do not read the same data: rank 0 has {told[0]}; rank {other} has {told[other]}. data.path must "
+            "name the same files on every host"
+        )
 
 
 def _create(path: Path, config: Config, held: ExitStack | None) -> Path:

@@ -13,7 +13,8 @@ from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.checkpoint.checkpoints import Checkpoints, Loaded
 from penstock.train.checkpoint.find import FOLDER, is_checkpoint, is_whole, path_of, read_manifest, steps_in
-from penstock.train.config import Config
+from penstock.train.config import ACCEPT, REFUSE, Config
+from penstock.train.data_digest import DataDigest
 from penstock.train.fleet import Fleet
 from penstock.train.metrics import is_finished
 from penstock.train.progress import Reporter
@@ -22,7 +23,7 @@ from penstock.train.run_folder import AUTO, keep_config
 SET_ASIDE = ".set-aside"
 
 _DECIDES = ("seed", "batch")
-"""What of ``[train]`` decides the numbers, beside all of ``[model]``, ``[data]`` and ``[optim]``."""
+"""What of ``[train]`` decides the numbers, beside ``[model]``, ``[data]`` (but for ``changed``) and ``[optim]``."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Keeper:
     Args:
         run: the run's folder.
         config: resolved.
+        data: digest of what is trained on.
         pipe, optimizer: what is trained.
         fleet: the processes.
         reporter: where it is told what could not be saved, and what was refused.
@@ -57,6 +59,7 @@ class Keeper:
         self,
         run: Path,
         config: Config,
+        data: DataDigest,
         pipe: Pipeline,
         optimizer: PipelineOptimizer,
         fleet: Fleet,
@@ -64,6 +67,7 @@ class Keeper:
     ) -> None:
         self._run = run
         self._config = config
+        self._data = data
         self._fleet = fleet
         self._reporter = reporter
         self._checkpoints = Checkpoints(
@@ -84,6 +88,7 @@ class Keeper:
         Raises:
             ConfigError: nothing sound is there, or it is of another model, of other data, of another optimizer; or
                 there is nothing left to do.
+            DataError: it says nothing that a run would say.
         """
         train = self._config.train
         if not train.resume:
@@ -98,6 +103,7 @@ class Keeper:
             self._fleet.decide(lambda: keep_config(self._run, self._config))
             return Standing()
         self._require_same(newest)
+        self._require_same_data(newest)
         for problem in newest.refused:
             self._reporter.say(f"refused: {problem}")
         self._reporter.say(f"going on from {newest.path}")
@@ -129,12 +135,33 @@ class Keeper:
             f"{section}.{key} was {_words(before, section, key)} and is {value!r}"
             for section in ("model", "data", "optim", "train")
             for key, value in now[section].items()
-            if (section != "train" or key in _DECIDES) and _words(before, section, key) != repr(value)
+            if _decides(section, key) and _words(before, section, key) != repr(value)
         ]
         if changed:
             raise ConfigError(
                 f"{loaded.path} is of another run: {'; '.join(changed)}. Go on with what it had, or start a new run"
             )
+
+    def _require_same_data(self, loaded: Loaded) -> None:
+        """Refuse other data than the checkpoint was made with, or say that it is accepted."""
+        if "data" not in loaded.extra:
+            self._reporter.say(
+                f"{loaded.path} has no digest of its data; whether it is the same now is not known"
+            )
+            return
+        try:
+            before = DataDigest.from_values(loaded.extra["data"])
+        except DataError as error:
+            raise DataError(f"{loaded.path} does not say which data it is of: {error}") from error
+        changes = self._data.changes(before)
+        if not changes:
+            return
+        if self._config.data.changed == REFUSE:
+            raise ConfigError(
+                f"the data is not what {loaded.path} was made with: {'; '.join(changes)}. Put the data back; or go on with "
+                f"what is there now with  --set data.changed={ACCEPT} : the run is another one from here on"
+            )
+        self._reporter.say(f"data accepted that {loaded.path} was not made with: {'; '.join(changes)}")
 
     def after_step(self, standing: Standing) -> None:
         """After every step: save, if it is time to; what could not be written is told, and the run goes on."""
@@ -169,7 +196,7 @@ class Keeper:
         return f"go on with  penstock train --resume {self._run}"
 
     def _save(self, standing: Standing) -> None:
-        extra: dict[str, Any] = {"skipped_in_a_row": standing.skipped_in_a_row}
+        extra: dict[str, Any] = {"skipped_in_a_row": standing.skipped_in_a_row, "data": self._data.values()}
         if math.isfinite(standing.loss):
             extra["loss"] = standing.loss
         self._checkpoints.save(extra)
@@ -192,6 +219,10 @@ class Keeper:
             self._wait()
         finally:
             self._checkpoints.close()
+
+
+def _decides(section: str, key: str) -> bool:
+    return key in _DECIDES if section == "train" else (section, key) != ("data", "changed")
 
 
 def _words(config: dict[str, Any], section: str, key: str) -> str:

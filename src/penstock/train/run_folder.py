@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.train import config_file
 from penstock.train.checkpoint.find import FOLDER, is_checkpoint
-from penstock.train.config import Config, TrainConfig
+from penstock.train.config import REFUSE, Config, TrainConfig
 from penstock.train.run_lock import LOCK
 from penstock.writing import write_text
 
@@ -77,6 +77,6 @@ def _holds_only_a_lock(path: Path) -> bool:
 
 
 def keep_config(path: Path, config: Config) -> None:
-    """Write the resolved config into the run's folder."""
-    kept = replace(config, train=replace(config.train, resume=""))
+    """Write the resolved config into the run's folder, without what is said for one start only."""
+    kept = replace(config, train=replace(config.train, resume=""), data=replace(config.data, changed=REFUSE))
     write_text(path / "config.toml", config_file.dump(kept))

@@ -14,15 +14,23 @@ from penstock.train.codec import BYTES, Bytes
 from penstock.train.config import Config
 from penstock.train.corpus import Corpus, open_corpora
 from penstock.train.data import check_tokens, held_out_positions, train_batch, windows
+from penstock.train.data_digest import DataDigest
 from penstock.train.language import Language, require_readable, words
 
 
 @dataclass(frozen=True)
 class Text:
-    """The data of a run: the training corpus, and the held-out batches, (x, y) of shape (batch, sequence) each."""
+    """The data of a run.
+
+    Attributes:
+        training: the training corpus.
+        held_out: the held-out batches, (x, y) of shape (batch, sequence) each.
+        digest: of both corpora.
+    """
 
     training: Corpus
     held_out: tuple[tuple[Tensor, Tensor], ...]
+    digest: DataDigest
 
 
 def open_text(config: Config, language: Language) -> Text:
@@ -40,7 +48,8 @@ def open_text(config: Config, language: Language) -> Text:
     x, y = windows(held_out, places, data.sequence, language.vocabulary)
     if language.target_is_input:
         y = x
-    text = Text(training, tuple(zip(torch.split(x, size), torch.split(y, size), strict=True)))
+    batches = tuple(zip(torch.split(x, size), torch.split(y, size), strict=True))
+    text = Text(training, batches, DataDigest.of(training, held_out))
     batch_of(text, config, language, 0)
     return text
 
