@@ -24,6 +24,11 @@ class Footprint:
         if key not in self._own:
             self._seen[key] = _storage(tensor).nbytes()
 
+    def replace(self, copy: Tensor, original: Tensor) -> None:
+        """Count a tensor's storage instead of its copy's, if that was counted."""
+        if self._seen.pop(_key(copy), None) is not None:
+            self.add(original)
+
     @property
     def bytes(self) -> int:
         return sum(self._seen.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 from penstock.errors import PenstockError
+from penstock.stage.inplace import InPlace
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, Draw, enter
 from penstock.stage.random_state import RandomState
@@ -132,6 +133,7 @@ class Runner:
 
     Attributes:
         step, first_microbatch: as `begin` was told.
+        in_place: which layers write into what they are given.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Runner:
         self.wiring = wiring
         self.step = 0
         self.first_microbatch = 0
+        self.in_place = InPlace()
         self._quiet: set[str] = set()
         self._shared: set[int] = set()
         self._device_type = "cpu"
@@ -162,30 +165,15 @@ class Runner:
 
     def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, tuple[Tensor, ...]]:
         """The parcels put together for a segment; returns the value and its leaves that now collect a gradient."""
-        value, collecting = unpack(inputs[0])
+        hand = self.in_place.handing(segment, self.module.training, inputs)
+        value, collecting = unpack(inputs[0], hand)
         state = value if isinstance(value, Carried) else Carried(value, {}, {})
         for parcel in inputs[1:]:
-            named, more = unpack(parcel)
+            named, more = unpack(parcel, hand)
             assert isinstance(named, dict)
             state = Carried(state.value, state.named | named, state.losses)
             collecting += more
-        # Autograd lets nobody write into a leaf, and what is to be run again must stay: who begins so gets a copy.
-        if (
-            self._begins_in_place[segment.start]
-            and isinstance(state.value, Tensor)
-            and (state.value.requires_grad or segment.recompute)
-        ):
-            state = state._replace(value=state.value.clone())
         return state, collecting
-
-    @cached_property
-    def _begins_in_place(self) -> list[bool]:
-        """By layer, whether its first innermost module writes into its input."""
-        first = [
-            next((m for m in layer.modules() if next(m.children(), None) is None), None)
-            for layer in self.module.layers
-        ]
-        return [bool(getattr(module, "inplace", False)) for module in first]
 
     def advance(
         self, segment: Segment, microbatch: int, state: Carried, ends: Ends | None, queue: Queue | None
@@ -208,8 +196,12 @@ class Runner:
             else:
                 with self._autocast(), deferring(queue, self._shared) if queue else nullcontext():
                     value = self.module.run(state.value, context, segment.start, segment.stop)
+        except RuntimeError as error:
+            self.in_place.failed(error)
+            raise
         finally:
             enter(before)
+        self.in_place.ran()
         if segment.stop < len(self.module.layers):
             parcel, roots = pack(Carried(value, context.named, context.losses))
             return Advanced((parcel,), roots, None)

@@ -207,7 +207,9 @@ class Stage:
             else:
                 if queue is not None:
                     queue.note = footprint.add
+                self._runner.in_place.footprint = footprint
                 found = footprint.run(keep)
+                self._runner.in_place.footprint = None
                 if queue is not None:
                     queue.note = None
                 footprint.of(collecting)

@@ -6,7 +6,7 @@ one place that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -65,14 +65,27 @@ def pack(value: object) -> tuple[Parcel, tuple[Tensor, ...]]:
     )
 
 
-def unpack(parcel: Parcel) -> tuple[object, tuple[Tensor, ...]]:
-    """Put a parcel together; returns the value and its leaves that now collect a gradient."""
+def unpack(
+    parcel: Parcel, hand: Callable[[Tensor], Tensor] | None = None
+) -> tuple[object, tuple[Tensor, ...]]:
+    """Put a parcel together.
+
+    Args:
+        parcel: what it is made of.
+        hand: makes of each tensor the one that the value has; by default it is the parcel's own.
+
+    Returns:
+        The value, and the parcel's tensors that now collect a gradient.
+    """
+    leaves = parcel.leaves
     collecting = tuple(
-        leaf.requires_grad_() for leaf, needed in zip(parcel.leaves, parcel.needs_grad, strict=True) if needed
+        leaf.requires_grad_() for leaf, needed in zip(leaves, parcel.needs_grad, strict=True) if needed
     )
+    if hand is not None:
+        leaves = tuple(hand(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     if parcel.structure is None:
-        return parcel.leaves[0], collecting
-    return _pytree.tree_unflatten(list(parcel.leaves), parcel.structure), collecting
+        return leaves[0], collecting
+    return _pytree.tree_unflatten(list(leaves), parcel.structure), collecting
 
 
 def flatten(value: object) -> tuple[tuple[Any, ...], Any]:

@@ -1,0 +1,110 @@
+"""Layers that write into what they are given: which do is seen on the first microbatch, and those get copies.
+
+A stage's inputs are leaves, into which autograd lets nobody write; what is recomputed must find its inputs as they were;
+and two stages may have been handed the same memory. So the first microbatch of each run of layers gets copies, whose
+version counters tell afterwards whether anything was written. Layers that write get copies from then on, all others the
+inputs themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.stage.footprint import Footprint
+from penstock.stage.recompute import Segment
+from penstock.stage.values import Parcel
+
+_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"  # autograd's words
+
+
+class InPlace:
+    """What a stage knows of its segments.
+
+    Attributes:
+        footprint: counts what the forward that runs now keeps; None if nothing does.
+    """
+
+    def __init__(self) -> None:
+        self.footprint: Footprint | None = None
+        self._writes: dict[tuple[int, int, bool], bool] = {}
+        self._key = (0, 0, True)
+        self._copies: list[tuple[Tensor, Tensor, int]] | None = None
+        self._unwritten: list[tuple[Tensor, int]] | None = None
+
+    def handing(
+        self, segment: Segment, training: bool, inputs: Iterable[Parcel]
+    ) -> Callable[[Tensor], Tensor] | None:
+        """How to hand a segment its inputs: through a function that copies them, or, if None, as they are."""
+        self._key = key = (segment.start, segment.stop, training)
+        self._copies = self._unwritten = self.footprint = None
+        writes = self._writes.get(key)
+        if writes is None:
+            self._copies = []
+            return self._watched
+        if writes:
+            return own
+        if segment.recompute and torch.is_grad_enabled():
+            leaves = [leaf for parcel in inputs for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+            self._unwritten = [(leaf, _version(leaf)) for leaf in leaves]
+        return None
+
+    def ran(self) -> None:
+        """The segment has run.
+
+        Raises:
+            PenstockError: it wrote into what it will be given again, which it had not done before.
+        """
+        if self._unwritten is not None:
+            if any(_version(leaf) != version for leaf, version in self._unwritten):
+                self._writes[self._key] = True
+                raise PenstockError(
+                    "a recomputed layer wrote in place into what it was given, which it had not done for the first "
+                    "microbatch, so its second forward would see other numbers; write x = x + 1 instead of x.add_(1), or "
+                    "begin with x = x.clone()"
+                )
+            self._unwritten = None
+        elif self._copies is not None:
+            copies, self._copies = self._copies, None
+            written = any(_version(copy) != version for copy, _, version in copies)
+            # Within torch.inference_mode nothing counts versions.
+            if not any(copy.is_inference() for copy, _, _ in copies):
+                self._writes[self._key] = written
+            if self.footprint is not None and not written:
+                for copy, original, _ in copies:
+                    self.footprint.replace(copy, original)
+
+    def failed(self, error: RuntimeError) -> None:
+        """The segment raised; if it wrote into a leaf, say why, and hand it copies from now on."""
+        self._copies = self._unwritten = None
+        if _LEAF in str(error):
+            self._writes[self._key] = True
+            error.add_note(
+                "If the tensor is what the layer was given: it was not written to in the first microbatch, so it was not "
+                "copied; write x = x + 1 instead of x.add_(1), or begin with x = x.clone()"
+            )
+
+    def _watched(self, tensor: Tensor) -> Tensor:
+        copy = own(tensor)
+        assert self._copies is not None
+        self._copies.append((copy, tensor, _version(copy)))
+        return copy
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, on which the kernels that a layer runs depend; its gradient is the tensor's."""
+    copy = tensor.clone()
+    if tensor.layout is not torch.strided or tensor.is_nested or copy.stride() == tensor.stride():
+        return copy
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor  # expanded, which nobody can write to as a whole
+    with torch.no_grad():
+        place = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return place.copy_(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
