@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.reading import read_bytes, require_regular
+from penstock.reading import parse_json, read_bytes, require_regular
 
 
 def test_a_file_within_its_bound_is_read(tmp_path: Path):
@@ -49,3 +49,11 @@ def test_what_another_command_writes_can_be_read():
         file.write(b"F = 1")
         file.close()
         assert read_bytes(f"/dev/fd/{reader}", 100, pipes=True) == b"F = 1"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, b"\xff", "1" * 5000, "nothing"], ids=lambda t: str(t)[:9]
+)
+def test_json_has_one_kind_of_error(text: str | bytes):
+    with pytest.raises(ValueError):  # noqa: PT011  # whose words are json's own
+        parse_json(text)

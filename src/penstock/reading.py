@@ -6,10 +6,12 @@ Everything here raises what the operating system would, so that a reader has one
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
 from tokenize import TokenError
+from typing import Any
 
 MEGABYTE = 1 << 20
 
@@ -48,6 +50,18 @@ def open_regular(path: str | Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON, with one kind of error for whatever is wrong with it.
+
+    Raises:
+        ValueError: it is no JSON, or lists and objects are nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its lists and objects are nested too deeply") from error
 
 
 def read_bytes(path: str | Path, most: int, *, pipes: bool = False) -> bytes:

@@ -16,8 +16,23 @@ from penstock.cli import main
         (["checkpoint", "verify", "step-00000001"], 1),  # it is empty
         (["checkpoint", "list", "nothing"], 2),
         (["checkpoint", "nothing"], 2),
+        (["checkpoint", "list", "n" * 5000], 2),
+        (["checkpoint", "convert", "step-00000001", "n" * 5000, "--stages", "2"], 2),
+        (["sample", "n" * 5000], 2),
+        (["trace", "n" * 5000], 2),
+        (["simulate", "1f1b", "-p", "2", "-m", "2", "--costs", "n" * 5000], 2),
+        (["simulate", "zb-auto", "-p", "2", "-m", "2", "--option", "costs=" + "[" * 100_000], 2),
     ],
-    ids=["a command's own", "bad input", "bad usage"],
+    ids=[
+        "a command's own",
+        "bad input",
+        "bad usage",
+        *(
+            f"a path of 5,000 characters to {command}"
+            for command in ("list", "convert", "sample", "trace", "simulate")
+        ),
+        "an option nested too deeply",
+    ],
 )
 def test_what_went_wrong_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words, code):
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,9 @@ from penstock.cli import group, main
 from tests.runtime.test_launch_environment import SRUN, free_port
 from tests.train.tiny import text_folder
 
+LONG = "n" * 5000
+"""No file system takes such a name, and asks about it with an error of its own."""
+
 TINY = [
     "model.width=16",
     "model.layers=2",
@@ -72,6 +75,18 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["absent.toml"], "cannot read the config absent.toml"),
         (["--set", "data.path=/nowhere"], "there is no file or folder /nowhere"),
         (["one.toml", "two.toml"], "one config at most"),
+        (["--set", "train.name=.."], "train.name must be a plain name without a path"),
+        (["--set", "train.name=..", "--resume"], "train.name must be a plain name without a path"),
+        (["--set", "train.name=.", "--resume"], "train.name must be a plain name without a path"),
+        (["--set", "train.name=a/b", "--resume"], "train.name must be a plain name without a path"),
+        (["--set", r"train.name=a\b"], "train.name must be a plain name without a path"),
+        (["--set", f"train.name={LONG}"], "of at most 255 bytes, not 'nnn"),
+        (["--set", f"train.name={LONG}", "--resume"], "of at most 255 bytes, not 'nnn"),
+        (["--set", f"data.path={LONG}"], "there is no file or folder nnn"),
+        (["--set", f"model.path={LONG}"], "there is no local folder 'nnn"),
+        (["--set", f"model.config={LONG}"], "there is no file nnn"),
+        (["--set", f"train.resume={LONG}"], "which is neither the folder of a run"),
+        (["--resume", LONG], "is neither the folder of a run nor a checkpoint in one"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

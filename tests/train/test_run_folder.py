@@ -9,8 +9,9 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.train.config import Config, TrainConfig
 from penstock.train.config_file import load
-from penstock.train.metrics import Metrics
+from penstock.train.metrics import Metrics, go_back, is_finished
 from penstock.train.run_folder import choose, create
+from penstock.train.run_lock import LOCK
 
 
 def test_choosing_writes_nothing(tmp_path: Path):
@@ -28,6 +29,15 @@ def test_an_existing_folder_is_refused(tmp_path: Path):
         choose(TrainConfig(folder=str(tmp_path), name="a"))
     with pytest.raises(ConfigError, match=r"cannot make the run folder .*a: File exists"):
         create(tmp_path / "a", Config())
+
+
+def test_a_folder_with_a_lock_alone_is_that_of_a_run_that_has_not_begun(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / LOCK).touch()
+    assert choose(TrainConfig(folder=str(tmp_path), name="a")) == tmp_path / "a"
+    create(tmp_path / "a", Config())
+    with pytest.raises(ConfigError, match="already exists"):
+        choose(TrainConfig(folder=str(tmp_path), name="a"))
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
@@ -50,6 +60,27 @@ def test_metrics_are_on_disk_line_by_line(tmp_path: Path):
         ]
         metrics.write("final", step=2, bigram_bits=None)
     assert len(path.read_text().splitlines()) == 2
+
+
+def test_going_back_drops_lines_that_are_no_metrics(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"kind": "train", "step": 1}\n'
+    deep = b"[" * 100_000 + b"\n"
+    path.write_bytes(
+        b"".join(
+            [
+                good,
+                deep,
+                b'{"kind": "train", "step": "two"}\n',
+                b'{"kind": "train", "step": 3}\n',
+                b"[]\n",
+                deep,
+            ]
+        )
+    )
+    assert not is_finished(tmp_path)
+    go_back(tmp_path, 2)
+    assert path.read_bytes() == good
 
 
 def test_ranks_that_do_not_lead_write_no_metrics(tmp_path: Path):

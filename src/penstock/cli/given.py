@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
+from penstock.reading import parse_json
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
@@ -66,7 +66,7 @@ def named_values(options: Iterable[str]) -> dict[str, object]:
         if not equals or not name:
             raise ConfigError(f"--option is NAME=VALUE, as in group_size=4, not {option!r}")
         try:
-            found[name] = json.loads(text)
+            found[name] = parse_json(text)
         except ValueError:
             found[name] = text
     return found

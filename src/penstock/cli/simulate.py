@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,7 +236,7 @@ def _priced(costs: str, latency: str | None, placement: Placement) -> Costs:
         f, b, w = (number for number in numbers if number is not None)
         link = Link(pause or 0)
         return Costs.of(placement, f, b, w, communication=Communication(same_node=link, other_node=link))
-    if not Path(costs).exists():
+    if not os.path.exists(costs):
         raise ConfigError(f"--costs is three numbers, as in 1,1,1, or a file; {costs!r} is neither")
     return read_costs(costs, placement, pause)
 

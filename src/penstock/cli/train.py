@@ -149,7 +149,7 @@ def _config_file(files: list[str], resume: str | None) -> Path | None:
         return Path(files[0]) if files else None
     given = Path(str(resume)).expanduser()
     run = next(
-        (folder for folder in (given, given.parent.parent) if (folder / "config.toml").is_file()), None
+        (folder for folder in (given, given.parent.parent) if os.path.isfile(folder / "config.toml")), None
     )
     if run is None:
         raise click.UsageError(f"{given} is neither the folder of a run nor a checkpoint in one")

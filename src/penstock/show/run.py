@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, DataError
-from penstock.reading import MEGABYTE, read_bytes
+from penstock.reading import MEGABYTE, parse_json, read_bytes
 from penstock.show.report import write
 from penstock.trace.events import Trace
 from penstock.trace.folder import read_file, read_folder
@@ -56,10 +56,10 @@ def read_run(path: str | Path) -> Run:
         DataError: there is no trace in it that can be read.
     """
     path = Path(path)
-    if path.is_file():
+    if os.path.isfile(path):
         trace, lacks = read_file(path)
         return Run(path.name, {0: trace}, "", (), lacks)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise DataError(f"{path} is neither a run's folder nor a trace file")
     found = read_folder(path)
     problems = list(found.problems)
@@ -97,8 +97,8 @@ def _metrics(path: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             row = None
         if isinstance(row, dict):
             rows.append(row)

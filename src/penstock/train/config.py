@@ -9,7 +9,6 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, nearest
@@ -48,7 +47,16 @@ KNOWN_LOGGERS = Allowed(
 ORDER = Allowed(is_order, "pp, dp and tp once each with commas between, outermost first")
 REFUSE, ACCEPT = "refuse", "accept"
 CHANGED = Allowed(lambda v: v in (REFUSE, ACCEPT), f"{REFUSE} or {ACCEPT}")
-FOLDER_NAME = Allowed(lambda v: v == "" or Path(v).name == v, "a plain name without a path")
+_LONGEST_NAME = 255  # bytes that a file system takes
+
+
+def _is_name(text: str) -> bool:
+    if text in (".", "..") or len(text.encode("utf-8", "replace")) > _LONGEST_NAME:
+        return False
+    return text.isprintable() and not set(text) & {"/", "\\"}
+
+
+FOLDER_NAME = Allowed(_is_name, f"a plain name without a path, of at most {_LONGEST_NAME} bytes")
 
 
 def _key(default: object, allowed: Allowed | None = None) -> Any:
@@ -296,6 +304,7 @@ def _section(name: str, kind: type, table: dict[str, Any]) -> Any:
     return kind(**values)
 
 
+_SHOWN = 200
 _WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes", "bool": "true or false"}
 
 
@@ -303,15 +312,23 @@ def _value(name: str, part: dataclasses.Field[Any], value: Any) -> Any:
     wanted = str(part.type).removesuffix(" | None")
     given = type(value).__name__
     if given != wanted and not (wanted == "float" and given == "int"):
-        raise ConfigError(f"{name} must be {_WORDS[wanted]}, not {value!r}")
+        raise ConfigError(f"{name} must be {_WORDS[wanted]}, not {_brief(value)}")
     if wanted == "float" and not abs(value) <= sys.float_info.max:
-        raise ConfigError(f"{name} must be a finite number, not {value}")
+        raise ConfigError(f"{name} must be a finite number, not {_brief(value)}")
     if wanted == "str" and not _is_plain(value):
-        raise ConfigError(f"{name} must be text without NUL and without broken characters, not {value!r}")
+        raise ConfigError(
+            f"{name} must be text without NUL and without broken characters, not {_brief(value)}"
+        )
     allowed: Allowed | None = part.metadata["allowed"]
     if allowed is not None and not allowed.holds(value):
-        raise ConfigError(f"{name} must be {allowed.words}, not {value!r}")
+        raise ConfigError(f"{name} must be {allowed.words}, not {_brief(value)}")
     return float(value) if wanted == "float" else value
+
+
+def _brief(value: object) -> str:
+    """A value as it was given; of a long one its ends."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 2 :]}"
 
 
 def _is_plain(text: str) -> bool:

@@ -175,9 +175,9 @@ def _name_hash(name: Path) -> bytes:
 
 def _files_below(root: Path, pattern: str) -> list[Path]:
     """The file `root` itself, or the files below it that match, sorted by name; hidden ones are passed over."""
-    if root.is_file():
+    if os.path.isfile(root):
         return [root]
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise DataError(f"there is no file or folder {root}; data.path must name one")
     shown = []
     for folder, folders, names in os.walk(root, onerror=_refuse):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def language_of(config: Config, run: Path | None = None) -> Language:
     from penstock.train.models.transformers.split import from_transformers, local_folder, read_config
 
     source = local_folder(run or model.path) if run or model.path else Path(model.config).expanduser()
-    if not source.exists():
+    if not os.path.exists(source):
         raise ConfigError(f"there is no file {source}; model.config must name a Hugging Face config.json")
     theirs = read_config(source / CONFIG if source.is_dir() else source)
     language = Language(

@@ -7,7 +7,6 @@ is stopped. The processes meet through a file, and nothing listens beyond the lo
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
+from penstock.reading import parse_json
 from penstock.runtime.transport.roster import is_stopped
 from penstock.runtime.world import STORE
 from penstock.train import run_folder
@@ -87,6 +87,8 @@ def supervise(
             started then.
     """
     run = run_folder.choose(config.train)
+    if run.name in ("", ".."):  # the folder it was started in, or the one above
+        run = run.resolve()
     resume = config.train.resume
     config = replace(config, train=replace(config.train, folder=str(run.parent), name=run.name, resume=""))
     ranks = processes_of(config.parallel)
@@ -260,7 +262,7 @@ def _kill(pids: Iterable[int]) -> None:
 def _said(error_file: Path) -> str:
     """What a process has written there of its error; empty if nothing."""
     try:
-        message = json.loads(error_file.read_bytes())["message"]
+        message = parse_json(error_file.read_bytes())["message"]
     except (OSError, ValueError, LookupError, TypeError):
         return ""
     return str(message["message"] if isinstance(message, dict) else message)

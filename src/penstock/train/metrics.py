@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
+from penstock.reading import parse_json
 from penstock.show.picture import draw_picture
 from penstock.trace.events import Trace
 from penstock.train.loggers import Logger
@@ -41,7 +42,7 @@ def is_finished(path: Path) -> bool:
         lines = (path / METRICS).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return False
-    return any(_kind(line) == "final" for line in lines[-1:])
+    return any((_entry(line) or {}).get("kind") == "final" for line in lines[-1:])
 
 
 class Metrics:
@@ -132,14 +133,18 @@ class Metrics:
                 logger.close()
 
 
-def _kind(line: bytes) -> str | None:
-    """Of a whole line of metrics; None for one that is broken or was cut short."""
+def _is_until(line: bytes, step: int) -> bool:
+    entry = _entry(line)
+    if entry is None or entry.get("kind") == "final":
+        return False
+    done = entry.get("step", 0)
+    return isinstance(done, int | float) and done <= step
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """The object of a whole line; None of one that is broken or was cut short."""
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
         return None
-    return str(entry.get("kind")) if line.endswith(b"\n") and isinstance(entry, dict) else None
-
-
-def _is_until(line: bytes, step: int) -> bool:
-    return _kind(line) not in (None, "final") and bool(json.loads(line).get("step", 0) <= step)
+    return entry if line.endswith(b"\n") and isinstance(entry, dict) else None

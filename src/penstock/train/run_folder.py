@@ -44,7 +44,7 @@ def run_of(config: TrainConfig) -> Path:
         return Path(config.folder).expanduser() / config.name
     given = Path(config.resume).expanduser()
     run = given.parent.parent if is_checkpoint(given) else given
-    if not (run / "config.toml").is_file():
+    if not os.path.isfile(run / "config.toml"):
         raise ConfigError(
             f"train.resume is {given}, which is neither the folder of a run (there is no {run / 'config.toml'}) nor a "
             f"checkpoint in one (RUN/{FOLDER}/step-NUMBER)"

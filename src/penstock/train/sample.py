@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def sample_run(folder: Path, wanted: SampleConfig | None = None, seed: int | Non
 
 def read_config(folder: Path) -> Config:
     """The resolved config a run has left in its folder."""
-    if not (folder / "config.toml").is_file():
+    if not os.path.isfile(folder / "config.toml"):
         raise ConfigError(f"{folder} is no run folder: it has no config.toml")
     return config_file.load(folder / "config.toml")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from penstock.errors import DataError, PenstockError
-from penstock.reading import MEGABYTE, read_bytes
+from penstock.reading import MEGABYTE, parse_json, read_bytes
 from penstock.train.tensor_file import TensorFile, write_tensors
 from penstock.writing import replacing, write_text
 
@@ -80,7 +80,7 @@ def load(folder: Path) -> dict[str, Tensor]:
     if (folder / WHOLE).exists():
         return _read(folder / WHOLE)
     try:
-        places = json.loads(read_bytes(folder / INDEX, _MOST))["weight_map"]
+        places = parse_json(read_bytes(folder / INDEX, _MOST))["weight_map"]
         files = sorted({str(name) for name in places.values()})
     except FileNotFoundError as error:
         raise DataError(f"{folder} holds no weights: neither {WHOLE} nor {INDEX}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -37,7 +38,7 @@ def require_new(target: Path) -> None:
     Raises:
         ConfigError: there is something.
     """
-    if target.exists():
+    if os.path.lexists(target):
         raise ConfigError(f"{target} already exists; choose another folder or remove it")
 
 

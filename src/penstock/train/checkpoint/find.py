@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,9 +54,9 @@ def folder_of(run: Path) -> Path:
     Raises:
         ConfigError: it is neither.
     """
-    if (run / FOLDER).is_dir():
+    if os.path.isdir(run / FOLDER):
         return run / FOLDER
-    if run.is_dir() and steps_in(run):
+    if os.path.isdir(run) and steps_in(run):
         return run
     raise ConfigError(f"{run} holds no checkpoints: it has no folder {FOLDER!r}, and no folder step-NUMBER")
 

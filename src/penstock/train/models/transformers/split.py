@@ -63,7 +63,7 @@ def from_transformers(model: object, *, seed: int = 0) -> list[Layer]:
 
     if isinstance(model, str | os.PathLike):
         path = Path(model).expanduser()
-        if not path.is_file():
+        if not os.path.isfile(path):
             return _of_folder(local_folder(model))
         model = read_config(path)
     if isinstance(model, PreTrainedModel):
@@ -84,7 +84,7 @@ def local_folder(given: str | os.PathLike[str]) -> Path:
         ConfigError: it is none on this machine.
     """
     folder = Path(given).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(
             f"there is no local folder {os.fspath(given)!r}; Penstock downloads nothing: fetch a model first, as with "
             "hf download NAME --local-dir FOLDER, and give that folder"
