@@ -25,10 +25,14 @@ class InPlace:
     """What a stage knows of its segments.
 
     Attributes:
+        as_they_are: (start, stop, training) of the segments that get their inputs without more ado.
+        watches: whether the segment that runs now is watched, so that `ran` has to be called.
         footprint: counts what the forward that runs now keeps; None if nothing does.
     """
 
     def __init__(self) -> None:
+        self.as_they_are: set[tuple[int, int, bool]] = set()
+        self.watches = False
         self.footprint: Footprint | None = None
         self._writes: dict[tuple[int, int, bool], bool] = {}
         self._key = (0, 0, True)
@@ -41,13 +45,16 @@ class InPlace:
         """How to hand a segment its inputs: through a function that copies them, or, if None, as they are."""
         self._key = key = (segment.start, segment.stop, training)
         self._copies = self._unwritten = self.footprint = None
+        self.watches = True
         writes = self._writes.get(key)
         if writes is None:
             self._copies = []
             return self._watched
         if writes:
             return own
-        if segment.recompute and torch.is_grad_enabled():
+        if not segment.recompute:
+            self.as_they_are.add(key)
+        elif torch.is_grad_enabled():
             leaves = [leaf for parcel in inputs for leaf in parcel.leaves if isinstance(leaf, Tensor)]
             self._unwritten = [(leaf, _version(leaf)) for leaf in leaves]
         return None
@@ -58,6 +65,7 @@ class InPlace:
         Raises:
             PenstockError: it wrote into what it will be given again, which it had not done before.
         """
+        self.watches = False
         if self._unwritten is not None:
             if any(_version(leaf) != version for leaf, version in self._unwritten):
                 self._writes[self._key] = True
@@ -77,11 +85,13 @@ class InPlace:
                 for copy, original, _ in copies:
                     self.footprint.replace(copy, original)
 
-    def failed(self, error: RuntimeError) -> None:
+    def failed(self, error: BaseException) -> None:
         """The segment raised; if it wrote into a leaf, say why, and hand it copies from now on."""
-        self._copies = self._unwritten = None
-        if _LEAF in str(error):
-            self._writes[self._key] = True
+        self._copies = self._unwritten = self.footprint = None
+        self.watches = False
+        if isinstance(error, RuntimeError) and _LEAF in str(error):
+            self._writes.update(dict.fromkeys(self._writes, True))
+            self.as_they_are.clear()
             error.add_note(
                 "If the tensor is what the layer was given: it was not written to in the first microbatch, so it was not "
                 "copied; write x = x + 1 instead of x.add_(1), or begin with x = x.clone()"

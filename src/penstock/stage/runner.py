@@ -165,7 +165,9 @@ class Runner:
 
     def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, tuple[Tensor, ...]]:
         """The parcels put together for a segment; returns the value and its leaves that now collect a gradient."""
-        hand = self.in_place.handing(segment, self.module.training, inputs)
+        hand, training = None, self.module.training
+        if (segment.start, segment.stop, training) not in self.in_place.as_they_are or segment.recompute:
+            hand = self.in_place.handing(segment, training, inputs)
         value, collecting = unpack(inputs[0], hand)
         state = value if isinstance(value, Carried) else Carried(value, {}, {})
         for parcel in inputs[1:]:
@@ -196,12 +198,13 @@ class Runner:
             else:
                 with self._autocast(), deferring(queue, self._shared) if queue else nullcontext():
                     value = self.module.run(state.value, context, segment.start, segment.stop)
-        except RuntimeError as error:
+        except BaseException as error:
             self.in_place.failed(error)
             raise
         finally:
             enter(before)
-        self.in_place.ran()
+        if self.in_place.watches:
+            self.in_place.ran()
         if segment.stop < len(self.module.layers):
             parcel, roots = pack(Carried(value, context.named, context.losses))
             return Advanced((parcel,), roots, None)
