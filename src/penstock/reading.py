@@ -64,6 +64,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its lists and objects are nested too deeply") from error
 
 
+def is_at(path: str | Path, descriptor: int) -> bool:
+    """Whether an open file or folder is the one that a path names now; a link names itself."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
 def read_bytes(path: str | Path, most: int, *, pipes: bool = False) -> bytes:
     """A whole file.
 

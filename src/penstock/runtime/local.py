@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from penstock.errors import PeerError, PenstockError, WaitTimeoutError
+from penstock.runtime.scratch import Scratch
 
 
 class LocalProcesses:
@@ -31,7 +30,7 @@ class LocalProcesses:
     def __init__(self, count: int, threads: int = 1) -> None:
         self.count = count
         self.threads = threads
-        self._folder = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
+        self._scratch = Scratch()
         self._calls = 0
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -56,7 +55,7 @@ class LocalProcesses:
             raise PenstockError(f"{ranks} ranks asked for, but there are {self.count} worker processes")
         self._start()
         self._calls += 1
-        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        store = str(self._scratch.path / f"store-{self._calls}")
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         running: dict[Connection, int] = {}
@@ -104,7 +103,7 @@ class LocalProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
-        self._folder.cleanup()
+        self._scratch.close()
 
     def _start(self) -> None:
         if self._workers:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -25,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from penstock.reading import parse_json
+from penstock.runtime.scratch import Scratch
 from penstock.runtime.transport.roster import is_stopped
 from penstock.runtime.world import STORE
 from penstock.train import run_folder
@@ -98,7 +98,7 @@ def supervise(
         at_start = newest = _newest(run)
         chosen = Path(resume) if resume and is_checkpoint(Path(resume)) else None
         best = _step_of(chosen) if chosen else newest
-        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
+        scratch = stack.enter_context(Scratch()).path
         interrupts = stack.enter_context(Interrupts(tells=True))
         file = scratch / "run.toml"
         file.write_text(dump(config), "utf-8")

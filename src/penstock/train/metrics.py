@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from penstock.reading import parse_json
+from penstock.runtime.scratch import Scratch
 from penstock.show.picture import draw_picture
 from penstock.trace.events import Trace
 from penstock.train.loggers import Logger
@@ -92,9 +92,9 @@ class Metrics:
             return
         with (
             self._telling("a logger lacks timelines"),
-            tempfile.TemporaryDirectory(prefix="penstock-") as folder,
+            Scratch() as scratch,
         ):
-            path = Path(folder) / "timeline.png"
+            path = scratch.path / "timeline.png"
             draw_picture(trace, path)
             for logger in self._loggers:
                 logger.picture(step, "timeline", path)

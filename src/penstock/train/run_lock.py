@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.reading import is_at
 
 LOCK = "run.lock"
 """Within a run's folder while the run goes on, and within that of its checkpoints while one is written."""
@@ -71,7 +72,7 @@ def _take(folder: Path, wait: float, say: Callable[[str], None]) -> int:
             say(f"cannot lock {path}: {error.strerror}. Make sure that no other run uses this folder")
             return file
         else:
-            if _is_at(path, file):
+            if is_at(path, file):
                 _write_holder(file)
                 return file
             os.close(file)  # the holder before has deleted it
@@ -85,13 +86,6 @@ def _take(folder: Path, wait: float, say: Callable[[str], None]) -> int:
             say(f"the folder {folder} is in use by {holder}; waiting up to {wait:g} s for it to end")
             told = True
         time.sleep(_POLL)
-
-
-def _is_at(path: Path, file: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), os.lstat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _write_holder(file: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from penstock.runtime.doctor.machine import look
 from penstock.runtime.doctor.rounds import Answer, Rounds
 from penstock.runtime.gather import align_clocks
 from penstock.runtime.local import LocalProcesses
+from penstock.runtime.scratch import Scratch
 from penstock.runtime.setup import require_timeout
 from penstock.runtime.world import World, meeting_url
 
@@ -72,9 +72,9 @@ def examine_here(ranks: int, folder: Path | None, timeout: float) -> Report:
         timeout: the longest a check may last, in seconds.
     """
     require_timeout(timeout)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as place, LocalProcesses(ranks) as processes:
+    with Scratch() as scratch, LocalProcesses(ranks) as processes:
         reports = processes.run(
-            ranks, _examine_started, str(Path(place) / "store"), ranks, folder, timeout, timeout=20 * timeout
+            ranks, _examine_started, str(scratch.path / "store"), ranks, folder, timeout, timeout=20 * timeout
         )
     found = reports[0]
     assert isinstance(found, Report)

@@ -98,14 +98,15 @@ class ProcessChannel:
             for peer, (_, capacity) in sorted(outgoing.items()):
                 host = hosts[peer]
                 if host is not None and host.machine == bell.host.machine:
-                    offered[peer] = SharedOutgoing(peer, capacity, limit, bell, host)
+                    # Another container or user may hide its files; then the edge goes through the group.
+                    with contextlib.suppress(OSError):
+                        offered[peer] = SharedOutgoing(peer, capacity, limit, bell, host)
         offers = exchange({peer: edge.offer() for peer, edge in offered.items()})
         rank = hosts.index(bell.host) if bell is not None else -1
         for peer in sorted(incoming):
             host = hosts[peer]
             if bell is not None and host is not None and rank in offers[peer]:
-                # Another container or user may hide its files; then the edge goes through the group.
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # as above
                     self._in[peer] = SharedIncoming(peer, limit, bell, host, offers[peer][rank])
         opened: list[set[int]] = exchange(set(self._in))
         for peer, edge in offered.items():

@@ -4,9 +4,9 @@ An edge is a ring of slots in a memory file. The sender writes a frame (see `wir
 sequence number; the receiver looks for that number. A large payload goes into a memory file of its own, which the
 receiver uses as it is and which is free again when its tensors are gone. So a message is copied once.
 
-A rank that waits looks for a moment, then says so in the ring and sleeps until the other rings its bell (a datagram on a
-local socket), until that process ends, or for a few milliseconds at the most, so that signals are handled and no wait
-is without limit. Memory files have no names: nothing is left behind by a process that is killed.
+A rank that waits looks for a moment, then says so in the ring and sleeps until the other rings its bell (a byte in a pipe),
+until that process ends, or for a few milliseconds at the most, so that signals are handled and no wait is without limit.
+Memory files and pipes have no names, and are opened through ``/proc``: nothing is left behind by a process that is killed.
 
 Publishing the number last is enough on x86-64, whose stores become visible in order; on other machines these edges
 are not used (`supported`).
@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import select
-import socket
+import stat
 import struct
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -65,16 +64,16 @@ class Host(NamedTuple):
     Attributes:
         machine: equal for processes on one machine that see each other's process ids; empty if not supported.
         pid: the process.
-        bell: path of its socket.
+        bell: descriptor of its pipe.
     """
 
     machine: str
     pid: int
-    bell: str
+    bell: int
 
 
 class Bell:
-    """This process's socket, on which others wake it, and the ends of other processes.
+    """This process's pipe, by which others wake it, theirs, and the ends of their processes.
 
     Args:
         roster: says who has ended, on whom everybody may wait at the end of a chain.
@@ -82,19 +81,33 @@ class Bell:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._folder = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        path = str(Path(self._folder.name) / "bell")
-        self._socket.bind(path)
-        self.host = Host(machine(), os.getpid(), path)
+        # The end for writing stays open, too: with none a pipe is always ready to be read.
+        self._own, self._kept = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.host = Host(machine(), os.getpid(), self._own)
+        self._others: dict[Host, int] = {}
         self._ends: dict[int, tuple[int, select.poll]] = {}
         # Looking without sleeping pays only where every rank has a core to itself.
         self.looks = _LOOKS
 
-    def ring(self, path: str) -> None:
-        """Wake another process; one that is awake or gone does not mind."""
-        with contextlib.suppress(BlockingIOError, ConnectionRefusedError, FileNotFoundError):
-            self._socket.sendto(b"1", path)
+    def meet(self, host: Host) -> None:
+        """Open another process's bell, while that process is known to live.
+
+        Raises:
+            OSError: it is hidden from this one, as in another container or by another user.
+        """
+        if host in self._others:
+            return
+        # For reading as well: writing to a pipe that nobody can read, its process being gone, would raise a signal.
+        descriptor = os.open(f"/proc/{host.pid}/fd/{host.bell}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.ENXIO, "it is no bell", f"/proc/{host.pid}/fd/{host.bell}")
+        self._others[host] = descriptor
+
+    def ring(self, host: Host) -> None:
+        """Wake another process that has been met; one that is awake or gone does not mind."""
+        with contextlib.suppress(BlockingIOError):  # it has not heard the last 65,536 yet
+            os.write(self._others[host], b"1")
 
     def wait(
         self,
@@ -135,7 +148,7 @@ class Bell:
             words[sleeps] = 0
             if events:
                 with contextlib.suppress(BlockingIOError):
-                    while self._socket.recv(64):
+                    while os.read(self._own, 4096):
                         pass
             if ready():
                 return
@@ -149,12 +162,15 @@ class Bell:
         return self._roster.guilty() or f"rank {peer} has ended (process id {pid})"
 
     def close(self) -> None:
-        """Release the socket; may be called twice."""
-        for descriptor, _ in self._ends.values():
+        """Close the pipes; may be called twice."""
+        for descriptor in (*(end for end, _ in self._ends.values()), *self._others.values()):
             os.close(descriptor)
         self._ends.clear()
-        self._socket.close()
-        self._folder.cleanup()
+        self._others.clear()
+        if self._own >= 0:
+            os.close(self._own)
+            os.close(self._kept)
+            self._own = self._kept = -1
 
     def _end_of(self, peer: int, pid: int) -> tuple[int, select.poll]:
         if pid not in self._ends:
@@ -163,7 +179,7 @@ class Bell:
             except ProcessLookupError:
                 raise PeerError(self._ended(peer, pid)) from None
             poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
+            poll.register(self._own, select.POLLIN)
             poll.register(descriptor, select.POLLIN)
             self._ends[pid] = descriptor, poll
         return self._ends[pid]
@@ -236,6 +252,7 @@ class SharedOutgoing:
 
     def __init__(self, peer: int, capacity: int, limit: Limit, bell: Bell, host: Host) -> None:
         self.peer, self.limit, self.bell, self.host = peer, limit, bell, host
+        bell.meet(host)
         # One slot more than messages, so that word of a failure always finds one.
         self.ring = _Ring(capacity + 1)
         self._sent = 0
@@ -303,7 +320,7 @@ class SharedOutgoing:
         self._sent += 1
         self.ring.numbers[slot][0] = self._sent
         if self.ring.words[_RECEIVER_SLEEPS]:
-            self.bell.ring(self.host.bell)
+            self.bell.ring(self.host)
 
     def _segment(self, size: int) -> tuple[int, _Segment]:
         for at, segment in enumerate(self._segments):
@@ -318,6 +335,7 @@ class SharedIncoming:
 
     def __init__(self, peer: int, limit: Limit, bell: Bell, host: Host, offer: tuple[int, int]) -> None:
         self.peer, self.limit, self.bell, self.host = peer, limit, bell, host
+        bell.meet(host)
         descriptor, slots = offer
         self.ring = _Ring(slots, f"/proc/{host.pid}/fd/{descriptor}")
         self._taken = 0
@@ -365,4 +383,4 @@ class SharedIncoming:
         self._taken += 1
         self.ring.words[_TAKEN] = self._taken
         if self.ring.words[_SENDER_SLEEPS]:
-            self.bell.ring(self.host.bell)
+            self.bell.ring(self.host)
