@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.runner import LossFunction, Settings
 from penstock.stage.stage import Stage
+
+T = TypeVar("T")
 
 Modules = dict[tuple[int, int], StageModule]
 """(rank, stage) → the stage's module on that rank."""
@@ -85,7 +87,7 @@ class Assembly:
         placement = schedule.placement
         self.ties = Ties([layer for run in runs for layer in run], runs, placement)
         seed = settings.random.seed if settings.random is not None else 0
-        modules = build_modules(runs, placement, local_ranks, device, seed)
+        modules = agreed(world, lambda: build_modules(runs, placement, local_ranks, device, seed))
         self.ties.apply(modules)
         if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
             cut_modules(modules, world, tensor)
@@ -230,16 +232,31 @@ def cut_modules(modules: Modules, world: World, tensor: TensorOptions) -> None:
         ConfigError: a stage on any rank cannot be cut; every rank raises it, so that none waits.
     """
     assert world.mesh is not None
+    axis = world.mesh.axis("tp")
     layers = [pair for module in modules.values() for pair in module.named_layers()]
-    refusal = None
+    # All stages at once: a weight that is tied between two of them stays one.
+    agreed(world, lambda: tensor_parallel(layers, axis, tensor.family, tensor.sequence))
+
+
+def agreed(world: World | None, job: Callable[[], T]) -> T:
+    """Do something on every rank, or refuse it on every rank, so that none waits for one that refused.
+
+    Raises:
+        ConfigError: `job` raised one, on whichever rank.
+    """
+    refusal: ConfigError | None = None
     try:
-        # All stages at once: a weight that is tied between two of them stays one.
-        tensor_parallel(layers, world.mesh.axis("tp"), tensor.family, tensor.sequence)
+        result = job()
     except ConfigError as error:
-        refusal = str(error)
-    told = next((text for text in world.exchange(refusal) if text is not None), None)
-    if told is not None:
-        raise ConfigError(told)
+        refusal = error
+    if world is not None:
+        texts = world.exchange(None if refusal is None else str(refusal))
+        told = next((text for text in texts if text is not None), None)
+        if told is not None and refusal is None:
+            raise ConfigError(told)
+    if refusal is not None:
+        raise refusal
+    return result
 
 
 def compile_modules(modules: Mapping[tuple[int, int], StageModule], what: str) -> None:

@@ -60,7 +60,7 @@ class Pipeline:
     stages only.
 
     Args:
-        model: an ``nn.Sequential``; or a list of layers, of functions that build them, or of (name, layer) pairs.
+        model: an ``nn.Sequential``; or a list of layers, as `penstock.stage.layers.as_layers` takes it.
         loss_fn: ``loss_fn(output, target)``, a scalar tensor, the mean over its microbatch; or a dictionary of several,
             whose sum is the loss.
         microbatches: into how many the batch is cut along dimension 0.

@@ -73,6 +73,12 @@ def resolve_schedule(
             raise ScheduleError(
                 f"the schedule {found.name} is for {found.ranks} ranks, but there are {ranks}"
             )
+        held = {len(stages) for stages in found.placement.stages_of}
+        if virtual_stages not in (1, found.stages / found.ranks) and held != {virtual_stages}:
+            raise ScheduleError(
+                f"the schedule {found.name} says itself which stages a rank holds ({found.stages} stages on {found.ranks} "
+                f"ranks), but virtual_stages={virtual_stages}; leave virtual_stages out"
+            )
         if found.microbatches != microbatches:
             raise ScheduleError(
                 f"the schedule {found.name} has {found.microbatches} microbatches, but microbatches={microbatches}"

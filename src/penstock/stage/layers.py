@@ -1,19 +1,23 @@
 """A model as an ordered list of named layers, built only where they are needed.
 
-Whatever a user hands over (an ``nn.Sequential``, a list of modules, a list of factories, named or not) becomes a list
+Whatever a user hands over (an ``nn.Sequential``, a list of modules, functions or builders, named or not) becomes a list
 of `Layer`, and from here on nothing else is looked at. A parameter's name is the layer's name, a dot, and its name
 within the layer, whatever the split.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import SplitError
+from penstock.stage.functions import FunctionLayer, takes_a_value
 
 Role = Literal["embedding", "block", "head"]
 
@@ -43,29 +47,38 @@ def as_layers(model: object) -> list[Layer]:
     """Turn what the user gave into layers.
 
     Args:
-        model: an ``nn.Sequential``; or a list of modules, of callables without arguments that return one, of
-            ``(name, module or callable)`` pairs, or of `Layer`.
+        model: an ``nn.Sequential`` or ``nn.ModuleList``; or a list of modules, of functions of the value, of builders
+            (callables that need no argument and return a module), of ``(name, one of these)`` pairs, or of `Layer`.
 
     Raises:
-        SplitError: it is none of these, is empty, or has a name twice.
+        SplitError: it is none of these, is empty, has a name twice, or has parameters that are not initialized yet.
     """
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential | nn.ModuleList):
         # named_children would leave out a layer that stands twice.
         everything = model.named_modules(remove_duplicate=False)
         layers = [_layer(name, module) for name, module in everything if name and "." not in name]
     elif isinstance(model, Sequence) and not isinstance(model, str | bytes):
         layers = [_element(n, item) for n, item in enumerate(model)]
     else:
-        raise SplitError(
-            f"cannot cut a {type(model).__name__} into stages; give an nn.Sequential, or a list of "
-            "layers, of functions that build them, or of (name, layer) pairs"
-        )
+        raise SplitError(f"cannot cut a {type(model).__name__} into stages; {_instead(model)}")
     if not layers:
         raise SplitError("the model has no layers")
     names = [layer.name for layer in layers]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SplitError(f"layer names must be unique; given more than once: {', '.join(twice)}")
     return layers
+
+
+def _instead(model: object) -> str:
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        return (
+            "a causal language model of Hugging Face is cut by penstock.from_transformers: "
+            "Pipeline(from_transformers(model), ...)"
+        )
+    return (
+        "give an nn.Sequential or nn.ModuleList, or a list of layers, of functions that build them, or of (name, layer) "
+        "pairs"
+    )
 
 
 def _element(position: int, item: object) -> Layer:
@@ -78,9 +91,30 @@ def _element(position: int, item: object) -> Layer:
 
 def _layer(name: str, item: object) -> Layer:
     if isinstance(item, nn.Module):
+        require_initialized(name, item)
         return Layer(name, lambda: item, module=item)
+    if inspect.isclass(item) and takes_a_value(item):
+        raise SplitError(
+            f"layer {name!r} is the class {item.__name__}, which needs arguments; give an instance, or a function without "
+            "arguments that makes one"
+        )
     if callable(item):
-        return Layer(name, item)
+        return Layer(name, partial(FunctionLayer, name, item) if takes_a_value(item) else item)
     raise SplitError(
-        f"layer {name!r} is a {type(item).__name__}; a layer is an nn.Module or a function that builds one"
+        f"layer {name!r} is a {type(item).__name__}; a layer is an nn.Module, a function of the value, or a function "
+        "without arguments that builds a module"
     )
+
+
+def require_initialized(name: str, module: nn.Module) -> None:
+    """Refuse a layer whose parameters get their shape from the first batch.
+
+    Raises:
+        SplitError: it has such a parameter or buffer; names it.
+    """
+    own = (*module.named_parameters(), *module.named_buffers())
+    if lazy := [inner for inner, tensor in own if is_lazy(tensor)]:
+        raise SplitError(
+            f"layer {name!r} ({type(module).__name__}) has parameters without a shape yet: {', '.join(lazy)}; run one batch "
+            "through the model before it is cut, as model(x[:1]), or use modules that are told their sizes"
+        )

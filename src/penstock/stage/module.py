@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError, SplitError
-from penstock.stage.layers import Layer
+from penstock.stage.layers import Layer, require_initialized
 from penstock.stage.named import Context, Draw, enter, names_given, names_taken
 from penstock.stage.random_state import build_seeded
 
@@ -36,8 +36,10 @@ class StageModule(nn.Module):
             module = layer.module if there else build_seeded(layer.build, seed, layer.name)
             if not isinstance(module, nn.Module):
                 raise SplitError(
-                    f"layer {layer.name!r}: its builder returned a {type(module).__name__}, not an nn.Module"
+                    f"layer {layer.name!r}: its builder returned a {type(module).__name__}, not an nn.Module; a builder "
+                    "needs no argument, and a function that is itself the layer needs one, the value"
                 )
+            require_initialized(layer.name, module)
             self.layers.append(module.to(device) if device is not None else module)
         self.takes = tuple(names_taken(layer) for layer in self.layers)
         self.together: _Together | None = None
