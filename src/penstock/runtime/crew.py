@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any
@@ -38,9 +39,16 @@ class Crew:
         # Ranks compute side by side, so each gets its share of the cores; torch keeps this per thread.
         share = max(1, torch.get_num_threads() // ranks)
         self._threads = [
-            threading.Thread(target=self._serve, args=(r, share), name=f"{RANK_THREAD}{r}", daemon=True)
+            threading.Thread(
+                target=_serve,
+                args=(r, share, self._jobs[r], self._done),
+                name=f"{RANK_THREAD}{r}",
+                daemon=True,
+            )
             for r in range(ranks)
         ]
+        # The threads do not hold the crew, so one that nobody has any more ends them, closed or not.
+        weakref.finalize(self, _dismiss, self._jobs).atexit = False
         for thread in self._threads:
             thread.start()
 
@@ -157,8 +165,7 @@ class Crew:
 
     def close(self) -> None:
         """End the threads, but for those that hang; may be called twice."""
-        for inbox in self._jobs:
-            inbox.put(None)
+        _dismiss(self._jobs)
         until = monotonic() + self.limit.seconds
         for rank, thread in enumerate(self._threads):
             if rank in self._hung:
@@ -168,17 +175,30 @@ class Crew:
             )
         self._threads = []
 
-    def _serve(self, rank: int, share: int) -> None:
-        torch.set_num_threads(share)
-        while (job := self._jobs[rank].get()) is not None:
-            error: BaseException | None = None
-            try:
-                job()
-            except BaseException as caught:  # handed to the caller of run
-                error = caught
-            del job
-            self._done.put((rank, error))
-            del error
+
+def _serve(
+    rank: int,
+    share: int,
+    jobs: queue.SimpleQueue[Job | None],
+    done: queue.SimpleQueue[tuple[int, BaseException | None]],
+) -> None:
+    """What a rank's thread does until it is dismissed."""
+    torch.set_num_threads(share)
+    while (job := jobs.get()) is not None:
+        error: BaseException | None = None
+        try:
+            job()
+        except BaseException as caught:  # handed to the caller of run
+            error = caught
+        del job
+        done.put((rank, error))
+        del error
+
+
+def _dismiss(jobs: Sequence[queue.SimpleQueue[Job | None]]) -> None:
+    """Let the threads end once they have done what they were given; waits for nothing."""
+    for inbox in jobs:
+        inbox.put(None)
 
 
 def _first(failures: Sequence[BaseException]) -> BaseException:

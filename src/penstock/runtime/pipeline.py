@@ -345,7 +345,10 @@ class Pipeline:
         return self._engine.gather_trace()
 
     def close(self) -> None:
-        """End the threads or the connections; may be called twice. The model stays as it is."""
+        """End the threads or the connections; may be called twice. The model stays as it is.
+
+        A pipeline that is dropped without it ends its threads, too; connections to other processes end with this one.
+        """
         self._engine.close()
 
     def __enter__(self) -> Pipeline:

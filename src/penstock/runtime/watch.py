@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 
 from penstock.runtime.hang import HUNG, TICK, Judge, dump_stacks
 from penstock.runtime.status import place_of
@@ -23,27 +24,32 @@ class Watch:
     """
 
     def __init__(self, roster: Roster, judge: Judge) -> None:
-        self._roster = roster
         self.judge = judge
         roster.place = lambda words: place_of(judge.program, words)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="penstock-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=_look, args=(roster, judge, self._stop), name="penstock-watch", daemon=True
+        )
+        # The thread does not hold the watch, so one that nobody has any more ends it.
+        weakref.finalize(self, self._stop.set).atexit = False
         self._thread.start()
-
-    def _look(self) -> None:
-        while not self._stop.is_set():
-            self._roster.watch(TICK)
-            if self.judge.hung():
-                self._end()
-
-    def _end(self) -> None:
-        text = f"{self.judge.where(0)}, which is longer than the limit of {self.judge.limit.seconds:g} s"
-        self._roster.say(text)
-        dump_stacks(text)
-        sys.stdout.flush()
-        os._exit(HUNG)
 
     def close(self) -> None:
         """End the thread."""
         self._stop.set()
         self._thread.join()
+
+
+def _look(roster: Roster, judge: Judge, stop: threading.Event) -> None:
+    while not stop.is_set():
+        roster.watch(TICK)
+        if judge.hung():
+            _end(roster, judge)
+
+
+def _end(roster: Roster, judge: Judge) -> None:
+    text = f"{judge.where(0)}, which is longer than the limit of {judge.limit.seconds:g} s"
+    roster.say(text)
+    dump_stacks(text)
+    sys.stdout.flush()
+    os._exit(HUNG)

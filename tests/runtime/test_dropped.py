@@ -1,0 +1,102 @@
+"""A Pipeline that is dropped without being closed leaves no thread behind, and nothing keeps it alive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import StageError
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.local import LocalProcesses
+from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+
+LIMIT = 30.0  # seconds, of what takes none
+
+
+class Fails(nn.Module):
+    """Raises in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken on purpose")
+
+
+def ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+
+
+def ended(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(LIMIT)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(8, 4), torch.zeros(8, 4)
+
+
+@pytest.mark.parametrize("mesh", [None, MeshShape(2, 2, 1)])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_its_threads_end_and_the_model_may_stay(mesh: MeshShape | None, stepped: bool):
+    before, model = set(ours()), layers()
+    pipe = Pipeline(model, nn.functional.mse_loss, ranks=2, microbatches=2, mesh=mesh)
+    optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+    if stepped:
+        pipe.step(*batch())
+        optimizer.step()
+    threads = [thread for thread in ours() if thread not in before]
+    assert len(threads) == (4 if mesh else 2)
+    gone = weakref.ref(pipe)
+    del pipe, optimizer
+    gc.collect()
+    assert gone() is None
+    assert ended(threads)
+    assert model(batch()[0]).shape == (8, 4)
+
+
+def test_its_threads_end_after_a_step_that_failed():
+    before = set(ours())
+    model = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4))
+    pipe = Pipeline(model, nn.functional.mse_loss, ranks=3, microbatches=2)
+    with pytest.raises(StageError, match="broken on purpose"):
+        pipe.step(*batch())
+    threads = [thread for thread in ours() if thread not in before]
+    assert len(threads) == 3
+    del pipe
+    gc.collect()
+    assert ended(threads)
+
+
+def test_a_pipeline_in_place_of_another_works_when_that_has_gone():
+    model = layers()
+    for _ in range(3):
+        pipe = Pipeline(model, nn.functional.mse_loss, ranks=2, microbatches=2)
+        gc.collect()
+        assert pipe.step(*batch()).loss is not None
+    pipe.close()
+
+
+def drop(rank: int) -> bool:
+    torch.set_num_threads(1)
+    before = set(ours())
+    pipe = Pipeline(layers(), nn.functional.mse_loss, microbatches=2)
+    pipe.step(*batch())
+    threads = [thread for thread in ours() if thread not in before]
+    assert [thread.name for thread in threads] == ["penstock-watch"]
+    gone = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    return gone() is None and ended(threads)
+
+
+def test_the_watch_of_a_process_ends(processes: LocalProcesses):
+    assert processes.run(2, drop) == [True, True]
