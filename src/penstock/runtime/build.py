@@ -64,6 +64,7 @@ class Assembly:
         ties: the tied weights.
         wires: the named values.
         program: of a training step, with the skips.
+        modules: (rank, stage) → the stage's module there.
         stages: (rank, stage) → the stage at work.
         bundles: for each local rank the parameters it holds together with others.
     """
@@ -107,7 +108,7 @@ class Assembly:
 
     def _hold(self, modules: Modules) -> None:
         last = self.schedule.stages - 1
-        self._modules = modules
+        self.modules = modules
         self.stages = {
             (rank, s): Stage(
                 s, module, self._loss_fn if s == last else None, self._settings, self.wires.stages[s]
@@ -121,7 +122,7 @@ class Assembly:
         self.replicas: dict[int, Replicas] = {}
 
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
-        return {s: module for (r, s), module in self._modules.items() if r == rank}
+        return {s: module for (r, s), module in self.modules.items() if r == rank}
 
     def twin(self) -> Assembly:
         """A replica for other threads of this process: the same parameters' memory, with gradients of its own."""
@@ -131,14 +132,14 @@ class Assembly:
         found._hold(
             {
                 (rank, s): alias(module, memos.setdefault(rank, {}))
-                for (rank, s), module in self._modules.items()
+                for (rank, s), module in self.modules.items()
             }
         )
         return found
 
     def parameters(self) -> list[nn.Parameter]:
         """Of all stages of all local ranks, in a fixed order."""
-        return [p for module in self._modules.values() for p in module.parameters()]
+        return [p for module in self.modules.values() for p in module.parameters()]
 
     def replicate(
         self, rank: int, reducer: Reducer | None, exchange: Exchange | None, zero: bool = False

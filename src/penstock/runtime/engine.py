@@ -14,14 +14,15 @@ import torch
 from penstock.errors import BatchError, ConfigError
 from penstock.parallel.shards import Shards
 from penstock.parallel.threads import thread_reducers
-from penstock.runtime.aliases import Aliases
 from penstock.runtime.batch import Cut
 from penstock.runtime.build import Assembly
+from penstock.runtime.copies import Copies, CopyOptions
 from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor
 from penstock.runtime.gather import gather_trace
 from penstock.runtime.hang import Judge
 from penstock.runtime.limit import Limit
+from penstock.runtime.memory import choose_recompute
 from penstock.runtime.recorder import measured_trace
 from penstock.runtime.shared import equalise
 from penstock.runtime.step_end import require_graph
@@ -45,7 +46,8 @@ class Engine:
         limit: of any wait.
         world: the other processes, joined; None if all ranks are threads of this process.
         device: where the stages are; None for the CPU.
-        replicas: how many pipelines the threads of this process are.
+        replicas: how many pipelines there are; without other processes, as threads of this one.
+        options: how their copies of the model are kept the same.
 
     Raises:
         ConfigError: several pipelines of threads on a GPU.
@@ -59,6 +61,7 @@ class Engine:
         world: World | None,
         device: torch.device | None,
         replicas: int,
+        options: CopyOptions,
     ) -> None:
         self.parts = parts
         self.twins = [parts.twin() for _ in range(replicas - 1)] if world is None else []
@@ -92,8 +95,7 @@ class Engine:
             self._crew = Crew(schedule.ranks * replicas, limit, self._streams)
             if self.twins:
                 self._replicate(self._crew)
-        everyone = [*parts.parameters(), *(p for twin in self.twins for p in twin.parameters())]
-        self._aliases = Aliases(everyone if world is None else ())
+        self._copies = Copies(parts, self.twins, world, replicas, options)
 
     def _replicate(self, crew: Crew) -> None:
         """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""
@@ -126,6 +128,7 @@ class Engine:
 
         Raises:
             BatchError: what `cut` raised; the other ranks are told.
+            ReplicaError: copies of a parameter or buffer are no longer the same; every rank raises it.
             StageError: no loss has a graph, though there is something to train.
             PenstockError: as `Executor.run`.
         """
@@ -136,6 +139,8 @@ class Engine:
         executors = self._ready(trains)
         if self._watch is not None:
             self._watch.judge.program = executors[0].program
+        with self._limited(trains):
+            self._copies.before_step(trains, self.settle)
         try:
             batches = [cut(n) for n in range(1 + len(self.twins))]
         except BatchError as error:
@@ -143,12 +148,14 @@ class Engine:
             raise
         works = [make_work(batch) for batch in batches for _ in self.local_ranks]
         if trains:
-            self._aliases.follow()
             self._level(works[0].reduces)
         try:
             with self._limited(trains):
                 self._run_step(executors, works)
+                if trains:
+                    self._copies.after_step()
         except BaseException:
+            self._copies.failed()
             if self._world is None:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
                 self._executors.clear()
@@ -279,6 +286,13 @@ class Engine:
         idle = len(self.local_ranks) * len(self.twins)
         self._crew.run([*jobs, *[_nothing] * idle], _nothing)
         return [found[rank] for rank in self.local_ranks]
+
+    def choose_recompute(self, memory: int) -> None:
+        """The first step has measured what every layer keeps; from now on only as many are recomputed as need be."""
+        for part in (self.parts, *self.twins):
+            for rank in self.local_ranks:
+                stages = {s: stage for (r, s), stage in part.stages.items() if r == rank}
+                choose_recompute(part.schedule, rank, stages, memory)
 
     def trace(self) -> Trace | None:
         """What the last step of this process's ranks did and when; None before the first."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.local import local, numbers_of
+from penstock.parallel.local import is_cut, local, numbers_of
+from penstock.parallel.shards import Shards
+from penstock.runtime.holdings import Holdings
 from penstock.runtime.world import World
 
 
@@ -26,6 +28,23 @@ class Held(NamedTuple):
     parameter: nn.Parameter
     counts: bool
     cut: bool
+
+
+def held(holdings: Holdings, shards: Shards | None, places: Mapping[str, int]) -> list[Held]:
+    """What this process may have gradients of.
+
+    Args:
+        holdings: its parameters.
+        shards: the pieces of them that it updates, if that is divided among replicas.
+        places: of all parameters in the whole model, by name.
+    """
+    found = []
+    for name, whole, counts in holdings.counted():
+        part = None if shards is None else shards.part(whole)
+        updated = whole if shards is None else None if part is None else part.own
+        if updated is not None:
+            found.append(Held(places[name], updated, counts, is_cut(whole)))
+    return found
 
 
 def clip_(
@@ -56,19 +75,19 @@ def clip_(
         count, dtype=torch.float64
     )  # squares, of what the replicas have divided and is not cut as well
     present = torch.zeros(count, dtype=torch.float64)
-    for held in parameters:
-        if held.parameter.grad is None or not held.counts:
+    for one in parameters:
+        if one.parameter.grad is None or not one.counts:
             continue
-        if held.parameter.grad.layout == torch.sparse_coo:  # whose values then share its memory
-            held.parameter.grad = held.parameter.grad.coalesce()
-        norm = torch.linalg.vector_norm(numbers_of(local(held.parameter.grad))).double()
-        if held.cut:
-            cut[held.place] = norm.square()
+        if one.parameter.grad.layout == torch.sparse_coo:  # whose values then share its memory
+            one.parameter.grad = one.parameter.grad.coalesce()
+        norm = torch.linalg.vector_norm(numbers_of(local(one.parameter.grad))).double()
+        if one.cut:
+            cut[one.place] = norm.square()
         elif divided:
-            pieces[held.place] = norm.square()
+            pieces[one.place] = norm.square()
         else:
-            places[held.place] = norm
-        present[held.place] = 1.0
+            places[one.place] = norm
+        present[one.place] = 1.0
     if world is not None:
         for column in (cut, pieces, present) if divided else ():
             world.add_up_replicas(column)

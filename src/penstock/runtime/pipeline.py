@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.layout import BUCKET_BYTES
-from penstock.parallel.local import is_cut
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime import norms
 from penstock.runtime.batch import Cut, Cutter, Reduction, require_reduction
+from penstock.runtime.buffers import Rule
 from penstock.runtime.build import Assembly, TensorOptions
 from penstock.runtime.engine import Engine
 from penstock.runtime.holdings import Holdings
 from penstock.runtime.limit import FIRST_TIMEOUT, Limit
-from penstock.runtime.memory import choose_recompute
 from penstock.runtime.replicas import BucketBytes
 from penstock.runtime.result import StepResult, step_result
 from penstock.runtime.setup import (
     LossScale,
     local_device,
+    make_copy_options,
     make_settings,
     require_bucket_bytes,
     require_count,
@@ -91,6 +91,9 @@ class Pipeline:
             `penstock.parallel.tensor.tensor_parallel`.
         bucket_bytes: gradients are reduced over the pipelines in buckets of so many bytes, while the backward runs. "auto"
             chooses for each stage after the second step: one bucket where the reduction hides, more where it shows.
+        buffers: what to do where copies of a stage change a persistent buffer differently, other than the statistics of
+            batch normalisation, which are joined: "refuse", or take the "mean" or the "first"; see `BufferCopies`.
+        check_replicas: every so many steps the copies' parameters and buffers are compared; 0 never.
 
     Attributes:
         replicas, replica: how many pipelines share the batch, and which this is.
@@ -130,6 +133,8 @@ class Pipeline:
         family: str = "penstock",
         sequence_parallel: bool = False,
         bucket_bytes: BucketBytes = BUCKET_BYTES,
+        buffers: Rule = "refuse",
+        check_replicas: int = 100,
     ) -> None:
         require_count("microbatches", microbatches)
         require_count("virtual_stages", virtual_stages)
@@ -142,6 +147,7 @@ class Pipeline:
         self.seed = self._random.seed
         self.mesh = mesh
         settings = make_settings(recompute, memory, offload, autocast, self._random)
+        copy_options = make_copy_options(buffers, check_replicas)
         self.reduction = require_reduction(reduction)
         world = current_world()
         ranks, processes = resolve_mesh(mesh, ranks, world)
@@ -189,7 +195,9 @@ class Pipeline:
             self._parts.ties,
             self.rank if self.in_processes else None,
         )
-        self._engine = Engine(self._parts, self.local_ranks, limit, self.world, self.device, self.replicas)
+        self._engine = Engine(
+            self._parts, self.local_ranks, limit, self.world, self.device, self.replicas, copy_options
+        )
         self._memory = memory if recompute == "auto" else None
         self._places: tuple[dict[str, int], int] | None = None
 
@@ -299,12 +307,7 @@ class Pipeline:
             self._places = self._holdings.places(self.world)
         places, count = self._places
         shards = self._engine.shards
-        held = []
-        for name, whole, counts in self._holdings.counted():
-            part = None if shards is None else shards.part(whole)
-            updated = whole if shards is None else None if part is None else part.own
-            if updated is not None:
-                held.append(norms.Held(places[name], updated, counts, is_cut(whole)))
+        held = norms.held(self._holdings, shards, places)
         return norms.clip_(held, max_norm, count, self.world, divided=shards is not None)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
@@ -384,7 +387,7 @@ class Pipeline:
             )
         self.steps += trains
         if trains and self._memory is not None:
-            self._choose_recompute(self._memory)
+            self._engine.choose_recompute(self._memory)
             self._memory = None
         return step_result(works, self.microbatches * self.replicas)
 
@@ -394,10 +397,3 @@ class Pipeline:
         )
         scale = self.scaler.scale if self.scaler is not None and trains else 1.0
         return cutter.cut(x, y, named, self.holds_first, self.holds_last, trains, scale)
-
-    def _choose_recompute(self, memory: int) -> None:
-        """The first step has measured what every layer keeps; from now on only as many are recomputed as need be."""
-        for part in (self._parts, *self._engine.twins):
-            for rank in self.local_ranks:
-                stages = {s: stage for (r, s), stage in part.stages.items() if r == rank}
-                choose_recompute(self.schedule, rank, stages, memory)

@@ -10,6 +10,8 @@ import torch
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.parallel.mesh import MeshShape, require_fit
+from penstock.runtime.buffers import require_rule
+from penstock.runtime.copies import CopyOptions
 from penstock.runtime.launch_environment import own_device
 from penstock.runtime.replicas import BucketBytes
 from penstock.runtime.world import World
@@ -163,6 +165,17 @@ def make_settings(
         raise ConfigError(f"autocast must be torch.bfloat16, torch.float16 or None, not {autocast!r}")
     assert autocast is None or isinstance(autocast, torch.dtype)
     return Settings(policy, bool(offload), autocast, random)
+
+
+def make_copy_options(buffers: object, check_replicas: object) -> CopyOptions:
+    """How copies are kept the same, from what the user gave.
+
+    Raises:
+        ConfigError: a rule that there is not, or no number of steps.
+    """
+    if isinstance(check_replicas, bool) or not isinstance(check_replicas, int) or check_replicas < 0:
+        raise ConfigError(f"check_replicas must be a number of steps, or 0 for never, not {check_replicas!r}")
+    return CopyOptions(require_rule(buffers), check_replicas)
 
 
 def require_seed(seed: object) -> int:

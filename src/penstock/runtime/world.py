@@ -263,6 +263,14 @@ class World:
         """The values of all processes with this one's place in their pipeline; they all call it."""
         return self.together.exchange(value, self._beside, "end the step on all replicas")
 
+    def exchange_replicas(self, value: Any, what: str) -> list[Any]:
+        """The values of all processes that hold the same parts of the model, by replica; they all call it."""
+        return self.together.exchange(value, self._buckets, what)
+
+    def exchange_all(self, value: Any, what: str) -> list[Any]:
+        """The values of all processes of the run; they all call it, to do what is said."""
+        return self.together.exchange(value, None, what)
+
     def add_up(self, values: Tensor) -> None:
         """Sum a tensor over all ranks, in place; every rank calls it."""
         self.together.add_up(values, self._reductions, "add up over the pipeline's ranks")

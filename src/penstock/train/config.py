@@ -164,6 +164,8 @@ class ParallelConfig:
         bucket_bytes: with `dp`, gradients are added up in buckets of so many bytes, while the backward runs; 0 chooses for
             each stage after the second step.
         zero: with `dp`, each pipeline keeps its share of the optimizer's state, and updates its share of the weights.
+        check_replicas: every so many steps the weights of copies (`dp`, `tp`, stages that two ranks hold) are compared; 0
+            never.
     """
 
     pp: int | None = _key(None, COUNT)
@@ -174,6 +176,7 @@ class ParallelConfig:
     sequence_parallel: bool = _key(False)
     bucket_bytes: int = _key(BUCKET_BYTES, NOT_NEGATIVE)
     zero: bool = _key(False)
+    check_replicas: int = _key(100, NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,7 @@ def build_pipeline(config: Config, language: Language, device: torch.device) -> 
         family=language.family,
         sequence_parallel=parallel.sequence_parallel,
         bucket_bytes=parallel.bucket_bytes or "auto",
+        check_replicas=parallel.check_replicas,
     )
 
 
