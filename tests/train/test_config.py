@@ -90,3 +90,10 @@ def test_an_unset_prompt_suits_the_vocabulary():
     assert resolve(Config(), None).sample.prompt == "def "
     assert resolve(from_mapping({"model": {"vocabulary": 1000}}), None).sample.prompt == "0"
     assert resolve(from_mapping({"sample": {"prompt": ""}}), None).sample.prompt == ""
+
+
+def test_the_learning_rate_is_of_fine_tuning_where_the_weights_are_given():
+    assert from_mapping({}).optim.lr == 4e-3
+    assert from_mapping({"model": {"config": "config.json"}}).optim.lr == 4e-3
+    assert from_mapping({"model": {"path": "a"}, "optim": {"clip": 0.5}}).optim.lr == 2e-5
+    assert from_mapping({"model": {"path": "a"}, "optim": {"lr": 4e-3}}).optim.lr == 4e-3

@@ -234,3 +234,15 @@ def test_a_damaged_numpy_file_is_an_error(tmp_path: Path, damage, said: str):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=said):
         open_corpora(DataConfig(path=str(path)))
+
+
+@pytest.mark.parametrize(
+    "name", ["chat.jsonl", "chat.JSON", "rows.parquet", "table.csv", "texts.zst", "weights.safetensors"]
+)
+def test_files_of_records_are_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_text('{"messages": []}\n' * 50)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(DataError, match=rf"{name} is a .* file, which is not understood.*\.txt"):
+            open_corpora(DataConfig(path=str(path)))
+    (tmp_path / "a.txt").write_text("text " * 50)
+    assert len(open_corpora(DataConfig(path=str(tmp_path), pattern="*.txt"))[0]) > 0

@@ -132,8 +132,9 @@ def test_bytes_serve_a_model_of_256_tokens_without_a_tokenizer(tmp_path: Path):
     assert 0 < outcome.bigram_bits < 8
 
 
-def test_a_sequence_longer_than_the_table_of_positions_is_refused(tmp_path: Path):
-    folder = hf.folder(tmp_path, "gpt2", tied=False)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path, family: str):
+    folder = hf.folder(tmp_path, family, tied=False)
     with pytest.raises(ConfigError, match=r"data.sequence is 65, but the model has 64 positions"):
         language_of(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 65}}))
     with pytest.raises(ConfigError, match=r"data.sequence must be at least 2"):

@@ -29,6 +29,7 @@ def config_of(root: Path, family: str, ranks: int) -> Config:
         root,
         text_folder(root),
         model={"path": str(model)},
+        optim={"lr": 4e-3},
         parallel={"pp": ranks},
         train={"steps": STEPS},
         runtime={"threads": 1},

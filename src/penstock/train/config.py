@@ -59,6 +59,9 @@ def _is_name(text: str) -> bool:
 FOLDER_NAME = Allowed(_is_name, f"a plain name without a path, of at most {_LONGEST_NAME} bytes")
 
 
+FINE_TUNING_LR = 2e-5
+
+
 def _key(default: object, allowed: Allowed | None = None) -> Any:
     return field(default=default, metadata={"allowed": allowed})
 
@@ -119,7 +122,8 @@ class OptimConfig:
     """``[optim]``: AdamW and its learning rate.
 
     Attributes:
-        lr: the highest learning rate.
+        lr: the highest learning rate. Where it is not set: 0.004, which suits the small model from nothing; 2e-5 for the
+            weights of ``model.path``, which the other would wash out.
         final_lr: the last learning rate, as a share of `lr`.
         warmup: share of the steps in which the rate climbs in a line.
         weight_decay: for matrices; vectors and embeddings are not decayed.
@@ -291,6 +295,8 @@ def from_mapping(tables: dict[str, Any]) -> Config:
         sections[name] = _section(name, kinds[name], table)
     _check_model(tables.get("model", {}))
     config = Config(**sections)
+    if config.model.path and "lr" not in tables.get("optim", {}):
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=FINE_TUNING_LR))
     _check_together(config)
     return config
 

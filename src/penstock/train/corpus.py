@@ -130,11 +130,12 @@ def open_corpora(config: DataConfig, words: Words | None = None) -> tuple[Corpus
         (training, held out).
 
     Raises:
-        DataError: nothing found, a file that cannot be read, or one that is no list of tokens.
+        DataError: nothing found, a file that cannot be read, one that is no list of tokens, or one in a format of records.
     """
     if config.path:
         root = Path(config.path).expanduser()
         paths = _files_below(root, config.pattern)
+        _require_plain(paths)
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in _files_below(root, "*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts)]
@@ -158,6 +159,31 @@ def open_corpora(config: DataConfig, words: Words | None = None) -> tuple[Corpus
         corpus(document for document in documents if document.path not in apart),
         corpus(document for document in documents if document.path in apart),
     )
+
+
+_RECORDS = (
+    "json jsonl ndjson geojson ipynb parquet arrow feather avro orc tfrecord csv tsv xls xlsx ods db sqlite npz pkl "
+    "pickle pt pth safetensors h5 hdf5 zip tar tgz gz bz2 xz zst 7z pdf doc docx odt epub png jpg jpeg gif webp "
+    "mp3 wav mp4"
+)
+"""Ends of the names of files whose bytes are not the text that is meant: records, archives, documents, pictures."""
+
+
+def _require_plain(paths: Sequence[Path]) -> None:
+    """Refuse files that hold text within something else, which would be trained on as it lies in the file.
+
+    Raises:
+        DataError: naming the first.
+    """
+    kinds = {f".{kind}" for kind in _RECORDS.split()}
+    others = [path for path in paths if path.suffix.lower() in kinds]
+    if others:
+        more = f" (and {len(others) - 1} more such files)" if len(others) > 1 else ""
+        raise DataError(
+            f"{others[0]} is a {others[0].suffix} file{more}, which is not understood: its braces, keys or bytes would be "
+            "trained on as text. Write the text itself, as the model is to see it, into .txt files, or its tokens into .npy "
+            "files; data.pattern chooses files of a folder"
+        )
 
 
 def _divide_one(document: Document, share: float) -> tuple[Document, Document]:

@@ -16,7 +16,6 @@ from penstock.train.codec import BYTES, TOKENIZER, Bytes, Codec, Numbers, Words,
 from penstock.train.config import Config
 from penstock.train.models import llama
 from penstock.train.models.transformers.checkpoint import CONFIG
-from penstock.train.models.transformers.families import family_of
 from penstock.train.models.transformers.loss import causal_lm_loss
 
 
@@ -59,7 +58,7 @@ def language_of(config: Config, run: Path | None = None) -> Language:
         run: the folder of a finished run, whose weights to take where they lie in Hugging Face's layout.
 
     Raises:
-        ConfigError: no such folder or file, a family that is not known, a sequence longer than the model's table of
+        ConfigError: no such folder or file, a family that is not known, a sequence of more tokens than the model has
             positions; nothing has been built.
         DataError: a folder whose files do not fit together.
     """
@@ -82,13 +81,14 @@ def language_of(config: Config, run: Path | None = None) -> Language:
         theirs.vocab_size,
         _codec_of(theirs, source if source.is_dir() else source.parent),
         target_is_input=True,
-        longest=theirs.max_position_embeddings if family_of(theirs).positions is not None else None,
+        longest=getattr(theirs, "max_position_embeddings", None),
         source=source,
         family=theirs.model_type,
     )
     if language.longest is not None and config.data.sequence > language.longest:
         raise ConfigError(
-            f"data.sequence is {config.data.sequence}, but the model has {language.longest} positions"
+            f"data.sequence is {config.data.sequence}, but the model has {language.longest} positions "
+            "(max_position_embeddings in its config.json)"
         )
     if config.data.sequence < 2:
         raise ConfigError("data.sequence must be at least 2: the first token of a sample is never predicted")

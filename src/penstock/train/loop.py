@@ -229,5 +229,5 @@ def _opening(config: Config, language: Language, path: Path, device: torch.devic
     return (
         f"run {path}: {config.schedule.name} on {ranks} ({device.type}), "
         f"{config.schedule.microbatches} microbatches; {len(text.training.documents)} training files with "
-        f"{len(text.training):,} {language.codec.unit}s"
+        f"{len(text.training):,} {language.codec.unit}s; learning rate up to {config.optim.lr:g}"
     )

@@ -152,6 +152,7 @@ def export_transformers(source: Path, target: Path) -> None:
     require_library()
     config = save.config_of(like)
     state = save.stored_names(model_weights(source, manifest), config)
+    save.require_loadable({name: tuple(value.shape) for name, value in state.items()}, config)
     try:
         target.mkdir(parents=True)
         weights.save_part(target, state, 0, 1)

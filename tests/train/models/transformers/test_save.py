@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import penstock
@@ -102,3 +104,84 @@ def test_what_the_layers_cannot_have_come_from_is_refused(tmp_path: Path):
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="cannot make the folder"):
             penstock.save_transformers(pipe, tmp_path / "file" / "x", tiny.config("llama"))
+
+
+class LoRA(nn.Module):
+    """A linear layer with a low-rank addition beside it (2106.09685)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def adapted() -> tuple[object, dict[str, nn.Linear]]:
+    net = tiny.model("llama")
+    changed = {}
+    for n, block in enumerate(net.model.layers):
+        changed[f"model.layers.{n}.self_attn.q_proj"] = block.self_attn.q_proj
+        block.self_attn.q_proj = LoRA(block.self_attn.q_proj)
+    return net, changed
+
+
+def test_adapters_are_refused_by_name_until_the_modules_are_back(tmp_path: Path):
+    net, changed = adapted()
+    with pipeline(net) as pipe:
+        for like in (net, net.config):
+            with pytest.raises(ConfigError) as told:
+                penstock.save_transformers(pipe, tmp_path / "new", like)
+            for name in changed:
+                assert f"{name}.weight is missing" in str(told.value)
+            assert "model.layers.0.self_attn.q_proj.base.weight is unknown" in str(told.value)
+            assert "merge_and_unload" in str(told.value)
+        assert not (tmp_path / "new").exists()
+    for name, linear in changed.items():
+        parent, _, last = name.rpartition(".")
+        setattr(net.get_submodule(parent), last, linear)
+    with pipeline(net) as pipe:
+        penstock.save_transformers(pipe, tmp_path / "new", net)
+    logits_of(tmp_path / "new")
+
+
+def save_adapted(rank: int, folder: str) -> str:
+    torch.set_num_threads(1)
+    net, _ = adapted()
+    with pipeline(net, ranks=4) as pipe:
+        try:
+            penstock.save_transformers(pipe, folder, net)
+        except ConfigError as error:
+            return str(error)
+    return "saved"
+
+
+def test_every_process_refuses_adapters_and_none_writes(processes: LocalProcesses, tmp_path: Path):
+    texts = processes.run(4, save_adapted, str(tmp_path / "new"), timeout=300)
+    assert len(set(texts)) == 1
+    assert "model.layers.0.self_attn.q_proj.weight is missing" in texts[0]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_shape_that_is_not_the_configs_is_refused(tmp_path: Path):
+    net = tiny.model("llama")
+    config = copy.deepcopy(net.config)
+    config.vocab_size += 1
+    with (
+        pipeline(net) as pipe,
+        pytest.raises(ConfigError, match=r"model.embed_tokens.weight has shape \(\d+, \d+\), not"),
+    ):
+        penstock.save_transformers(pipe, tmp_path / "new", config)
+
+
+def test_a_head_of_its_own_is_refused_where_the_config_ties_it(tmp_path: Path):
+    net = tiny.model("llama", tied=False)
+    config = copy.deepcopy(net.config)
+    config.tie_word_embeddings = True
+    with (
+        pipeline(net) as pipe,
+        pytest.raises(ConfigError, match=r"lm_head.weight is a weight of its own, which the config ties"),
+    ):
+        penstock.save_transformers(pipe, tmp_path / "new", config)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,7 +16,11 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.train.fleet import Fleet
 from penstock.train.models.transformers.checkpoint import CONFIG, read_json
 from penstock.train.models.transformers.families import FAMILIES, HEAD, require_library
-from penstock.train.models.transformers.split import local_folder
+from penstock.train.models.transformers.split import config_from, local_folder, on_meta, tied_names
+
+T = TypeVar("T")
+
+_MOST_NAMED = 12
 
 CARRIED = (
     "generation_config.json",
@@ -43,17 +48,21 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
         like: what `from_transformers` was given: the model, the config, the folder or the file.
 
     Raises:
-        ConfigError: `like` is none of these, or the folder cannot be made.
+        ConfigError: `like` is none of these, the folder cannot be made, or the pipeline's weights are not those of the
+            architecture (adapters have been added, say), so that the folder would load with new weights; on every process,
+            and nothing has been written.
     """
     require_library()
     path = Path(folder).expanduser()
+    config = config_of(like)
+    state = _as_stored(pipe, config)
+    fleet = Fleet.of(pipe)
+    parts = fleet.each(lambda: {name: tuple(value.shape) for name, value in state.items()})
+    require_loadable({name: shape for part in parts for name, shape in part.items()}, config)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
-    config = config_of(like)
-    state = _as_stored(pipe, config)
-    fleet = Fleet.of(pipe)
     fleet.save(pipe, state, path)
     fleet.decide(lambda: write_beside(path, config, state, like))
 
@@ -65,10 +74,41 @@ def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
     return stored_names(state, config)
 
 
-def stored_names(state: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]:
     """Weights by whole-model name, by their names in files of the config's family."""
     head = FAMILIES[config["model_type"]].stored_head
     return {f"{head}.weight" if name == f"{HEAD}.weight" else name: value for name, value in state.items()}
+
+
+def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]) -> None:
+    """Refuse weights that the architecture of a config would not load whole.
+
+    Args:
+        shapes: of all weights, by their names in files.
+        config: as JSON holds it.
+
+    Raises:
+        ConfigError: names that are missing, unknown, or of another shape; all are listed.
+    """
+    pattern = on_meta(config_from(dict(config), CONFIG))
+    wanted = stored_names(dict(pattern.state_dict()), config)
+    second = stored_names(dict.fromkeys(tied_names(pattern)), config)
+    problems = [f"{n} is missing" for n in wanted if n not in shapes and n not in second]
+    for name, shape in shapes.items():
+        if name not in wanted:
+            problems.append(f"{name} is unknown")
+        elif shape != tuple(wanted[name].shape):
+            problems.append(f"{name} has shape {shape}, not {tuple(wanted[name].shape)}")
+        elif name in second:
+            problems.append(f"{name} is a weight of its own, which the config ties to another")
+    if problems:
+        more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        raise ConfigError(
+            f"these weights are not those of the {config.get('model_type')} model the config describes, so transformers "
+            f"would load the folder with newly initialised ones: {'; '.join(problems[:_MOST_NAMED])}{more}. Merge adapters "
+            "into the weights and put the original modules back first (peft: merge_and_unload), or keep the weights with "
+            "penstock.Checkpoints"
+        )
 
 
 def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor], like: object) -> None:

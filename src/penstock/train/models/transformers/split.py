@@ -100,9 +100,13 @@ def read_config(path: Path) -> Any:
         SplitError: a family that is not known here.
     """
     require_library()
+    return config_from(checkpoint.read_json(path), path)
+
+
+def config_from(found: dict[str, Any], path: str | Path) -> Any:
+    """The library's config of the contents of a ``config.json``; `path`, errors, as for `read_config`."""
     from transformers import CONFIG_MAPPING
 
-    found = checkpoint.read_json(path)
     kind = str(found.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise DataError(f"{path} has model_type {kind!r}, which the installed transformers does not know")
