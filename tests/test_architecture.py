@@ -13,7 +13,7 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 FLOORS = [
-    {"errors", "reading", "writing"},
+    {"errors", "host", "reading", "writing"},
     {"encoding"},
     {"schedule", "stage", "parallel"},
     {"trace"},

@@ -22,6 +22,12 @@ from penstock.cli import main
         (["trace", "n" * 5000], 2),
         (["simulate", "1f1b", "-p", "2", "-m", "2", "--costs", "n" * 5000], 2),
         (["simulate", "zb-auto", "-p", "2", "-m", "2", "--option", "costs=" + "[" * 100_000], 2),
+        (["schedule", "show", "1f1b", "-p", "4", "-m", "1000000000"], 2),
+        (["simulate", "zb-auto", "-p", "1000000000", "-m", "1"], 2),
+        (["simulate", "1f1b", "-p", "4", "-m", "1000000000"], 2),
+        (["verify", "--ranks", "1000000", "--transport", "threads"], 2),
+        (["verify", "--microbatches", "1000000000"], 2),
+        (["doctor", "--ranks", "1000000"], 2),
     ],
     ids=[
         "a command's own",
@@ -32,6 +38,10 @@ from penstock.cli import main
             for command in ("list", "convert", "sample", "trace", "simulate")
         ),
         "an option nested too deeply",
+        *(
+            f"{command}: too large"
+            for command in ("show", "zb-auto", "simulate", "verify", "verify", "doctor")
+        ),
     ],
 )
 def test_what_went_wrong_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words, code):

@@ -86,6 +86,11 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["--set", f"model.path={LONG}"], "there is no local folder 'nnn"),
         (["--set", f"model.config={LONG}"], "there is no file nnn"),
         (["--set", f"train.resume={LONG}"], "which is neither the folder of a run"),
+        (["--set", "parallel.pp=1000000"], "a schedule has at most 100,000 ranks"),
+        (["--set", f"schedule.microbatches={10**9}", f"train.batch={10**9}"], "it has 4,000,000,000 ops"),
+        (["--set", f"train.batch={2**31 - 16}"], "take about"),
+        (["--restarts", "1", "--set", "parallel.pp=1000000"], "1,000,000 processes take at least 100,000 GB"),
+        (["--set", "runtime.threads=100000"], "runtime.threads must be from 0 to 1024"),
         (["--resume", LONG], "is neither the folder of a run nor a checkpoint in one"),
     ],
 )

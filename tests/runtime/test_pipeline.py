@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import BatchError, ConfigError
+from penstock.errors import BatchError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
@@ -230,6 +230,12 @@ def test_one_process_started_by_a_launcher_still_runs_ranks_as_threads(monkeypat
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match="are not a rank below a number of processes"):
         Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2)
+
+
+def test_counts_that_no_memory_holds_are_refused_before_anything_is_built():
+    for counts in ({"microbatches": 10**9}, {"microbatches": 4, "ranks": 10**6}):
+        with pytest.raises(ScheduleError, match="is too large"):
+            Pipeline(plain.model(4), nn.functional.mse_loss, **{"ranks": 2, **counts})
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from itertools import combinations
 
 import pytest
@@ -209,6 +210,16 @@ def test_an_evaluation_has_forwards_only():
         check(schedule)
     with pytest.raises(ScheduleError, match="0B0 stands in a schedule of forwards only"):
         check(written(TWO, 1, "0F0 0B0", "1F0 1B0"), forward_only=True)
+
+
+def test_what_a_check_takes_does_not_grow_with_ranks_times_stages():
+    schedule = build_schedule("gpipe", 2000, 1)
+    tracemalloc.start()
+    try:
+        check(schedule)
+        assert tracemalloc.get_traced_memory()[1] < 2000 * 2000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_schedule_over_its_budget_is_refused_at_the_first_op_over_it():

@@ -202,7 +202,9 @@ def _schedule(
 
     known: dict[str, object] = {}
     if name in FAMILIES and "costs" in FAMILIES[name].options:
-        placement = Placement.loop(need_counts(name, ranks, microbatches)[0])
+        counts = need_counts(name, ranks, microbatches)
+        FAMILIES[name].require_counts(*counts)
+        placement = Placement.loop(counts[0])
         priced = _priced(costs, latency, placement)
         known["costs"] = tuple(priced.seconds[:, kind].tolist() for kind in (Kind.F, Kind.I, Kind.W))
         known["latency"] = float(priced.communication.transfer(placement.stages).max(initial=0))

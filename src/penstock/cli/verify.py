@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import click
@@ -88,14 +89,13 @@ def command(
     ]
     transports = ["threads", "processes"] if transport == "both" else [transport]
     sys.path.insert(0, "")  # so that a module beside the user is found
-    rows = (
-        row
-        for p in ranks
-        for row in verify(
+    runs = [
+        verify(
             model, chosen, [p], sorted(set(microbatches or (p, 2 * p, 7))), transports=transports, steps=steps
         )
-    )
-    if _show(rows, as_json):
+        for p in ranks
+    ]
+    if _show(chain.from_iterable(runs), as_json):
         raise click.exceptions.Exit(1)
 
 

@@ -15,8 +15,34 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from penstock.errors import PeerError, PenstockError, WaitTimeoutError
+from penstock import host
+from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
 from penstock.runtime.scratch import Scratch
+
+PROCESS_BYTES = 100_000_000
+"""Of memory that a process has for itself once it has loaded PyTorch, at the least."""
+
+
+def require_processes(count: int, memory: int | None = None) -> None:
+    """Refuse more processes than this machine has memory for.
+
+    Args:
+        count: how many are to be started.
+        memory: bytes there are; by default those of this machine or container.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if memory is None:
+        here = host.memory()
+        if here is None:
+            return
+        memory = here.total
+    if count * PROCESS_BYTES > memory:
+        raise ConfigError(
+            f"{count:,} processes take at least {count * PROCESS_BYTES / 1e9:,.0f} GB of memory, and this machine has "
+            f"{memory / 1e9:,.0f} GB; start at most {memory // PROCESS_BYTES:,} on it"
+        )
 
 
 class LocalProcesses:
@@ -25,9 +51,13 @@ class LocalProcesses:
     Args:
         count: how many; the most ranks a call can have.
         threads: intra-op threads a worker.
+
+    Raises:
+        ConfigError: this machine has not the memory for so many.
     """
 
     def __init__(self, count: int, threads: int = 1) -> None:
+        require_processes(count)
         self.count = count
         self.threads = threads
         self._scratch = Scratch()

@@ -10,14 +10,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.runtime.local import LocalProcesses
+from penstock.runtime.local import LocalProcesses, require_processes
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
+from penstock.schedule.size import require_size
 from penstock.stage.layers import as_layers
 from penstock.stage.module import StageModule
 from penstock.stage.runner import LossFunction
@@ -115,7 +117,26 @@ def verify(
         ranks, microbatches: the counts to try.
         transports: "threads", "processes", or both.
         steps: optimizer steps, with AdamW and clipping.
+
+    Raises:
+        ConfigError: counts whose schedules or processes this machine cannot hold.
     """
+    for name, virtual in schedules:
+        for p, m in product(ranks, microbatches) if name in FAMILIES else ():
+            require_size(name, p, m, virtual)
+    if "processes" in transports:
+        require_processes(max(ranks))
+    return _rows(subject, schedules, ranks, microbatches, transports, steps)
+
+
+def _rows(
+    subject: str,
+    schedules: Sequence[tuple[str, int]],
+    ranks: Sequence[int],
+    microbatches: Sequence[int],
+    transports: Sequence[str],
+    steps: int,
+) -> Iterator[Difference]:
     torch.set_num_threads(1)
     plain = {m: _plain(load_subject(subject), m, steps) for m in microbatches}
     exact: dict[int, _Outcome] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -92,11 +93,12 @@ def _strays(schedule: Schedule, forward_only: bool) -> Iterator[str]:
             f"{schedule.microbatch[row]}) is outside stages 0..{s - 1}, microbatches 0..{m - 1}"
         )
         return
-    holds = np.zeros((schedule.ranks, s), np.bool_)
-    for stage, ranks in enumerate(schedule.placement.holders):
-        holds[list(ranks), stage] = True
+    # Holder by holder: a table of ranks x stages would outgrow the ops of many ranks.
     rank = rank_column(schedule)
-    for row in np.flatnonzero(~holds[rank, schedule.stage]):
+    strays = np.ones(len(schedule), np.bool_)
+    for holder in zip_longest(*schedule.placement.holders, fillvalue=-1):
+        strays &= np.array(holder, np.int32)[schedule.stage] != rank
+    for row in np.flatnonzero(strays):
         held = list(schedule.placement.holders[schedule.stage[row]])
         yield f"{schedule.op(row)} is on rank {rank[row]}, but its stage is on rank(s) {held}"
     for idle in np.flatnonzero(np.diff(schedule.offsets) == 0):

@@ -15,6 +15,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.parallel.layout import BUCKET_BYTES
 from penstock.schedule.families import FAMILIES
 from penstock.train.codec import BYTES
+from penstock.train.limits import require_memory
 from penstock.train.mesh import find_mesh, is_order, require_shares
 
 
@@ -37,6 +38,7 @@ def logger_names(text: str) -> list[str]:
 
 COUNT = Allowed(lambda v: 1 <= v < 2**31, "at least 1 and below 2^31")
 NOT_NEGATIVE = Allowed(lambda v: 0 <= v < 2**31, "0 or more and below 2^31")
+THREADS = Allowed(lambda v: 0 <= v <= 1024, "from 0 to 1024")
 POSITIVE = Allowed(lambda v: v > 0, "more than 0")
 FRACTION = Allowed(lambda v: 0 < v < 1, "between 0 and 1, both excluded")
 SHARE = Allowed(lambda v: 0 <= v <= 1, "from 0 to 1")
@@ -257,7 +259,7 @@ class RuntimeConfig:
     """
 
     device: str = _key("")
-    threads: int = _key(0, NOT_NEGATIVE)
+    threads: int = _key(0, THREADS)
     timeout: float = _key(60.0, POSITIVE)
     first_timeout: float = _key(600.0, POSITIVE)
 
@@ -382,14 +384,14 @@ def resolve(config: Config, processes: int | None) -> Config:
         processes: number of processes torchrun (or the like) started; None for a single process with threads.
 
     Raises:
-        ConfigError: ``[parallel]`` wants another number of processes.
+        ConfigError: ``[parallel]`` wants another number of processes; or something does not fit in memory.
     """
     pp = find_mesh(config.parallel, processes).pp
-    v = config.parallel.virtual_stages
-    if v is None:
-        family = FAMILIES.get(config.schedule.name)
-        v = family.virtual_stages if family else 1
-    parallel = dataclasses.replace(config.parallel, pp=pp, virtual_stages=v)
+    family, v = FAMILIES.get(config.schedule.name), config.parallel.virtual_stages
+    if family is not None:
+        v = family.require_counts(pp, config.schedule.microbatches // config.parallel.dp, v)
+    require_memory(config)
+    parallel = dataclasses.replace(config.parallel, pp=pp, virtual_stages=v or 1)
     sample = config.sample
     if sample.prompt is None:
         theirs = config.model.path or config.model.config

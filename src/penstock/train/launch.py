@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from penstock.reading import parse_json
+from penstock.runtime.local import require_processes
 from penstock.runtime.scratch import Scratch
 from penstock.runtime.transport.roster import is_stopped
 from penstock.runtime.world import STORE
@@ -83,8 +84,8 @@ def supervise(
         How it ended.
 
     Raises:
-        ConfigError: the run's folder is already there or in use, or what to go on from is not there; nothing has been
-            started then.
+        ConfigError: the run's folder is already there or in use, or what to go on from is not there, or this
+            machine has not the memory for so many processes; nothing has been started then.
     """
     run = run_folder.choose(config.train)
     if run.name in ("", ".."):  # the folder it was started in, or the one above
@@ -92,6 +93,7 @@ def supervise(
     resume = config.train.resume
     config = replace(config, train=replace(config.train, folder=str(run.parent), name=run.name, resume=""))
     ranks = processes_of(config.parallel)
+    require_processes(ranks)
     failed = attempt = 0
     with ExitStack() as stack:
         stack.enter_context(locked(run, say=say))

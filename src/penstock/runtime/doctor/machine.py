@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 import penstock
+from penstock import host
 from penstock.runtime.launch_environment import local_rank, own_device
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.transport.roster import supported
 
-_CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
 
 
@@ -28,7 +28,7 @@ def look(rank: int) -> dict[str, Any]:
     Sizes are in bytes. What the system does not tell is None.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    total, available = memory()
+    memory = host.memory()
     devices, trouble = cuda_devices()
     return {
         "rank": rank,
@@ -36,9 +36,9 @@ def look(rank: int) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "core_quota": core_quota(),
-        "memory": total,
-        "memory_available": available,
+        "core_quota": host.core_quota(),
+        "memory": memory and memory.total,
+        "memory_available": memory and memory.available,
         "devices": devices,
         "device_trouble": trouble,
         "local_rank": local_rank(),
@@ -77,32 +77,6 @@ def shares() -> str:
     return "" if supported() else "it needs Linux on x86-64"
 
 
-def memory() -> tuple[int | None, int | None]:
-    """(all, free) memory that this process may have, in bytes, a container's limit included."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None, None
-    table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total, available = table["MemTotal"], table.get("MemAvailable", table["MemFree"])
-    limit = _number(_CGROUP / "memory.max") or _number(_CGROUP / "memory" / "memory.limit_in_bytes")
-    used = _number(_CGROUP / "memory.current") or _number(_CGROUP / "memory" / "memory.usage_in_bytes")
-    if limit is not None and limit < total:
-        return limit, min(available, max(0, limit - (used or 0)))
-    return total, available
-
-
-def core_quota() -> float | None:
-    """How many cores' time a container gives; None without a limit."""
-    try:
-        allowed, period = (_CGROUP / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        quota = _number(_CGROUP / "cpu" / "cpu.cfs_quota_us")
-        each = _number(_CGROUP / "cpu" / "cpu.cfs_period_us")
-        return quota / each if quota and each else None
-    return None if allowed == "max" else int(allowed) / int(period)
-
-
 def shm() -> int | None:
     """Size of ``/dev/shm``, through which NCCL talks within a machine."""
     try:
@@ -138,12 +112,3 @@ def open_now() -> int:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
         return 0
-
-
-def _number(path: Path) -> int | None:
-    """A number in a file of the system; None if there is none, or it says that there is no limit."""
-    try:
-        value = int(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if value >= 0 else None

@@ -22,6 +22,7 @@ from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.size import require_size
 
 _COUNTS = ("ranks", "microbatches", "virtual_stages")
 
@@ -73,14 +74,27 @@ class Family:
         """Names of the parameters besides the counts."""
         return [name for name in self.parameters if name not in _COUNTS]
 
-    def build(
-        self, ranks: int, microbatches: int, virtual_stages: int | None = None, **options: object
-    ) -> Schedule:
-        """Build one; `build_schedule` says what is raised."""
+    def require_counts(self, ranks: int, microbatches: int, virtual_stages: int | None = None) -> int:
+        """Refuse counts that are none, or whose schedule would not fit in memory.
+
+        Returns:
+            The number of virtual stages.
+
+        Raises:
+            ScheduleError: says which, and what is allowed.
+        """
         v = self.virtual_stages if virtual_stages is None else virtual_stages
         for what, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ScheduleError(f"{what} must be a whole number of at least 1, not {count!r}")
+        require_size(self.name, ranks, microbatches, v)
+        return v
+
+    def build(
+        self, ranks: int, microbatches: int, virtual_stages: int | None = None, **options: object
+    ) -> Schedule:
+        """Build one; `build_schedule` says what is raised."""
+        v = self.require_counts(ranks, microbatches, virtual_stages)
         for option in options:
             if option not in self.options:
                 known = f"it takes {', '.join(self.options)}" if self.options else "it takes none"
