@@ -190,3 +190,36 @@ def test_fifty_thousand_blocks_are_all_there(chromium: Browser, tmp_path: Path):
     ends = chromium.run("return Array.from(penstock.find('measured').data.end)")
     assert np.array_equal(ends, trace.end)
     assert chromium.complaints() == []
+
+
+SMUGGLED = """
+<img src="file:///etc/hostname" onerror="window.owned = 'attribute'">
+<b id="styled" style="position: fixed">styled</b>
+<style>#styled { color: rgb(1, 2, 3) !important; }</style>
+<iframe srcdoc="<script>parent.owned = 'frame'</script>"></iframe>
+"""
+
+
+def test_what_is_smuggled_into_the_page_does_nothing(chromium: Browser, tmp_path: Path):
+    path = write(tmp_path / "r.html", {"a": measured()}, title="policy")
+    text = path.read_text("utf-8")
+    inline = "<script>window.owned = 'script'</script>"
+    (tmp_path / "s.html").write_text(text.replace("</header>", f"</header>{inline}{SMUGGLED}"), "utf-8")
+    chromium.open(tmp_path / "s.html")
+    assert chromium.run("return window.owned ?? null") is None
+    # Later, for the browser lets a test's own words do what the page must not.
+    chromium.run(
+        "setTimeout(() => {"
+        " try { window.made = new Function('return 1')(); } catch (error) { window.made = error.name; } })"
+    )
+    chromium.wait("return window.made !== undefined")
+    assert chromium.run("return window.made") == "EvalError"
+    style = chromium.run(
+        "const style = getComputedStyle(document.getElementById('styled'));"
+        "return [style.position, style.color]"
+    )
+    assert style[0] == "static"
+    assert style[1] != "rgb(1, 2, 3)"
+    refused = [said for said in chromium.complaints() if "Content Security Policy" in said]
+    assert len(refused) >= 5
+    assert any("/etc/hostname" in said for said in refused)

@@ -3,8 +3,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from dataclasses import replace
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -72,6 +73,30 @@ def test_all_text_from_outside_is_text_in_the_page(tmp_path: Path):
     assert tags.count("script") == [tag for tag, _ in plain.elements].count("script")
     # Title, heading, selector, counts, problems, settings, two layers.
     assert found.text.count(EVIL.replace("&amp;", "&amp;")) == 8
+
+
+def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
+    path = write(tmp_path / "r.html", {EVIL: measured()}, title=EVIL)
+    text = path.read_text("utf-8")
+    elements = [(tag, given) for tag, given in Reader(text).elements if tag not in ("html", "head")]
+    assert elements[0] == ("meta", {"charset": "utf-8"})
+    (tag, given) = elements[1]
+    assert (tag, given["http-equiv"]) == ("meta", "Content-Security-Policy")
+    rules = dict(rule.split(" ", 1) for rule in str(given["content"]).split("; "))
+    (nonce,) = (given["nonce"] for tag, given in elements if tag == "style")
+    scripts = re.findall(r"<script>(.*?)</script>", text, flags=re.S)
+    digests = [b64encode(sha256(script.encode()).digest()).decode() for script in scripts]
+    assert len(scripts) == 4
+    assert rules == {
+        "default-src": "'none'",
+        "script-src": " ".join(f"'sha256-{digest}'" for digest in digests),
+        "style-src": f"'nonce-{nonce}'",
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert not [given for _, given in elements if any(name == "style" or name[:2] == "on" for name in given)]
+    assert nonce not in write(path, {"a": measured()}, title="again").read_text("utf-8")
 
 
 def test_the_page_refers_to_nothing_outside(tmp_path: Path):

@@ -84,7 +84,7 @@ def _drawable(row: Mapping[str, Any], key: str) -> bool:
 
 
 def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
-    from bokeh.models import ColumnDataSource, CustomJSHover, HoverTool
+    from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.plotting import figure
     from bokeh.transform import linear_cmap
 
@@ -104,10 +104,7 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
         x="x", y="y", text="text", text_color="colour", source=labels, text_font_size={"value": "11px"},
         text_align={"value": "center"}, text_baseline={"value": "middle"}, text_font={"value": "sans-serif"},
     )  # fmt: skip
-    said: Any = {
-        f"@{column}": CustomJSHover(code=f"return penstock.tell({column!r}, value)")
-        for column in ("kind", "stage", "microbatch", "start", "end", "length", "held")
-    }
+    said = _says("kind", "stage", "microbatch", "start", "end", "length", "held")
     plot.add_tools(
         HoverTool(
             renderers=[quads],
@@ -122,7 +119,7 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
 
 def _gaps(plot: Any) -> None:
     """The idle stretches, pale in the colour of their cause, under the blocks."""
-    from bokeh.models import ColumnDataSource, CustomJSHover, HoverTool
+    from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.transform import linear_cmap
 
     columns = ("start", "end", "top", "bottom", "what", "length", "rank")
@@ -132,10 +129,7 @@ def _gaps(plot: Any) -> None:
         left="start", right="end", top="top", bottom="bottom", source=source, line_color=None, fill_alpha=0.3,
         fill_color=linear_cmap("what", colours, -0.5, len(colours) - 0.5),
     )  # fmt: skip
-    said: Any = {
-        "@what": CustomJSHover(code="return penstock.palette.what[value].meaning"),
-        "@length": CustomJSHover(code="return penstock.tell('length', value)"),
-    }
+    said = _says("what", "length")
     plot.add_tools(
         HoverTool(
             renderers=[spans],
@@ -159,7 +153,7 @@ def _memory(x: Any, unit: Unit, label: str) -> Any:
         min_interval=1,
         desired_num_ticks=4,
     )
-    plot.yaxis.formatter = CustomJSTickFormatter(code="return penstock.amount(tick)")
+    plot.yaxis.formatter = CustomJSTickFormatter()  # by the page's script, as `_says`
     empty: dict[str, list[Any]] = {"xs": [], "ys": [], "rank": [], "colour": []}
     for name, dash, width in (("memory-planned", "4 3", 1.0), ("memory", "solid", 1.4)):
         source = ColumnDataSource(dict(empty), name=name)
@@ -176,7 +170,7 @@ def _memory(x: Any, unit: Unit, label: str) -> Any:
 
 
 def _bars(y: Any, height: int, unit: Unit) -> Any:
-    from bokeh.models import ColumnDataSource, CustomJSHover, HoverTool, Range1d
+    from bokeh.models import ColumnDataSource, HoverTool, Range1d
     from bokeh.plotting import figure
     from bokeh.transform import linear_cmap
 
@@ -188,10 +182,7 @@ def _bars(y: Any, height: int, unit: Unit) -> Any:
         y="rank", left="left", right="right", height=0.8, source=source, line_color=None,
         fill_color=linear_cmap("what", colours, -0.5, len(colours) - 0.5),
     )  # fmt: skip
-    said: Any = {
-        "@what": CustomJSHover(code="return penstock.palette.what[value].meaning"),
-        "@share": CustomJSHover(code="return (100 * value).toFixed(2) + '%'"),
-    }
+    said = _says("what", "share")
     plot.add_tools(
         HoverTool(
             renderers=[bars],
@@ -259,8 +250,18 @@ def rank_colours(ranks: int) -> list[str]:
     return [scale[round(rank * (len(scale) - 1) / max(1, ranks - 1))] for rank in range(ranks)]
 
 
-def library() -> str:
-    """Bokeh's own script, as HTML elements; the core alone, without widgets, tables, WebGL and mathematics."""
+def library() -> list[str]:
+    """Bokeh's own scripts; the core alone, without widgets, tables, WebGL and mathematics."""
     from bokeh.resources import Resources
 
-    return Resources(mode="inline", components=["bokeh"], log_level="warn").render_js()
+    return list(Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw)
+
+
+def _says(*columns: str) -> Any:
+    """What a tooltip says of columns is up to the page's script, which knows them by name.
+
+    Bokeh's own way, code in a text, is one that the page's policy does not let run.
+    """
+    from bokeh.models import CustomJSHover
+
+    return {f"@{column}": CustomJSHover(name=f"say-{column}") for column in columns}

@@ -151,6 +151,8 @@ window.penstock = (() => {
   // What a tooltip says of a column's value.
   function tell(name, value) {
     if (name === "kind") return palette.kinds[value].meaning;
+    if (name === "what") return palette.what[value].meaning;
+    if (name === "share") return `${(100 * value).toFixed(2)}%`;
     if (name === "stage" || name === "microbatch") return value < 0 ? "" : `${name} ${value}`;
     if (name !== "held") return time(value);
     if (Number.isNaN(value)) return "";
@@ -173,7 +175,15 @@ window.penstock = (() => {
     }
   }
 
+  // Bokeh would make code of texts here, which the page's policy forbids.
+  function speak() {
+    Bokeh.Models.get("CustomJSHover").prototype.format = function (value) { return tell(this.name.replace("say-", ""), value); };
+    Bokeh.Models.get("CustomJSTickFormatter").prototype.doFormat = (ticks) => ticks.map(amount);
+  }
+
   async function begin() {
+    speak();
+    for (const swatch of document.querySelectorAll("[data-colour]")) swatch.style.background = swatch.dataset.colour;
     for (const [place, item] of Object.entries(read("penstock-figures"))) {
       await Bokeh.embed.embed_item(item, place);
     }
@@ -190,6 +200,6 @@ window.penstock = (() => {
     document.body.dataset.ready = "yes";
   }
 
-  return { begin, show, step, find, tell, amount, palette };
+  return { begin, show, step, find };
 })();
 window.penstock.begin();

@@ -142,7 +142,7 @@ def _first_look(step: Step, unit: Unit) -> str:
 def _legend(step: Step) -> str:
     there = {int(kind) for kind in np.unique(step.trace.kind)}
     swatches = "".join(
-        f'<span><i style="background:{c.full}"></i><i style="background:{c.light}"></i> {c.letter} {c.meaning}</span>'
+        f'<span><i data-colour="{c.full}"></i><i data-colour="{c.light}"></i> {c.letter} {c.meaning}</span>'
         for kind, c in KINDS.items()
         if kind in there
     )
@@ -157,9 +157,7 @@ def _legend(step: Step) -> str:
 def _causes(steps: Sequence[Step]) -> str:
     there = [cause for cause in CAUSES if any(cause in step.split.causes for step in steps)]
     named = [(BUSY, "computing"), *(CAUSES[cause] for cause in there)]
-    spans = "".join(
-        f'<span><i style="background:{colour}"></i> {meaning}</span>' for colour, meaning in named
-    )
+    spans = "".join(f'<span><i data-colour="{colour}"></i> {meaning}</span>' for colour, meaning in named)
     return f'<div class="legend">{spans}</div>'
 
 

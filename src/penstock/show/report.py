@@ -6,6 +6,7 @@ The page works from ``file://`` and asks the network for nothing: Bokeh's script
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -15,6 +16,7 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.show.page import body
 from penstock.show.page_data import look_at, palette, step_data, unit_of
+from penstock.show.policy import policy
 from penstock.trace.events import Trace
 from penstock.writing import write_text
 
@@ -106,16 +108,21 @@ def _page(
         "steps": data,
     }
     own = files("penstock.show")
-    style, script = (own.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    style, early, late = (
+        own.joinpath(name).read_text("utf-8") for name in ("page.css", "nonce.js", "page.js")
+    )
     text = body(title, steps, unit, settings, problems, curves=training is not None, memory=bool(memory))
+    scripts = [f"\n{script}\n" for script in (early, *library(), late)]
+    nonce = secrets.token_urlsafe(16)
+    *first, last = (f"<script>{script}</script>" for script in scripts)
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{policy(scripts, nonce)}\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style>\n{style}</style>\n{library()}\n</head>\n'
-        f"<body>\n{text}\n"
+        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style nonce="{nonce}">\n{style}</style>\n'
+        f"{''.join(first)}\n</head>\n<body>\n{text}\n"
         f'<script type="application/json" id="penstock-data">{_inside_script(whole)}</script>\n'
         f'<script type="application/json" id="penstock-figures">{_inside_script(places)}</script>\n'
-        f"<script>\n{script}</script>\n</body>\n</html>\n"
+        f"{last}\n</body>\n</html>\n"
     )
 
 
