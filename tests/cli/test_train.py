@@ -58,6 +58,35 @@ def test_json_is_one_object_on_stdout(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "on 1 rank (cpu)," in result.stderr
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
+def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, both: bool):
+    """As ``penstock train | head -1`` does, with and without ``2>&1``."""
+    words = ["--set", f"data.path={text_folder(tmp_path)}", *TINY, "train.steps=6", "train.log_every=1"]
+    command = [sys.executable, "-m", "penstock", "train", *words, "train.name=read"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if both else subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("run runs/read: ")
+        process.stdout.close()
+        said = process.stderr.read() if process.stderr is not None else ""
+    assert process.returncode == 0, said
+    assert said == (
+        ""
+        if both
+        else "penstock: cannot write to stdout: Broken pipe. The run goes on, and its folder has its numbers\n"
+    )
+    kinds = [
+        json.loads(line)["kind"] for line in (tmp_path / "runs/read/metrics.jsonl").read_text().splitlines()
+    ]
+    assert kinds == ["train"] * 6 + ["held_out", "final"]
+    assert (tmp_path / "runs/read/model.safetensors").exists()
+
+
 def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text_folder(tmp_path)
     (tmp_path / "my.toml").write_text("[train]\nname = 'from_file'\n")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.cli.output import outlive_readers
 from penstock.train.follow import follow_launcher
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def command(
     report.html, which shows where the time of the steps went.
 
     SIGTERM, Ctrl-C, SIGHUP or SIGUSR1: the step in hand is finished and a checkpoint saved; another one, two seconds later
-    or more, ends the run at once.
+    or more, ends the run at once. Where nobody reads its output any more (| head, a closed terminal) the run goes on.
 
     \b
     Exit codes:
@@ -86,6 +87,7 @@ def command(
         130  ended at once by a second Ctrl-C; 143 by a second SIGTERM, 129 SIGHUP, 138 SIGUSR1
     """
     launched = follow_launcher()
+    outlive_readers()
     from penstock.runtime.launch_environment import find_launch
     from penstock.train.config_file import load
     from penstock.train.loop import train
