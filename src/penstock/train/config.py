@@ -253,7 +253,7 @@ class RuntimeConfig:
     Attributes:
         device: ``cpu``, ``cuda``, ``cuda:1``; empty is the CPU, but under torchrun a GPU a process where there are
             enough.
-        threads: CPU threads a rank computes with; 0 shares the machine's cores among its ranks.
+        threads: CPU threads a rank computes with; 0 for OMP_NUM_THREADS, or a share of the machine's or container's cores.
         timeout: seconds any wait between ranks may last.
         first_timeout: the same until the first step is done, and in the first evaluation.
     """

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
+from penstock import host
 from penstock.errors import ConfigError
 from penstock.runtime.launch_environment import has_own_device, local_size, own_device
 
@@ -40,25 +42,35 @@ def choose_device(name: str, *, in_processes: bool) -> torch.device:
     return device
 
 
+def _asked() -> int:
+    """What OMP_NUM_THREADS says; 0 if nothing. The 1 that torchrun sets where it is not set says nothing."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    if text == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        return 0
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
 @contextlib.contextmanager
-def sharing_cores(ranks: int, each: int, *, in_processes: bool) -> Iterator[int]:
+def sharing_cores(ranks: int, each: int, *, in_processes: bool, root: Path = host.ROOT) -> Iterator[int]:
     """Set the CPU threads of this process until the end; gives how many a rank has.
 
     The pipeline's own threads divide what is set when they start.
 
     Args:
         ranks: of the pipeline.
-        each: threads a rank; 0 shares the cores of this machine among the ranks on it.
+        each: threads a rank; 0 for OMP_NUM_THREADS of each process where that is set, else a share of the cores that the
+            machine and its cgroup (a container's quota) leave to the ranks on it.
         in_processes: whether the ranks are processes.
+        root: see `penstock.host`.
     """
-    before = torch.get_num_threads()
+    before, asked = torch.get_num_threads(), _asked()
     if in_processes:
-        beside = local_size() or ranks
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        each = each or max(1, cores // beside)
+        each = each or asked or max(1, host.cores(root) // (local_size() or ranks))
         torch.set_num_threads(each)
     else:
-        each = each or max(1, before // ranks)
+        # What is set is the caller's, OMP_NUM_THREADS, or all cores that the process may run on, quota or not.
+        quota = None if asked else host.core_quota(root)
+        each = each or max(1, int(before if quota is None else min(before, quota)) // ranks)
         torch.set_num_threads(each * ranks)
     try:
         yield each
