@@ -293,5 +293,5 @@ class Runner:
 
 
 def _detached(value: object) -> object:
-    packed = pack(value)[0]
+    packed = pack(value, travels=False)[0]
     return unpack(packed._replace(needs_grad=(False,) * len(packed.leaves)))[0]

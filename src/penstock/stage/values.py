@@ -1,7 +1,7 @@
 """What stages hand to each other: a value taken apart into leaves, so that any transport can carry it.
 
-`torch.utils._pytree` is private, but it is the registry in which other libraries enter their output types; this is the
-one place that uses it.
+`torch.utils._pytree` is private, but it is the registry in which other libraries enter their output types; this and
+`structures` are the places that use it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from penstock.errors import BatchError, StageShapeError
+from penstock.stage.structures import require_portable
 
 PLAIN = (type(None), bool, int, float, str)
 """Leaves that travel besides tensors."""
@@ -35,11 +36,16 @@ class Parcel(NamedTuple):
     needs_grad: tuple[bool, ...] = (False,)
 
 
-def pack(value: object) -> tuple[Parcel, tuple[Tensor, ...]]:
+def pack(value: object, *, travels: bool = True) -> tuple[Parcel, tuple[Tensor, ...]]:
     """Take a stage's output apart; returns the parcel to hand over and the leaves that have a graph.
 
+    Args:
+        value: the output.
+        travels: whether it is to be handed over, so that its containers must be such as another process can make.
+
     Raises:
-        StageShapeError: a leaf is neither a tensor nor None, bool, int, float or str.
+        StageShapeError: a leaf is neither a tensor nor None, bool, int, float or str; or it is in a container that another
+            process could not put together.
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
@@ -50,8 +56,11 @@ def pack(value: object) -> tuple[Parcel, tuple[Tensor, ...]]:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise StageShapeError(
                 f"a stage returned a {type(leaf).__name__} among its outputs; what stages hand over is made of "
-                "tensors, None, bool, int, float and str in tuples, lists and dicts"
+                "tensors, None, bool, int, float and str in tuples, lists, dicts, named tuples and dataclasses that are "
+                "registered (torch.export.register_dataclass)"
             )
+    if travels:
+        require_portable(structure)
     roots = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
     return (
         Parcel(
@@ -124,16 +133,6 @@ def gradients(tensors: Sequence[Tensor], ports: Sequence[int]) -> tuple[Parcel, 
     return tuple(Parcel(tuple(islice(grads, n)), None, (False,) * n) for n in ports)
 
 
-def dump_structure(structure: Any) -> str:
-    """A pytree spec as JSON text."""
-    return _pytree.treespec_dumps(structure)
-
-
-def load_structure(text: str) -> Any:
-    """The pytree spec of a JSON text."""
-    return _pytree.treespec_loads(text)
-
-
 class Carried(NamedTuple):
     """What travels from a stage to the next where that is more than the last layer's output.
 
@@ -146,9 +145,6 @@ class Carried(NamedTuple):
     value: Any
     named: dict[str, Any]
     losses: dict[str, Tensor]
-
-
-_pytree._register_namedtuple(Carried, serialized_type_name="penstock.Carried")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 
 from penstock.errors import TransportError
 from penstock.runtime.transport.wire import Layout, layout_of
-from penstock.stage.values import Parcel, dump_structure, pack
+from penstock.stage.structures import dumps
+from penstock.stage.values import Parcel, pack
 
 
 class Colour(Enum):
@@ -34,7 +35,7 @@ def test_a_layout_arrives_as_it_was_sent():
 )
 def test_a_module_that_is_not_loaded_is_not_imported(value: object):
     layout = layout_of(parcel(value))
-    text = dump_structure(layout.structure)
+    text = dumps(layout.structure)
     for own in ("builtins", __name__):
         text = text.replace(own, "this")
     assert '"this' in text.replace("\\", "")

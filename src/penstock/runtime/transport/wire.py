@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,7 +21,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
-from penstock.stage.values import Parcel, dump_structure, load_structure
+from penstock.stage import structures
+from penstock.stage.values import Parcel
 
 FRAME_BYTES = 1 << 16
 HEADER_BYTES = 64
@@ -126,7 +125,7 @@ class Layout:
             None if leaf is None else [str(leaf[0]).removeprefix("torch."), list(leaf[1]), leaf[2]]
             for leaf in self.tensors
         ]
-        structure = None if self.structure is None else dump_structure(self.structure)
+        structure = None if self.structure is None else structures.dumps(self.structure)
         return json.dumps({"leaves": leaves, "plain": self.plain, "structure": structure}).encode()
 
     @staticmethod
@@ -134,22 +133,16 @@ class Layout:
         """From JSON.
 
         Raises:
-            TransportError: it names a dtype that there is not, or a module that this process has not loaded: torch would
-                import the module of a defaultdict's factory, or of an Enum.
+            TransportError: it names a dtype or a class that there is not, or a module that this process has not loaded.
         """
         fields = json.loads(data)
-        for name in _modules_in(fields["structure"]):
-            if name not in sys.modules:
-                raise TransportError(
-                    f"a value has the module {name!r:.80} in it, which is not loaded here; import it on every rank"
-                )
         return Layout(
             tuple(
                 None if leaf is None else (_dtype(leaf[0]), tuple(leaf[1]), leaf[2])
                 for leaf in fields["leaves"]
             ),
             tuple(fields["plain"]),
-            None if fields["structure"] is None else load_structure(fields["structure"]),
+            None if fields["structure"] is None else structures.loads(fields["structure"]),
         )
 
 
@@ -158,22 +151,6 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TransportError(f"a value has the dtype {name!r:.80}, which torch does not know here")
     return found
-
-
-def _modules_in(structure: Any) -> Iterator[str]:
-    """The modules that a structure names; what belongs to a container is JSON text within the JSON text."""
-    if isinstance(structure, str) and structure[:1] in ("[", "{"):
-        try:
-            structure = json.loads(structure)
-        except ValueError:
-            return
-    if isinstance(structure, dict):
-        factory, enum = structure.get("default_factory_module"), structure.get("fqn")
-        yield from (str(name).partition(":")[0] for name in (factory, enum) if name is not None)
-        structure = list(structure.values())
-    if isinstance(structure, list):
-        for part in structure:
-            yield from _modules_in(part)
 
 
 def layout_of(parcel: Parcel) -> Layout:

@@ -1,0 +1,160 @@
+"""The structure of a value (a pytree spec) as text, and back: classes travel as names, which are looked up, not imported.
+
+What may be handed over between stages is the same for threads as for processes: tuples, lists, dicts and their kin in
+`collections`; named tuples; and every class that is registered as a pytree node. A class must be found by its name in its
+module, for that is how another process finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import namedtuple
+from enum import Enum
+from typing import Any
+
+from torch.utils import _pytree
+
+from penstock.errors import StageShapeError, TransportError
+
+_LEAF = _pytree.tree_flatten(0)[1]
+_PLAIN = (type(None), bool, int, float, str)
+_portable: set[object] = {tuple, list}
+
+
+def require_portable(structure: Any) -> None:
+    """Refuse a structure that another process could not put together.
+
+    Raises:
+        StageShapeError: a class that is not found by its name, or a key or an option that is no plain value.
+    """
+    kind = structure.type
+    if kind is dict:
+        for key in structure.context:
+            if type(key) not in _PLAIN:
+                _encoded(key)
+    elif kind not in _portable:
+        kinds = (kind, structure.context) if kind is namedtuple else kind
+        if kinds not in _portable:
+            _encoded(kind)
+            _encoded(structure.context)
+            # A context may differ from value to value; a named tuple's is its class.
+            if kind is namedtuple:
+                _portable.add(kinds)
+    for child in _children(structure):
+        if child.type is not None:
+            require_portable(child)
+
+
+def dumps(structure: Any) -> str:
+    """A structure as JSON text.
+
+    Raises:
+        StageShapeError: as `require_portable`.
+    """
+    return json.dumps(_node(structure))
+
+
+def loads(text: str) -> Any:
+    """The structure of a JSON text.
+
+    Raises:
+        TransportError: it names a module that is not loaded here, or a class that is not there or is no container.
+    """
+    return _structure(json.loads(text))
+
+
+def _node(structure: Any) -> Any:
+    if structure.type is None:
+        return None
+    return [
+        _encoded(structure.type),
+        _encoded(structure.context),
+        [_node(child) for child in _children(structure)],
+    ]
+
+
+def _structure(node: Any) -> Any:
+    if node is None:
+        return _LEAF
+    kind, context, children = _decoded(node[0]), _decoded(node[1]), node[2]
+    known = kind in _pytree.SUPPORTED_NODES
+    if not known or (kind is namedtuple and not _pytree.is_namedtuple_class(context)):
+        raise TransportError(
+            f"a value is made of {node[0]!r:.200}, which is not registered as a pytree node here; register it on every rank"
+        )
+    return _pytree.TreeSpec(kind, context, [_structure(child) for child in children])
+
+
+def _children(structure: Any) -> list[Any]:
+    # Older PyTorch has the attribute only, newer warns of it.
+    children: list[Any] = structure.children() if hasattr(structure, "children") else structure.children_specs
+    return children
+
+
+def _encoded(value: Any) -> Any:
+    """A class, a key or a node's options: plain values as they are, all else as a list that begins with what it is."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *map(_encoded, value)]
+    if type(value) is dict:
+        return ["dict", *([_encoded(key), _encoded(one)] for key, one in value.items())]
+    if isinstance(value, Enum):
+        return ["enum", _named(type(value)), value.name]
+    if isinstance(value, type) or value is namedtuple:
+        return ["class", _named(value)]
+    raise StageShapeError(
+        f"a value between stages has a {type(value).__name__} for a key or an option of a container: {value!r:.80}; keys "
+        "are None, bool, int, float, str, members of an Enum, or tuples of these"
+    )
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *rest = value
+    match kind:
+        case "list":
+            return [_decoded(one) for one in rest]
+        case "tuple":
+            return tuple(_decoded(one) for one in rest)
+        case "dict":
+            return {_decoded(key): _decoded(one) for key, one in rest}
+        case "enum":
+            found = _found(rest[0])
+            if isinstance(found, type) and issubclass(found, Enum) and rest[1] in found.__members__:
+                return found[rest[1]]
+        case "class":
+            found = _found(rest[0])
+            if isinstance(found, type) or found is namedtuple:
+                return found
+    raise TransportError(
+        f"a value has {value!r:.200} in it, which is not found here; the ranks run different code"
+    )
+
+
+def _named(kind: Any) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    module = sys.modules.get(kind.__module__)
+    if module is None or _attribute(module, kind.__qualname__) is not kind:
+        raise StageShapeError(
+            f"a value between stages is made of {kind.__qualname__}, which another process could not find by that name in "
+            f"the module {kind.__module__}; define the class at the top of a module, or hand over a tuple or a dict"
+        )
+    return name
+
+
+def _found(name: str) -> Any:
+    module, _, path = name.partition(":")
+    if module not in sys.modules:
+        raise TransportError(
+            f"a value has the module {module!r:.80} in it, which is not loaded here; import it on every rank"
+        )
+    return _attribute(sys.modules[module], path)
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module
