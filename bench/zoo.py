@@ -1,0 +1,230 @@
+"""The zoo, as long as one likes: ``python -m bench.zoo --count N``.
+
+Every case runs in a process of its own time limit: one that crashes or hangs is an outcome like any other, and the next
+goes on. See `tests.zoo` for what a case is and what may become of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+import torch
+from tests.zoo.case import Case, draw, read
+from tests.zoo.judge import Verdict, judge
+from tests.zoo.kind import KINDS
+from tests.zoo.piped import piped, piped_many
+from tests.zoo.shrink import shrink
+
+from bench.compare import emit, machine
+from penstock.runtime.local import LocalProcesses
+
+LIMIT = 90.0
+BATCH = 12
+OUTCOMES = ("bit-equal", "bounded", "refused", "FAILED")
+
+
+class Worker:
+    """A process that runs cases in threads, one after the other; a new one where it died or hung."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: SimpleQueue[str] = SimpleQueue()
+
+    def verdict(self, case: Case) -> Verdict:
+        if self._process is None:
+            self._start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.write(case.text() + "\n")
+        process.stdin.flush()
+        try:
+            line = self._lines.get(timeout=LIMIT)
+        except Empty:
+            self.close()
+            return Verdict("FAILED", f"hung: no end within {LIMIT:g} s")
+        if not line:
+            code = process.wait()
+            self.close()
+            return Verdict("FAILED", f"the process died, exit status {code}")
+        return Verdict(*json.loads(line))
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.zoo", "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lines = SimpleQueue()
+        Thread(target=self._read, args=(self._process, self._lines), daemon=True).start()
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], lines: SimpleQueue[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put("")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def serve() -> None:
+    """A worker: a case a line, a verdict a line."""
+    torch.set_num_threads(1)
+    out, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        verdict = run_in_threads(read(line))
+        out.write(json.dumps([verdict.outcome, verdict.why]) + "\n")
+        out.flush()
+
+
+def run_in_threads(case: Case) -> Verdict:
+    return judge(case, [piped(0, case)])
+
+
+def run_in_processes(pool: LocalProcesses, cases: Sequence[Case]) -> Iterator[tuple[Case, Verdict]]:
+    """Cases that need the same number of processes, in one call of the pool; on their own where that call fails."""
+    try:
+        runs = pool.run(cases[0].processes, piped_many, [case.text() for case in cases], timeout=LIMIT)
+    except Exception as error:
+        if len(cases) == 1:
+            yield cases[0], Verdict("FAILED", f"the processes: {type(error).__name__}: {error}")
+            return
+        for case in cases:
+            yield from run_in_processes(pool, [case])
+        return
+    for n, case in enumerate(cases):
+        yield case, judge(case, [run[n] for run in runs])
+
+
+class Zoo:
+    """Everything that cases run in."""
+
+    def __init__(self) -> None:
+        self.worker = Worker()
+        self.pool = LocalProcesses(4)
+
+    def run(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Verdict]]:
+        waiting: dict[int, list[Case]] = defaultdict(list)
+        for case in cases:
+            if case.transport == "threads":
+                yield case, self.worker.verdict(case)
+                continue
+            group = waiting[case.processes]
+            group.append(case)
+            if len(group) == BATCH:
+                yield from run_in_processes(self.pool, group)
+                group.clear()
+        for group in waiting.values():
+            if group:
+                yield from run_in_processes(self.pool, group)
+
+    def shrunk(self, case: Case, verdict: Verdict) -> Case:
+        """The simplest case found that fails in the same way."""
+
+        def fails(smaller: Case) -> bool:
+            found = next(iter(self.run([smaller])))[1]
+            return found.outcome == "FAILED" and way(found) == way(verdict)
+
+        return shrink(case, fails)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.pool.close()
+
+
+def way(verdict: Verdict) -> str:
+    """How a case fails, without the numbers and names."""
+    return re.sub(r"\d+", "", verdict.why)[:30]
+
+
+def table(found: Sequence[tuple[Case, Verdict]]) -> list[str]:
+    """Outcomes by kind."""
+    counts: dict[str, Counter[str]] = {name: Counter() for name in KINDS}
+    for case, verdict in found:
+        for name in case.kinds:
+            counts[name][verdict.outcome] += 1
+    lines = [f"{'kind':34s}" + "".join(f"{outcome:>11s}" for outcome in OUTCOMES)]
+    for name, count in counts.items():
+        lines.append(f"{name:34s}" + "".join(f"{count[outcome]:11d}" for outcome in OUTCOMES))
+    return lines
+
+
+def main() -> None:
+    """Draw cases, run them, and print what became of them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.zoo",
+        description="Compare pipelines of models drawn at random with plain PyTorch.",
+        epilog="Example: python -m bench.zoo --count 200 --transport threads",
+    )
+    parser.add_argument("--count", type=int, default=100, help="cases (default 100)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case (default 0)")
+    parser.add_argument(
+        "--only", action="store_true", help="this seed alone, with the case and what became of it"
+    )
+    parser.add_argument("--case", help="a case as JSON, as a failure prints it")
+    parser.add_argument("--kinds", help="draw from these kinds alone, with commas between")
+    parser.add_argument("--transport", choices=["threads", "processes"], help="instead of both")
+    parser.add_argument("--no-shrink", action="store_true", help="leave failing cases as they are")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        serve()
+        return
+    torch.set_num_threads(1)
+    names = tuple(options.kinds.split(",")) if options.kinds else None
+    if options.case:
+        cases = [read(options.case)]
+    else:
+        count = 1 if options.only else options.count
+        cases = [draw(seed, names, options.transport) for seed in range(options.seed, options.seed + count)]
+    began, zoo = time.perf_counter(), Zoo()
+    found: list[tuple[Case, Verdict]] = []
+    failures = []
+    try:
+        for case, verdict in zoo.run(cases):
+            found.append((case, verdict))
+            if options.only or options.case:
+                print(f"{case}\n{verdict.outcome}: {verdict.why}", file=sys.stderr)
+            if verdict.outcome == "FAILED":
+                small = case if options.no_shrink else zoo.shrunk(case, verdict)
+                print(
+                    f"seed {case.seed}: {verdict.why}\n  --case '{small.text()}'", file=sys.stderr, flush=True
+                )
+                failures.append({"seed": case.seed, "why": verdict.why, "case": small.text()})
+    finally:
+        zoo.close()
+    totals = Counter(verdict.outcome for _, verdict in found)
+    seconds = time.perf_counter() - began
+    summary = ", ".join(f"{totals[outcome]} {outcome}" for outcome in OUTCOMES)
+    emit(
+        {
+            "cases": len(found),
+            "outcomes": totals,
+            "failures": failures,
+            "seconds": seconds,
+            "machine": machine(),
+        },
+        [*table(found), f"{len(found)} cases: {summary}; {seconds:.0f} s", machine()],
+        options.json,
+    )
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Loss functions, and what people do to a model between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function.
+
+    Attributes:
+        call: of the output and the target.
+        weight: how often it is drawn.
+        refused: a regular expression for the refusal, where it is refused.
+    """
+
+    call: Callable[[Any, Tensor], Any]
+    weight: int = 1
+    refused: str = ""
+
+
+def named(out: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return {"fit": F.mse_loss(out, y), "size": 0.01 * out.float().square().mean()}
+
+
+def classes(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y.argmax(1))
+
+
+def right(out: Tensor, y: Tensor) -> Tensor:
+    return (out.argmax(1) == y.argmax(1)).sum()
+
+
+def cut_off(out: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(out, y).detach()
+
+
+LOSSES = {
+    "mse": Loss(F.mse_loss, 30),
+    "module": Loss(nn.SmoothL1Loss(), 3),
+    "classes": Loss(classes, 3),
+    "named": Loss(named, 3),
+    "by_row": Loss(lambda out, y: F.mse_loss(out, y, reduction="none").mean(1), 1, r"scalar"),
+    "integer": Loss(right, 1, r"(?i)loss"),
+    "detached": Loss(cut_off, 1, r"(?i)loss"),
+}
+
+
+class Trainee(Protocol):
+    """What is trained, by a pipeline or by plain PyTorch."""
+
+    layers: list[nn.Module]
+
+    def evaluate(self, step: int) -> None: ...
+
+    def train(self, mode: bool) -> None: ...
+
+    def reload(self) -> None: ...
+
+
+def nothing(step: int, trainee: Trainee) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Habit:
+    """What is done before every step, and to its batch.
+
+    Attributes:
+        what: in words.
+        before: does it: the step's number, and what is trained.
+        batch: changes the input and the target of a step.
+        weight: how often it is drawn.
+        refused: a regular expression for the refusal, where it is refused; empty where it must work.
+        zero: how gradients are dropped after an update: "none", "zeros" or "never".
+        optimizers: those plain PyTorch can go on with; None for any.
+    """
+
+    what: str
+    before: Callable[[int, Trainee], None] = nothing
+    batch: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda step, x, y: (x, y)
+    weight: int = 2
+    refused: str = ""
+    zero: str = "none"
+    optimizers: tuple[str, ...] | None = None
+
+
+def evaluates(step: int, trainee: Trainee) -> None:
+    trainee.evaluate(step)
+
+
+def every_other(trainee: Trainee, wanted: bool) -> None:
+    for layer in trainee.layers[::2]:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(wanted)
+
+
+def freezes(step: int, trainee: Trainee) -> None:
+    if step == 1:
+        every_other(trainee, False)
+
+
+def thaws(step: int, trainee: Trainee) -> None:
+    if step < 2:
+        every_other(trainee, step == 1)
+
+
+def widens(step: int, trainee: Trainee) -> None:
+    if step == 1:
+        for layer in trainee.layers:
+            layer.double()
+
+
+def wide_batch(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return (x.double(), y.double()) if step >= 1 else (x, y)
+
+
+def writes(step: int, trainee: Trainee) -> None:
+    with torch.no_grad():
+        for layer in trainee.layers if step == 1 else ():
+            for parameter in layer.parameters():
+                parameter.mul_(0.75)
+
+
+def loads(step: int, trainee: Trainee) -> None:
+    if step == 1:
+        trainee.reload()
+
+
+def turns_to_eval(step: int, trainee: Trainee) -> None:
+    if step in (1, 2):
+        trainee.train(step == 2)
+
+
+def spoiled(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    if step == 1:
+        x[-1, 0] = float("nan")
+    return x, y
+
+
+HABITS = {
+    "none": Habit("nothing", weight=12),
+    "evaluate": Habit("evaluates between steps", evaluates),
+    "freeze": Habit("freezes every other layer after the first step", freezes),
+    "thaw": Habit("begins with every other layer frozen and thaws it after the first step", thaws),
+    "double": Habit(
+        "turns the model to float64 after the first step",
+        widens,
+        wide_batch,
+        1,
+        refused=r"(?i)dtype|float64|double",
+        optimizers=("sgd",),
+    ),
+    "write": Habit("writes to the weights between steps, under no_grad", writes),
+    "reload": Habit("loads the state it has", loads),
+    "eval_mode": Habit("takes a step in eval mode", turns_to_eval),
+    "zeros": Habit("zeroes gradients instead of dropping them", zero="zeros"),
+    "never": Habit("never drops gradients", weight=1, zero="never"),
+    "nan": Habit("has a NaN in a batch", batch=spoiled, weight=1),
+}

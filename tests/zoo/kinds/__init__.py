@@ -1,0 +1,43 @@
+"""The kinds of layers, by what they have in common; importing this fills `tests.zoo.kind.KINDS`."""
+
+from __future__ import annotations
+
+from tests.zoo.kinds import (
+    attention,
+    basic,
+    buffers,
+    checkpointed,
+    convolution,
+    dtypes,
+    frozen,
+    hooks,
+    inner,
+    inplace,
+    parametrized,
+    recurrent,
+    sharing,
+    skips,
+    tables,
+    uses,
+    values,
+)
+
+__all__ = [
+    "attention",
+    "basic",
+    "buffers",
+    "checkpointed",
+    "convolution",
+    "dtypes",
+    "frozen",
+    "hooks",
+    "inner",
+    "inplace",
+    "parametrized",
+    "recurrent",
+    "sharing",
+    "skips",
+    "tables",
+    "uses",
+    "values",
+]

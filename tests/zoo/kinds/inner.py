@@ -1,0 +1,200 @@
+"""Autograd inside a forward: gradients of gradients, torch.func, functions with a backward of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from tests.zoo.kind import WIDTH, kind
+
+
+@kind()
+class GradientPenalty(nn.Module):
+    """torch.autograd.grad with create_graph in the forward, as a loss"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            probe = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.inner(probe).float().square().sum(), probe, create_graph=True)
+        penstock.add_loss(0.1 * slope.square().mean(), "penalty")
+        return self.inner(x)
+
+
+@kind()
+class Forces(nn.Module):
+    """an energy model: the layer returns the slope of an energy"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x if x.requires_grad else x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.energy(at).sum(), at, create_graph=True)
+        return x - 0.5 * slope
+
+
+@kind()
+class InnerSteps(nn.Module):
+    """gradient steps on a weight inside the forward, as in meta-learning"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = F.linear(x, self.weight).square().mean()
+            (slope,) = torch.autograd.grad(loss, self.weight, create_graph=True)
+        return F.linear(x, self.weight - 0.1 * slope)
+
+
+@kind()
+class InnerGradientWithoutGraph(nn.Module):
+    """torch.autograd.grad without create_graph, of a module whose weights get no gradient"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guide, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            probe = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.guide(probe).float().square().sum(), probe)
+        return self.inner(x - 0.1 * slope)
+
+
+@kind()
+class FuncGrad(nn.Module):
+    """torch.func.grad of a module, mapped over rows"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(self.energy(row)).sum()))
+        return x + slope(x)
+
+
+@kind()
+class FuncVmap(nn.Module):
+    """torch.func.vmap over a linear"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: torch.tanh(self.inner(row)))(x)
+
+
+@kind()
+class FuncJacobian(nn.Module):
+    """torch.func.jvp and jacrev"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, along = torch.func.jvp(lambda v: torch.tanh(self.inner(v)), (x,), (torch.ones_like(x),))
+        return out + 0.1 * along
+
+
+@kind()
+class FunctionalCall(nn.Module):
+    """torch.func.functional_call with weights computed from others"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: p * self.scale if p.dim() == 2 else p for name, p in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, weights, (x,))
+
+
+@kind()
+class Ensemble(nn.Module):
+    """torch.func.vmap of functional_call over stacked weights"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH) * 0.3)
+        self.bias = nn.Parameter(torch.zeros(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(F.linear, in_dims=(None, 0, 0))(x, self.weight, self.bias).mean(0)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@kind()
+class OwnFunction(nn.Module):
+    """a torch.autograd.Function of one's own without weights"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(Square.apply(self.inner(x)))
+
+
+class Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = x @ weight.t()
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, grad.sum(0)
+
+
+@kind(autocast=False)
+class OwnFunctionWithWeights(nn.Module):
+    """a torch.autograd.Function of one's own that saves weights"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Multiply.apply(x, self.weight, self.bias)
+
+
+@kind(autocast=False)
+class OwnFunctionAndLinear(nn.Module):
+    """a weight in a torch.autograd.Function of one's own and in F.linear"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        return Multiply.apply(h, self.inner.weight, self.inner.bias)

@@ -1,0 +1,138 @@
+"""Operations in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.zoo.kind import WIDTH, kind
+
+
+class Shift(nn.Module):
+    """Stands before a layer that writes into its input: an addition saves nothing that could be spoiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.randn(WIDTH) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+@kind()
+def relu_in_place_first():
+    """nn.LeakyReLU(inplace=True) as the first of a layer"""
+    return [Shift(), nn.Sequential(nn.LeakyReLU(0.3, inplace=True), nn.Linear(WIDTH, WIDTH))]
+
+
+@kind()
+def relu_in_place_last():
+    """nn.ReLU(inplace=True) as the last of a layer"""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.3, inplace=True))
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+
+class Begins(Writes):
+    """Writes into its input in one of several ways."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(x)
+        return torch.tanh(self.inner(x))
+
+
+REFUSES = r"in.place|leaf Variable|a view of a leaf"
+
+
+@kind(refused=REFUSES, when="split")
+def writes_at_the_beginning():
+    """an operation in place on the layer's input, by hand"""
+    return [Shift(), Begins(lambda x: x.mul_(1.5))]
+
+
+@kind(refused=REFUSES, when="split")
+def writes_an_item_at_the_beginning():
+    """x[:, 0] = ... on the layer's input"""
+    return [Shift(), Begins(lambda x: x.__setitem__((slice(None), 0), 0.5))]
+
+
+@kind(refused=REFUSES, when="split")
+def writes_a_view_at_the_beginning():
+    """an operation in place on a view of the layer's input"""
+    return [Shift(), Begins(lambda x: x.view(-1, 2, WIDTH // 2)[:, 1].add_(1.0))]
+
+
+@kind()
+class WritesInTheMiddle(Writes):
+    """operations in place in the middle of a layer"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        h.add_(1.0).mul_(0.5)
+        h += x
+        return h.tanh_()
+
+
+@kind()
+class WritesAView(Writes):
+    """operations in place on views of what a linear returned"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        h[:, :2].mul_(2.0)
+        h.view(-1, 2, WIDTH // 2)[:, 0] += 1.0
+        left, right = h.split(WIDTH // 2, 1)
+        return torch.cat([left, right * left], 1)
+
+
+@kind()
+class WritesWithAnIndex(Writes):
+    """index_put, masked_fill_ and index_fill_"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x).clone()
+        h[torch.arange(len(x)), 0] = 1.0
+        h.masked_fill_(h.detach() > 2, 2.0)
+        h.index_fill_(1, torch.tensor([1]), 0.5)
+        return h
+
+
+@kind()
+class FillsABuffer(Writes):
+    """an empty tensor that is filled piece by piece"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        out[:, ::2] = self.inner(x)[:, ::2].to(out.dtype)
+        out[:, 1::2] = torch.tanh(x[:, 1::2])
+        return out
+
+
+@kind()
+class FunctionalInPlace(Writes):
+    """F.relu_, F.dropout with inplace=True"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu_(F.dropout(self.inner(x), 0.2, self.training, inplace=True))
+
+
+@kind(refused=r"modified.*in.?place")
+class SpoilsWhatIsSaved(Writes):
+    """an operation in place on what the backward needs: plain PyTorch refuses it, too"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 1.0
+        out = self.inner(h)
+        h.mul_(2.0)
+        return out + h

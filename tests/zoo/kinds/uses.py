@@ -1,0 +1,198 @@
+"""Ways to use a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.zoo.kind import WIDTH, kind
+
+
+class Uses(nn.Module):
+    """A matrix, a second one and a vector, used as a function says."""
+
+    def __init__(self, use: Callable[[Uses, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+        self.other = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+        self.bias = nn.Parameter(torch.randn(WIDTH) * 0.3)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.use(self, x))
+
+
+@kind()
+def cat_of_weights():
+    """torch.cat of weights in F.linear"""
+    return Uses(lambda m, x: F.linear(x, torch.cat([m.weight[:4], m.other[4:]]), m.bias))
+
+
+@kind()
+def cat_and_linear():
+    """a weight in torch.cat and in F.linear of its own"""
+    return Uses(
+        lambda m, x: F.linear(F.linear(x, m.weight, m.bias), torch.cat([m.weight[:4], m.other[4:]]), m.bias)
+    )
+
+
+@kind()
+def stack_of_weights():
+    """torch.stack of weights, and bmm"""
+    return Uses(lambda m, x: torch.bmm(x.expand(2, -1, -1), torch.stack([m.weight, m.other])).sum(0) + m.bias)
+
+
+@kind()
+def weights_by_keyword():
+    """weights as keyword arguments"""
+    return Uses(lambda m, x: F.linear(input=F.linear(x, weight=m.weight, bias=m.bias), weight=m.other))
+
+
+@kind()
+def linear_and_keyword():
+    """a weight as a positional and as a keyword argument"""
+    return Uses(
+        lambda m, x: (
+            F.linear(F.linear(x, m.weight), weight=m.weight) + torch.add(x, other=m.bias) + m.other.sum()
+        )
+    )
+
+
+@kind()
+def einsum():
+    """torch.einsum"""
+    return Uses(lambda m, x: torch.einsum("bi,oi,op->bp", x, m.weight, m.other) + m.bias)
+
+
+@kind()
+def matmul():
+    """torch.matmul, torch.mm, `@`"""
+    return Uses(lambda m, x: torch.mm(torch.matmul(x, m.weight) @ m.other, m.weight) + m.bias)
+
+
+@kind()
+def addmm():
+    """torch.addmm with alpha and beta, baddbmm"""
+    return Uses(
+        lambda m, x: torch.addmm(m.bias, torch.addmm(m.bias, x, m.weight), m.other, beta=0.5, alpha=2.0)
+    )
+
+
+@kind()
+def transposed_weight():
+    """F.linear with a transposed weight"""
+    return Uses(lambda m, x: F.linear(x, m.weight.t(), m.bias) + F.linear(x, m.other.T))
+
+
+@kind()
+def sliced_weight():
+    """F.linear with slices of a weight"""
+    return Uses(
+        lambda m, x: (
+            torch.cat([F.linear(x, m.weight[:4]), F.linear(x, m.weight[4:])], 1) + m.bias * m.other.sum()
+        )
+    )
+
+
+@kind()
+def sum_of_weights():
+    """F.linear with a sum of weights"""
+    return Uses(lambda m, x: F.linear(x, m.weight + 0.5 * m.other, m.bias))
+
+
+@kind()
+def weight_as_another_bias():
+    """the bias of one linear scales another"""
+    return Uses(lambda m, x: F.linear(F.linear(x, m.weight, m.bias), m.other, m.bias) * m.bias)
+
+
+@kind()
+def weight_norm_in_the_loss():
+    """the norm of a weight in the output"""
+    return Uses(lambda m, x: F.linear(x, m.weight, m.bias) / m.weight.norm() + m.other.abs().mean())
+
+
+@kind()
+def where_and_gather():
+    """where, gather, index_select, take_along_dim"""
+    return Uses(
+        lambda m, x: (
+            torch.where(x > 0, F.linear(x, m.weight), x.roll(1, 1)).index_select(
+                1, torch.arange(WIDTH).flip(0)
+            )
+            + torch.take_along_dim(m.other, torch.zeros(1, WIDTH, dtype=torch.long), 0)
+            + m.bias
+        )
+    )
+
+
+@kind()
+def sorting():
+    """sort, topk, cumsum, median"""
+    return Uses(
+        lambda m, x: (
+            F.linear(x.sort(1).values, m.weight, m.bias).cumsum(1) * 0.1
+            + x.topk(3, 1).values.sum(1, keepdim=True)
+            + m.other.median()
+        )
+    )
+
+
+@kind()
+def three_dimensions():
+    """F.linear of values with three and four dimensions, contiguous and not"""
+    return Uses(
+        lambda m, x: (
+            F.linear(x[:, None] * m.bias[None, :, None], m.weight).mean(1)
+            + F.linear((x[:, None, None] * m.bias[:, None]).transpose(0, 2), m.other)
+            .transpose(0, 2)
+            .mean((1, 2))
+        )
+    )
+
+
+@kind()
+def expanded_input():
+    """F.linear of an expanded input"""
+    return Uses(
+        lambda m, x: F.linear(x[:, None].expand(-1, 3, -1), m.weight, m.bias).mean(1) + F.linear(x, m.other)
+    )
+
+
+@kind()
+def one_row():
+    """F.linear of a vector"""
+    return Uses(lambda m, x: x + F.linear(x.mean(0), m.weight, m.bias) + F.linear(x, m.other).mean())
+
+
+@kind()
+def input_without_gradient():
+    """F.linear of a constant and of a detached input"""
+    return Uses(
+        lambda m, x: x + F.linear(torch.ones_like(x), m.weight, m.bias) + F.linear(x.detach(), m.other)
+    )
+
+
+@kind(writes=True, refused="modified by an inplace operation")
+def weight_written_in_the_forward():
+    """a weight that the forward clamps in place under no_grad"""
+
+    def use(m: Uses, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.weight.clamp_(-0.5, 0.5)
+        return F.linear(x, m.weight, m.bias) + F.linear(x, m.other)
+
+    return Uses(use)
+
+
+@kind()
+def outer_products():
+    """outer products and tensordot of weights"""
+    return Uses(
+        lambda m, x: (
+            torch.tensordot(x, m.weight, 1) + x @ torch.outer(m.bias, m.bias) + x * m.other.diagonal()
+        )
+    )
