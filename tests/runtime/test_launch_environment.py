@@ -19,6 +19,7 @@ from penstock.runtime.launch_environment import (
     find_launch,
     first_host,
     has_own_device,
+    host_advice,
     local_rank,
     local_size,
     own_device,
@@ -165,6 +166,22 @@ def test_gpus_that_slurm_binds_to_a_task_start_at_zero():
     assert (has_own_device(2, second), has_own_device(1, second)) == (True, False)
     assert (has_own_device(1, bound), has_own_device(0, bound)) == (True, False)
     assert (own_device(0, {}), has_own_device(1, {}), has_own_device(0, {})) == (0, True, False)
+
+
+def test_a_run_that_cannot_take_a_replaced_host_is_told_what_to_set():
+    torchrun = {
+        "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in host_advice(torchrun)
+    others = {
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    assert not any(host_advice(torchrun | {name: value}) for name, value in others.items())
+    assert not host_advice({})
 
 
 def processes(

@@ -142,6 +142,20 @@ def has_own_device(count: int, environment: Environment | None = None) -> bool:
     return count >= (local_size(environment) or 1)
 
 
+def host_advice(environment: Environment | None = None) -> str:
+    """What to set so that a replaced host can join a run that torchrun restarts; empty where there is nothing to say."""
+    given = os.environ if environment is None else environment
+    several = (
+        int(given.get("GROUP_WORLD_SIZE") or 1) > 1 and int(given.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+    )
+    if not several or given.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        "torchrun restarts this run after a failure, but a new host cannot take the place of one that is gone: set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun, and it can"
+    )
+
+
 def _open_mpi(given: Environment) -> Launch | None:
     prefix = "OMPI_COMM_WORLD_"
     if f"{prefix}RANK" not in given or f"{prefix}SIZE" not in given:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not annotate it
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does not annotate it
 
 # Private, but all there is: groups keep the limit that they were made with, and the first step needs a longer one.
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -23,6 +23,7 @@ from penstock.parallel.reducer import GroupReducer, Reducer
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.launch_environment import find_launch
 from penstock.runtime.limit import Limit
+from penstock.runtime.restarts import store_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.transport.roster import Roster
@@ -120,7 +121,7 @@ class World:
             _stay_local()
             url = meeting_url()
             with _opening(f"the {self.size} processes did not all meet{_as_whom()}"):
-                names = _names_of_this_start(self._longest)
+                names = store_of_this_start(self.rank, self.size, self._longest)
                 dist.init_process_group(
                     both,
                     None if names is not None else url,
@@ -343,19 +344,6 @@ def _opening(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
-
-
-def _names_of_this_start(timeout: timedelta) -> PrefixStore | None:
-    """What torchrun's processes meet through once it has started them anew; None where torch finds that by itself.
-
-    torchrun keeps its store over restarts, and in it the addresses of processes that are gone, which torch 2.13 would
-    connect to; so each start has names of its own.
-    """
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if start == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    return PrefixStore(f"penstock/{start}", store)
 
 
 def _kind() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from penstock.errors import DataError
+from penstock.runtime.launch_environment import host_advice
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.world import current_world
 from penstock.trace.folder import drop_after
@@ -120,6 +121,8 @@ def train(
         ):
             if fleet.leads:
                 reporter.say(_opening(config, language, path, device, text))
+                if advice := host_advice():
+                    reporter.say(advice)
             standing = keeper.resume()
             loggers: list[Logger] = []
             fleet.decide(lambda: loggers.extend(_begin(path, config, standing.done)))
