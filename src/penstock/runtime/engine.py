@@ -139,18 +139,12 @@ class Engine:
         executors = self._ready(trains)
         if self._watch is not None:
             self._watch.judge.program = executors[0].program
-        with self._limited(trains):
-            self._copies.before_step(trains, self.settle)
-        try:
-            batches = [cut(n) for n in range(1 + len(self.twins))]
-        except BatchError as error:
-            self._refuse(executors, error)
-            raise
-        works = [make_work(batch) for batch in batches for _ in self.local_ranks]
-        if trains:
-            self._level(works[0].reduces)
         try:
             with self._limited(trains):
+                self._copies.before_step(trains, self.settle)
+                works = self._cut(executors, cut, make_work)
+                if trains:
+                    self._level(works[0].reduces)
                 self._run_step(executors, works)
                 if trains:
                     self._copies.after_step()
@@ -168,6 +162,17 @@ class Engine:
             if self._reductions == 2:
                 self._tune(executors)
         return works
+
+    def _cut(
+        self, executors: Sequence[Executor], cut: Callable[[int], Cut], make_work: Callable[[Cut], Work]
+    ) -> list[Work]:
+        """Each rank's work, of the batches of the replicas of this process."""
+        try:
+            batches = [cut(n) for n in range(1 + len(self.twins))]
+        except BatchError as error:
+            self._refuse(executors, error)
+            raise
+        return [make_work(batch) for batch in batches for _ in self.local_ranks]
 
     def _tune(self, executors: Sequence[Executor]) -> None:
         """Let the replicas make their buckets by what they have just seen; each on its own thread."""
