@@ -10,6 +10,7 @@
     │   └── DataError        training data or a file that cannot be read
     ├── StageError           a stage's own code failed: names rank, stage, op and microbatch
     │   ├── StageShapeError  a stage handed over something the next one cannot take
+    │   ├── SplitBackwardError  strict=True: a layer's backward cannot be split with the same numbers
     │   └── NonFiniteError   a loss or a gradient is NaN or infinite
     ├── TransportError       a message that did not come, or came wrong
     │   ├── PeerError         another rank failed first; the message carries what it said
@@ -55,6 +56,10 @@ class StageError(PenstockError):
 
 class StageShapeError(StageError):
     """A stage handed over something the next stage cannot take."""
+
+
+class SplitBackwardError(StageError):
+    """The split backward of a layer gives other gradients than the full one, and ``strict`` forbids to fall back."""
 
 
 class NonFiniteError(StageError):

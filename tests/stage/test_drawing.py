@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.overrides import get_overridable_functions
 from torch.utils._pytree import tree_leaves
 
+from penstock.stage.deferring import deferring
 from penstock.stage.drawing import _REPLACED, drawing
 from penstock.stage.seeds import seed_of
-from penstock.stage.weight_grad import Queue, deferring
+from penstock.stage.weight_grad import Queue
 
 FIXED = torch.Generator().manual_seed(0)
 KEY = (1, 2, 3, "blocks.0")
@@ -298,7 +299,7 @@ def test_with_the_split_backward_gradients_are_those_of_torch(name: str, order: 
 
     alone(plain)
     queue, state = Queue(), torch.get_rng_state()
-    modes = [deferring(queue, set()), drawing(*KEY)]
+    modes = [deferring(queue), drawing(*KEY)]
     outer, inner = modes if order == "within" else reversed(modes)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), outer, inner:
         y = net(x)

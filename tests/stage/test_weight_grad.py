@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.errors import PenstockError
+from penstock.stage.deferring import deferring
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
-from penstock.stage.weight_grad import Queue, deferring
+from penstock.stage.weight_grad import Queue
 
 FLOATS = torch.Generator().manual_seed(0)
 
@@ -97,9 +98,9 @@ def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcont
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
         with context():
             plain(leaves[0]).float().square().mean().backward()
-        queue = Queue()
+        queue = Queue(shared)
         with context():
-            with deferring(queue, shared):
+            with deferring(queue):
                 y = net(leaves[1])
             loss = y.float().square().mean()
         loss.backward()
@@ -176,7 +177,7 @@ def test_hooks_of_a_parameter_fire_once_a_microbatch_after_the_last_contribution
     net.table.weight.register_hook(lambda g: seen.append(("grad", g.clone())))
     net.table.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("done", p.grad.clone())))
     queue = Queue()
-    with deferring(queue, set()):
+    with deferring(queue):
         loss = net(torch.arange(5)).square().mean()
     loss.backward()
     assert seen == []
@@ -198,7 +199,7 @@ def test_an_input_that_is_written_to_after_its_use_is_refused():
             return y
 
     net, queue = Overwrites(), Queue()
-    with deferring(queue, set()):
+    with deferring(queue):
         loss = net(randn(2, 4)).sum()
     loss.backward()
     with pytest.raises(PenstockError, match=r"shape \(2, 4\) .* was modified in place"):
@@ -209,8 +210,16 @@ def stage(*layers: nn.Module) -> Stage:
     return Stage(0, StageModule([Layer(str(n), lambda m=m: m) for n, m in enumerate(layers)]))
 
 
+def checked(one: Stage) -> Stage:
+    """The stage after its first microbatch, which checks the split and runs the full backward."""
+    (out,) = one.forward(0, (Parcel((randn(2, 3),), None, (True,)),), split=True)
+    one.backward(0, (Parcel((torch.ones_like(out.leaves[0]),)),))
+    one.module.zero_grad()
+    return one
+
+
 def test_a_stage_holds_a_microbatch_until_its_weights_are_done():
-    one = stage(nn.Linear(3, 3))
+    one = checked(stage(nn.Linear(3, 3)))
     (out,) = one.forward(0, (Parcel((randn(2, 3),), None, (True,)),), split=True)
     assert one.held == 1
     (grads,) = one.backward_input(0, (Parcel((torch.ones_like(out.leaves[0]),)),))
@@ -239,7 +248,7 @@ def test_a_stage_refuses_a_microbatch_twice_a_missing_activation_and_w_before_i(
 def test_a_compiled_stage_says_loudly_that_its_backward_is_not_split():
     one = stage(torch.compile(nn.Linear(3, 3), backend="eager"))
     with pytest.warns(UserWarning, match="stage 0 holds compiled modules"):
-        assert not one.splits
+        assert not one.split_checks.possible
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not one.splits
+        assert not one.split_checks.possible

@@ -47,7 +47,8 @@ def explained(
     row = words[ROW]
     if inputs is not None and row >= 0 and program.schedule.kind[row] == Kind.F:
         given = f" (the stage's input was {describe(inputs[0])})"
-    return StageError(f"{where}: {type(error).__name__}: {error}{given}")
+    kind = type(error) if isinstance(error, StageError) else StageError
+    return kind(f"{where}: {type(error).__name__}: {error}{given}")
 
 
 def _show(error: TransportError, rank: int, channel: Channel) -> None:

@@ -16,7 +16,8 @@ from penstock.parallel.reducer import Reducer
 from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.executor import Executor
 from penstock.runtime.replicas import BucketBytes, Exchange, Replicas
-from penstock.runtime.shared import Bundle, Shared, alias, bundles, groups_of_holders
+from penstock.runtime.separate import Isolations, Separated, alias
+from penstock.runtime.shared import Bundle, Shared, bundles, groups_of_holders
 from penstock.runtime.ties import Ties
 from penstock.runtime.transport.base import Channel
 from penstock.runtime.wiring import Wires, gathered, names_of
@@ -89,6 +90,8 @@ class Assembly:
         self.ties = Ties([layer for run in runs for layer in run], runs, placement)
         seed = settings.random.seed if settings.random is not None else 0
         modules = agreed(world, lambda: build_modules(runs, placement, local_ranks, device, seed))
+        self._separated = Separated(modules)
+        self._isolations = Isolations(runs, placement)
         self.ties.apply(modules)
         if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
             cut_modules(modules, world, tensor)
@@ -109,9 +112,15 @@ class Assembly:
     def _hold(self, modules: Modules) -> None:
         last = self.schedule.stages - 1
         self.modules = modules
+        isolations = self._isolations.of(modules)
         self.stages = {
             (rank, s): Stage(
-                s, module, self._loss_fn if s == last else None, self._settings, self.wires.stages[s]
+                s,
+                module,
+                self._loss_fn if s == last else None,
+                self._settings,
+                self.wires.stages[s],
+                isolations[rank, s],
             )
             for (rank, s), module in modules.items()
         }
@@ -136,6 +145,11 @@ class Assembly:
             }
         )
         return found
+
+    def undo(self) -> None:
+        """Give the user's modules back the parts that were replaced."""
+        self.ties.undo()
+        self._separated.undo()
 
     def parameters(self) -> list[nn.Parameter]:
         """Of all stages of all local ranks, in a fixed order."""

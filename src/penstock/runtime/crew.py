@@ -66,11 +66,15 @@ class Crew:
             HangError: a rank hangs, as `Judge` says it, or did not stop when a wait for it had run out.
         """
         self.settle()
-        if self._streams is None:
-            self._run(jobs, stop, judge)
-            return
-        with self._streams.step():
-            self._run([self._streams.on_rank(rank, job) for rank, job in enumerate(jobs)], stop, judge)
+        torch.clear_autocast_cache()  # see _serve
+        try:
+            if self._streams is None:
+                self._run(jobs, stop, judge)
+                return
+            with self._streams.step():
+                self._run([self._streams.on_rank(rank, job) for rank, job in enumerate(jobs)], stop, judge)
+        finally:
+            torch.clear_autocast_cache()
 
     def settle(self) -> None:
         """Wait for ranks that are still at work on jobs that failed.
@@ -184,6 +188,10 @@ def _serve(
 ) -> None:
     """What a rank's thread does until it is dismissed."""
     torch.set_num_threads(share)
+    # Autocast casts a weight once and keeps the cast until a thread leaves its outermost autocast, which drops the
+    # casts of all threads: whether a weight used twice is cast once or twice, and so its gradient's bits, would be
+    # left to chance. No rank's thread ever leaves the outermost one; `run` drops the casts when all are idle.
+    torch.autocast_increment_nesting()
     while (job := jobs.get()) is not None:
         error: BaseException | None = None
         try:

@@ -324,7 +324,11 @@ class Engine:
 
     def _end(self) -> None:
         self._executors.clear()
-        self.parts.ties.undo()
+        self.parts.undo()
+        if self._world is None:
+            for part in (self.parts, *self.twins):
+                for replicas in part.replicas.values():
+                    replicas.detach()
         if self._crew is not None:
             self._crew.close()
         if self._watch is not None:

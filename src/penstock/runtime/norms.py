@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -74,20 +75,21 @@ def clip_(
     pieces = torch.zeros(
         count, dtype=torch.float64
     )  # squares, of what the replicas have divided and is not cut as well
-    present = torch.zeros(count, dtype=torch.float64)
+    present = torch.zeros(len(_DTYPES), count, dtype=torch.float64)
     for one in parameters:
         if one.parameter.grad is None or not one.counts:
             continue
         if one.parameter.grad.layout == torch.sparse_coo:  # whose values then share its memory
             one.parameter.grad = one.parameter.grad.coalesce()
-        norm = torch.linalg.vector_norm(numbers_of(local(one.parameter.grad))).double()
+        norm = torch.linalg.vector_norm(numbers_of(local(one.parameter.grad)))
+        present[_DTYPES.index(norm.dtype), one.place] = 1.0
+        norm = norm.double()
         if one.cut:
             cut[one.place] = norm.square()
         elif divided:
             pieces[one.place] = norm.square()
         else:
             places[one.place] = norm
-        present[one.place] = 1.0
     if world is not None:
         for column in (cut, pieces, present) if divided else ():
             world.add_up_replicas(column)
@@ -95,12 +97,20 @@ def clip_(
         for column in (places, cut, pieces, present):
             world.add_up(column)
     places += (cut + pieces).sqrt()
-    total: Tensor = torch.linalg.vector_norm(places[present > 0].float())
+    # As torch does it: norms in their gradients' dtypes, stacked in the one that holds all of them.
+    dtypes = [dtype for dtype, row in zip(_DTYPES, present, strict=True) if row.any()]
+    stacked = places[present.any(0)].to(
+        reduce(torch.promote_types, dtypes, dtypes[0] if dtypes else torch.float32)
+    )
+    total: Tensor = torch.linalg.vector_norm(stacked)
     parts = [
         _Gradient(numbers_of(local(h.parameter.grad))) for h in parameters if h.parameter.grad is not None
     ]
     nn.utils.clip_grads_with_norm_(parts, max_norm, total)  # type: ignore[arg-type]
     return total
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Gradient:

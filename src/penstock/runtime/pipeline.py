@@ -61,13 +61,11 @@ class Pipeline:
 
     Args:
         model: an ``nn.Sequential``; or a list of layers, as `penstock.stage.layers.as_layers` takes it.
-        loss_fn: ``loss_fn(output, target)``, a scalar tensor, the mean over its microbatch; or a dictionary of several,
-            whose sum is the loss.
+        loss_fn: ``loss_fn(output, target)``: a scalar tensor, the mean over its microbatch; or a dictionary of several.
         microbatches: into how many the batch is cut along dimension 0.
         schedule: a family of the catalogue, a `Schedule`, or the path of a CSV file.
         ranks: pipeline ranks. By default the schedule's own, the number of processes, or 1.
-        virtual_stages: stages a rank, for the families that let one choose; families that always have two (V, waves)
-            have two.
+        virtual_stages: stages a rank, for the families that let one choose; V-shaped ones always have two.
         split: which layers make up which stage; see `penstock.stage.split.split_layers`.
         device: where the stages, and each batch, are moved; by default everything stays where it is. In processes
             "cuda" is the GPU of LOCAL_RANK, and messages go through NCCL.
@@ -94,6 +92,7 @@ class Pipeline:
         buffers: what to do where copies of a stage change a persistent buffer differently, other than the statistics of
             batch normalisation, which are joined: "refuse", or take the "mean" or the "first"; see `BufferCopies`.
         check_replicas: every so many steps the copies' parameters and buffers are compared; 0 never.
+        strict: refuse a layer whose backward cannot be split with the same gradients, instead of running its full backward.
 
     Attributes:
         replicas, replica: how many pipelines share the batch, and which this is.
@@ -135,6 +134,7 @@ class Pipeline:
         bucket_bytes: BucketBytes = BUCKET_BYTES,
         buffers: Rule = "refuse",
         check_replicas: int = 100,
+        strict: bool = False,
     ) -> None:
         require_count("microbatches", microbatches)
         require_count("virtual_stages", virtual_stages)
@@ -146,8 +146,9 @@ class Pipeline:
         self._random = RandomState(require_seed(seed))
         self.seed = self._random.seed
         self.mesh = mesh
-        settings = make_settings(recompute, memory, offload, autocast, self._random)
+        settings = make_settings(recompute, memory, offload, autocast, self._random, strict)
         copy_options = make_copy_options(buffers, check_replicas)
+        settings = make_settings(recompute, memory, offload, autocast, self._random, strict)
         self.reduction = require_reduction(reduction)
         world = current_world()
         ranks, processes = resolve_mesh(mesh, ranks, world)

@@ -20,6 +20,7 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
 
     Returns:
         Times in seconds from the first op's start; ``info["origin"]`` is that moment on ``time.perf_counter``'s clock.
+        ``info["whole_backward"]`` names the layers whose backward could not be split, if there are any.
     """
     program = executors[0].program
     schedule = program.schedule
@@ -31,6 +32,7 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
     end = np.concatenate([readings.seconds(e.device, e.end) for e in executors])
     held = np.concatenate([_held(e) for e in executors])
     origin = start.min()
+    whole = [name for e in executors for stage in e.stages.values() for name in stage.split_checks.whole]
     return Trace(
         schedule.ranks,
         program.rank[rows],
@@ -46,6 +48,7 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
             "schedule": schedule.name,
             "ranks_present": [e.rank for e in executors],
             "origin": float(origin),
+            **({"whole_backward": sorted(set(whole))} if whole else {}),
         },
     )
 

@@ -148,7 +148,7 @@ class LossScale(Protocol):
 
 
 def make_settings(
-    recompute: object, memory: object, offload: bool, autocast: object, random: RandomState
+    recompute: object, memory: object, offload: bool, autocast: object, random: RandomState, strict: bool
 ) -> Settings:
     """How stages compute, from what the user gave.
 
@@ -164,7 +164,7 @@ def make_settings(
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ConfigError(f"autocast must be torch.bfloat16, torch.float16 or None, not {autocast!r}")
     assert autocast is None or isinstance(autocast, torch.dtype)
-    return Settings(policy, bool(offload), autocast, random)
+    return Settings(policy, bool(offload), autocast, random, bool(strict))
 
 
 def make_copy_options(buffers: object, check_replicas: object) -> CopyOptions:

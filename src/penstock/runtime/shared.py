@@ -8,7 +8,6 @@ steps counts nothing twice.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -216,16 +215,3 @@ def equalise(
             for tensor, value in zip(state(bundle), values, strict=True):
                 local(tensor.detach()).copy_(value)
     channel.finish()
-
-
-def alias(module: StageModule, memo: dict[int, Any] | None = None) -> StageModule:
-    """A copy of a module that shares its parameters' memory but has gradients and buffers of its own.
-
-    Args:
-        module: what is copied.
-        memo: what was copied before, for modules that share parameters; filled in.
-    """
-    memo = {} if memo is None else memo
-    for p in module.parameters():
-        memo.setdefault(id(p), nn.Parameter(p.detach(), requires_grad=p.requires_grad))
-    return copy.deepcopy(module, memo)

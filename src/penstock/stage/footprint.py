@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ class Footprint:
     """Bytes of distinct storages, those of a module's own parameters and buffers left out."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._own = {_key(t) for t in (*module.parameters(), *module.buffers())}
         self._seen: dict[int, int] = {}
 
@@ -44,15 +45,40 @@ class Footprint:
         return self.of(x for parcel in parcels for x in parcel.leaves if isinstance(x, Tensor))
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Call a forward and count what autograd saves for its backward."""
+        """Call a forward and count what autograd saves for its backward.
+
+        ``torch.func.grad`` and its kin refuse to run under the hooks that count. A forward that calls them runs again
+        without, from the same buffers, and counts nothing.
+        """
 
         def pack(tensor: Tensor) -> Tensor:
             self.add(tensor)
             # Detached, so that an output that is saved does not keep its own graph alive.
             return tensor.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return call()
+        buffers = [(owner, name, b, b.clone()) for owner, name, b in _buffers(self._module)]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return call()
+        except RuntimeError as error:
+            if not refuses_hooks(error):
+                raise
+        for owner, name, buffer, value in buffers:
+            setattr(owner, name, buffer)
+            buffer.copy_(value)
+        self._seen.clear()
+        return call()
+
+
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Whether a ``torch.func`` transform has refused to run under hooks on saved tensors."""
+    return "support saved tensor hooks" in str(error)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            yield owner, name, buffer
 
 
 def _key(tensor: Tensor) -> int:

@@ -1,14 +1,19 @@
-"""Layers that write into what they are given: which do is seen on the first microbatch, and those get copies.
+"""How a stage hands its inputs to its layers: as they are, as views, or as copies for layers that write into them.
 
 A stage's inputs are leaves, into which autograd lets nobody write; what is recomputed must find its inputs as they were;
 and two stages may have been handed the same memory. So the first microbatch of each run of layers gets copies, whose
 version counters tell afterwards whether anything was written. Layers that write get copies from then on, all others the
 inputs themselves.
+
+Autocast casts a leaf that requires a gradient once, and adds up the gradients of its uses in the lower precision; other
+tensors it casts at every use. In the whole model a stage's inputs are no leaves, so where anything is cast the layers get
+views of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +33,19 @@ class InPlace:
         as_they_are: (start, stop, training) of the segments that get their inputs without more ado.
         watches: whether the segment that runs now is watched, so that `ran` has to be called.
         footprint: counts what the forward that runs now keeps; None if nothing does.
+        casts: whether anything is cast in the stage; None before its first graph was seen.
     """
 
     def __init__(self) -> None:
         self.as_they_are: set[tuple[int, int, bool]] = set()
         self.watches = False
         self.footprint: Footprint | None = None
+        self.casts: bool | None = None
         self._writes: dict[tuple[int, int, bool], bool] = {}
         self._key = (0, 0, True)
         self._copies: list[tuple[Tensor, Tensor, int]] | None = None
         self._unwritten: list[tuple[Tensor, int]] | None = None
+        self._same: list[tuple[Tensor, Tensor]] = []
 
     def handing(
         self, segment: Segment, training: bool, inputs: Iterable[Parcel]
@@ -45,6 +53,7 @@ class InPlace:
         """How to hand a segment its inputs: through a function that copies them, or, if None, as they are."""
         self._key = key = (segment.start, segment.stop, training)
         self._copies = self._unwritten = self.footprint = None
+        self._same = []
         self.watches = True
         writes = self._writes.get(key)
         if writes is None:
@@ -53,11 +62,12 @@ class InPlace:
         if writes:
             return own
         if not segment.recompute:
-            self.as_they_are.add(key)
+            if self.casts is False:
+                self.as_they_are.add(key)
         elif torch.is_grad_enabled():
             leaves = [leaf for parcel in inputs for leaf in parcel.leaves if isinstance(leaf, Tensor)]
             self._unwritten = [(leaf, _version(leaf)) for leaf in leaves]
-        return None
+        return None if self.casts is False else _view
 
     def ran(self) -> None:
         """The segment has run.
@@ -81,9 +91,25 @@ class InPlace:
             # Within torch.inference_mode nothing counts versions.
             if not any(copy.is_inference() for copy, _, _ in copies):
                 self._writes[self._key] = written
+            self._same = [(copy, given) for copy, given, version in copies if _version(copy) == version]
             if self.footprint is not None and not written:
-                for copy, original, _ in copies:
+                for copy, original in self._same:
                     self.footprint.replace(copy, original)
+
+    def with_originals(self, outputs: Sequence[Parcel]) -> tuple[Parcel, ...]:
+        """The outputs of the segment that has run, where inputs that it passed on are no copies but those given."""
+        if not self._same:
+            return tuple(outputs)
+        given = {(copy.data_ptr(), copy.shape): original for copy, original in self._same}
+        self._same = []
+
+        def original(leaf: object) -> object:
+            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+                return leaf
+            found = given.get((leaf.data_ptr(), leaf.shape))
+            return leaf if found is None else found.detach()
+
+        return tuple(parcel._replace(leaves=tuple(map(original, parcel.leaves))) for parcel in outputs)
 
     def failed(self, error: BaseException) -> None:
         """The segment raised; if it wrote into a leaf, say why, and hand it copies from now on."""
@@ -97,11 +123,19 @@ class InPlace:
                 "copied; write x = x + 1 instead of x.add_(1), or begin with x = x.clone()"
             )
 
+    def look_for_casts(self, graph: Iterable[Any]) -> None:
+        """Look for casts among the nodes of a first graph."""
+        self.casts = bool(self.casts) or any(node.name() == "ToCopyBackward0" for node in graph)
+
     def _watched(self, tensor: Tensor) -> Tensor:
         copy = own(tensor)
         assert self._copies is not None
         self._copies.append((copy, tensor, _version(copy)))
         return copy
+
+
+def _view(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
 def own(tensor: Tensor) -> Tensor:

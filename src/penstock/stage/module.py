@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,6 +83,14 @@ class StageModule(nn.Module):
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """(name in the whole model, layer)."""
         yield from zip(self.names, self.layers, strict=True)
+
+    @cached_property
+    def compiled(self) -> str | None:
+        """The name of a module that ``torch.compile`` made; None if there is none."""
+        for name, module in self.named_modules():
+            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+                return str(name)
+        return None
 
     @property
     def trains_any(self) -> bool:

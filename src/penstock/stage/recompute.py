@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.stage.footprint import refuses_hooks
 
 Policy = str | int
 """``"none"``, ``"full"`` (every layer), a number k (every k-th layer), or ``"auto"`` (as few as a limit allows)."""
@@ -71,10 +72,34 @@ def nothing_saved() -> Iterator[None]:
     """
 
     def unpack(_: object) -> Tensor:
-        raise AssertionError("the graph of a forward whose activations were dropped is not used")
+        raise ConfigError(
+            "a layer computes gradients in its forward (torch.autograd.grad), so what its forward saves cannot be dropped; "
+            "use recompute='none'"
+        )
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack):
+    with (
+        transforms_refused("recompute='none'"),
+        torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack),
+    ):
         yield
+
+
+@contextmanager
+def transforms_refused(instead: str) -> Iterator[None]:
+    """Within it, a ``torch.func`` transform that refuses to run under hooks on saved tensors is an error that says so.
+
+    Args:
+        instead: the option that does without such hooks.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        raise ConfigError(
+            f"a layer calls torch.func.grad or its kin, which PyTorch does not run under hooks on saved tensors; "
+            f"use {instead}"
+        ) from error
 
 
 class Buffers:

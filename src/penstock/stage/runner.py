@@ -6,8 +6,8 @@ one for each skip, in the order of the Program's ports. Gradients travel back th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 from penstock.errors import PenstockError
+from penstock.stage.deferring import deferring
 from penstock.stage.inplace import InPlace
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, Draw, enter
 from penstock.stage.random_state import RandomState
-from penstock.stage.recompute import Policy, Segment
+from penstock.stage.recompute import Policy, Segment, transforms_refused
 from penstock.stage.values import Carried, Parcel, pack, unpack
-from penstock.stage.weight_grad import Queue, deferring
+from penstock.stage.weight_grad import Queue
 
 _LOSS = "(loss)"
 """Under which name the loss function draws random numbers; no layer is called so."""
@@ -41,12 +42,14 @@ class Settings:
         offload: keep what is saved for the backward in host memory.
         autocast: the dtype of mixed precision; None for none.
         random: the layers' random numbers; None leaves them to torch's default generators.
+        strict: refuse layers whose backward cannot be split, instead of running their full backward.
     """
 
     recompute: Policy = "none"
     offload: bool = False
     autocast: torch.dtype | None = None
     random: RandomState | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,6 @@ class Runner:
         self.first_microbatch = 0
         self.in_place = InPlace()
         self._quiet: set[str] = set()
-        self._shared: set[int] = set()
         self._device_type = "cpu"
 
     def begin(self, step: int, first_microbatch: int) -> None:
@@ -166,7 +168,9 @@ class Runner:
     def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, tuple[Tensor, ...]]:
         """The parcels put together for a segment; returns the value and its leaves that now collect a gradient."""
         hand, training = None, self.module.training
-        if (segment.start, segment.stop, training) not in self.in_place.as_they_are or segment.recompute:
+        known = (segment.start, segment.stop, training) in self.in_place.as_they_are
+        # A compiled module would be compiled once for copies, and again for what it gets from then on.
+        if (not known or segment.recompute) and self.module.compiled is None:
             hand = self.in_place.handing(segment, training, inputs)
         value, collecting = unpack(inputs[0], hand)
         state = value if isinstance(value, Carried) else Carried(value, {}, {})
@@ -189,6 +193,17 @@ class Runner:
             ends: on the last stage; None elsewhere, and where there is no target.
             queue: takes the weight gradients if the backward is split.
         """
+        if queue is None:
+            return self._advance(segment, microbatch, state, ends, None)
+        queue.running = True
+        try:
+            return self._advance(segment, microbatch, state, ends, queue)
+        finally:
+            queue.running = False
+
+    def _advance(
+        self, segment: Segment, microbatch: int, state: Carried, ends: Ends | None, queue: Queue | None
+    ) -> Advanced:
         draw = self._draw(microbatch)
         context = Context(dict(state.named), dict(state.losses), self.module.gives, draw, self._quiet)
         before = enter(context)
@@ -196,7 +211,7 @@ class Runner:
             if queue is None and self.settings.autocast is None:
                 value = self.module.run(state.value, context, segment.start, segment.stop)
             else:
-                with self._autocast(), deferring(queue, self._shared) if queue else nullcontext():
+                with self._autocast(), deferring(queue) if queue else nullcontext():
                     value = self.module.run(state.value, context, segment.start, segment.stop)
         except BaseException as error:
             self.in_place.failed(error)
@@ -266,7 +281,12 @@ class Runner:
 
     def offloading(self) -> AbstractContextManager[Any]:
         """Within it what is saved for the backward goes to host memory, if the settings say so."""
-        return save_on_cpu(self._device_type != "cpu") if self.settings.offload else nullcontext()
+        return self._offloading() if self.settings.offload else nullcontext()
+
+    @contextmanager
+    def _offloading(self) -> Iterator[None]:
+        with transforms_refused("offload=False"), save_on_cpu(self._device_type != "cpu"):
+            yield
 
     def _losses(self, output: object, target: object) -> dict[str, Tensor]:
         """The microbatch's losses by name, each checked to be a scalar tensor."""

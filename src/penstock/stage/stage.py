@@ -6,9 +6,8 @@ the gradients that later stages hand back (or from the loss), and nothing crosse
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from functools import cached_property
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +16,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PenstockError
 from penstock.stage.footprint import Footprint
+from penstock.stage.isolation import Isolation, graph_of
 from penstock.stage.module import StageModule
 from penstock.stage.recompute import Buffers, Segment, chosen, nothing_saved, segments
 from penstock.stage.runner import Advanced, Ends, LossFunction, Parcels, Report, Runner, Settings, Wiring
+from penstock.stage.split_check import SplitCheck, SplitChecks
 from penstock.stage.values import gradients
 from penstock.stage.weight_grad import Delivery, Queue
 
@@ -69,12 +70,13 @@ class Stage:
         loss_fn: on the last stage ``loss_fn(output, target)``: a scalar, or scalars by name, whose sum is the loss.
         settings: how it computes.
         wiring: what it hands on besides its output.
+        isolation: what it must not share with other stages.
 
     Attributes:
         held_bytes: bytes that the held microbatches keep alive for their backwards, each counted as the first one of
-            its kind was measured; 0 for stages that hold compiled modules.
-        suspects: for each microbatch whose backward has run, a number that is finite if the gradients it handed
-            back are; to be cleared by whoever looks.
+            its kind was measured; 0 for stages that hold compiled modules or call ``torch.func.grad``.
+        split_checks: whether the split backward gives what the full one does, and which layers it does not.
+        suspects: for each microbatch whose backward has run, a number that is finite if the gradients it handed back are.
     """
 
     def __init__(
@@ -84,13 +86,17 @@ class Stage:
         loss_fn: LossFunction | None = None,
         settings: Settings | None = None,
         wiring: Wiring | None = None,
+        isolation: Isolation | None = None,
     ) -> None:
         self.index = index
         self.module = module
         self.settings = settings or Settings()
         self.held_bytes = 0
         self.suspects: list[tuple[int, Tensor]] = []
+        self.split_checks = SplitChecks(index, module, self.settings.strict)
         self._runner = Runner(index, module, loss_fn, self.settings, wiring or Wiring())
+        self._isolation = isolation or Isolation()
+        self._first = True  # until the first backward has run
         self._saved: dict[int, _Saved] = {}
         self._waiting: dict[int, Queue] = {}
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
@@ -122,6 +128,8 @@ class Stage:
             step: its number.
             first_microbatch: the number in the global batch of what is microbatch 0 here.
         """
+        self.split_checks.begin()
+        self._isolation.begin()
         self._runner.begin(step, first_microbatch)
         # Between steps parameters may have got another dtype, device or shape, which a delivery keeps as it found them.
         self._deliveries.clear()
@@ -160,8 +168,10 @@ class Stage:
             raise PenstockError(
                 f"stage {self.index} already holds microbatch {microbatch}; its backward has to come first"
             )
-        queue = Queue() if split and self.splits else None
-        measured = self.compiled is not None or (queue is not None, drop) in self._saved_bytes
+        queue = None
+        if split and self.split_checks.possible:
+            queue = self.split_checks.queue([leaf for parcel in inputs for leaf in parcel.leaves])
+        measured = self.module.compiled is not None or (queue is not None, drop) in self._saved_bytes
         saved = _Saved([], tuple([sum(p.needs_grad) for p in inputs]), queue)
         if measured and not drop and self._plain:
             # The usual case, without what the others need: one segment, kept, nothing to be measured any more.
@@ -222,9 +232,10 @@ class Stage:
                 found_once.append(self._runner.advance(segment, microbatch, state, ends, None))
 
         before = self._buffers_of(segment).during(forward)
+        found = found_once[0]._replace(parcels=self._runner.in_place.with_originals(found_once[0].parcels))
         if footprint is not None:
             footprint.of_parcels(inputs)
-        return _Dropped(segment, inputs, before, ends), found_once[0]
+        return _Dropped(segment, inputs, before, ends), found
 
     def recompute(self, microbatch: int) -> None:
         """Run what a forward with `drop` dropped again, ahead of its backward (the op R).
@@ -236,7 +247,7 @@ class Stage:
         (part,) = saved.parts
         assert isinstance(part, _Dropped), "its forward was told to drop"
         split = saved.queue is not None
-        if (split, False) in self._saved_bytes or self.compiled is not None:
+        if (split, False) in self._saved_bytes or self.module.compiled is not None:
             graph = self._again(part, microbatch, saved.queue)
         else:
             footprint = Footprint(self.module)
@@ -266,6 +277,10 @@ class Stage:
             )
 
     def _graph(self, collecting: tuple[Tensor, ...], found: Advanced) -> _Graph:
+        if self._first:
+            graph = graph_of(found.roots)
+            self._isolation.require_own_leaves(graph)
+            self._runner.in_place.look_for_casts(graph)
         if found.report is not None:
             return _Graph(collecting, found.roots)
         # The graph's ends are kept, not the outputs: their memory goes when the next stage is done with them.
@@ -275,25 +290,6 @@ class Stage:
         if segment not in self._buffers:
             self._buffers[segment] = Buffers(list(self.module.layers)[segment.start : segment.stop])
         return self._buffers[segment]
-
-    @cached_property
-    def compiled(self) -> str | None:
-        """The name of a module that ``torch.compile`` made; None if there is none."""
-        for name, module in self.module.named_modules():
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-                return str(name)
-        return None
-
-    @cached_property
-    def splits(self) -> bool:
-        """Whether the stage's backward can be split; says so once where it cannot."""
-        if self.compiled is not None:
-            warnings.warn(
-                f"stage {self.index} holds compiled modules ({self.compiled}), into which the split of the "
-                "backward cannot look: its I does the full backward and its W nothing",
-                stacklevel=2,
-            )
-        return self.compiled is None
 
     def evaluate(self, microbatch: int, inputs: Parcels) -> Parcels:
         """Run the layers on a microbatch and keep nothing; to be called without gradients enabled."""
@@ -330,14 +326,20 @@ class Stage:
         del self._saved[microbatch]
         drop = len(parts) == 1 and isinstance(parts[0], _Dropped) and parts[0].segment == self._whole
         given: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
+        check = queue.check if queue is not None else None
         collecting: tuple[Tensor, ...] = ()
         while parts:
             part = parts.pop()
             graph = self._again(part, microbatch, queue) if isinstance(part, _Dropped) else part
             collecting = graph.collecting
-            self._run_backward(microbatch, graph.roots, given)
+            with check.capturing() if isinstance(check, SplitCheck) else nullcontext():
+                self._run_backward(microbatch, graph.roots, given)
             given = [leaf.grad for leaf in collecting]
             del part, graph
+        self._first = False
+        self._isolation.require_constant_buffers()
+        if check is not None and queue is not None:
+            self.split_checks.end(queue)
         self.held_bytes -= self._saved_bytes.get((queue is not None, drop), 0)
         if queue is not None and queue.pending:
             self._waiting[microbatch] = queue

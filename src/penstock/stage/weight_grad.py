@@ -1,76 +1,107 @@
-"""The backward in two halves: input gradients now (I), weight gradients later (W).
+"""W, the half of a split backward that computes weight gradients from what I left in a queue.
 
-While a stage runs its forward, `deferring` intercepts the functions that own weights (linear, addmm, convolution,
-embedding). Each is called with its weights detached, so that autograd computes the gradient of its input only, and a
-hook on its output queues what the weight gradient needs: the input and the output's gradient. So I is one ordinary
-backward, without a walk over the graph, and W works off the queue. All other weights (norms, custom ops, weights used
-in any other way) get their gradients in I.
-
-The arithmetic of W is that of PyTorch's own backward formulas (derivatives.yaml: mm, addmm, convolution, embedding), so
-gradients are bit-identical. W hands them to the autograd engine, which accumulates them and fires the parameters'
-hooks, once for each microbatch, after the last contribution.
+See `deferring` for how the queue is filled. W hands the gradients to the autograd engine, which accumulates them and
+fires the parameters' hooks, once for each microbatch, after the last contribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from penstock.errors import PenstockError
 
 Weights = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """From (input, output gradient) to the (parameter, gradient) pairs of one use of one function."""
 
-_Sums = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
+Sums = tuple[list[Tensor], list[Tensor]]
+"""Parameters, and beside each its gradient."""
+
+_ByUse = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
 """By parameter and the dtype it was used in: the parameter, and the sum of its uses' gradients."""
 
 
-class Queue:
-    """What W has to do for one microbatch of one stage.
+class Use(NamedTuple):
+    """One call of a function that owns weights.
 
     Attributes:
-        pending: (how, input, the input's version at its use, output gradient) of every use.
-        note: told of every input that is kept for W, while the forward runs.
+        x: its input.
+        weight, bias: its weights; the bias may be None.
+        call: the function, as ``call(x, weight, bias)``.
+        weights: the formula of the weights' gradients.
     """
 
-    __slots__ = ("note", "pending")
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    call: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    weights: Weights
 
-    def __init__(self) -> None:
-        self.pending: list[tuple[Weights, Tensor, int, Tensor]] = []
+
+class Check(Protocol):
+    """Compares the split with the full backward; see `split_check`."""
+
+    def run(self, use: Use) -> Tensor:
+        """Call a function as plain PyTorch does, and record the use."""
+
+    def reject(self, weight: Tensor) -> None:
+        """Never defer the layers that hold this weight."""
+
+
+class Queue:
+    """The uses of weights in one microbatch of one stage, for W.
+
+    Args:
+        excluded: ids of parameters that must not be deferred.
+        check: compares the split with the full backward, which then runs; None to split.
+
+    Attributes:
+        pending: (formula, input, the input's version at its use, output gradient, its version) of every use.
+        note: called with every input that is kept for W, while the forward runs.
+        running: whether the forward is running now.
+    """
+
+    __slots__ = ("check", "excluded", "note", "pending", "running")
+
+    def __init__(self, excluded: set[int] | None = None, check: Check | None = None) -> None:
+        self.excluded = set() if excluded is None else excluded
+        self.pending: list[tuple[Weights, Tensor, int, Tensor, int]] = []
         self.note: Callable[[Tensor], None] | None = None
+        self.running = False
+        self.check = check
 
     def clear(self) -> None:
-        """Drop everything. The hooks that fill the list hold it, and it holds what they hang on: a ring to be cut."""
+        """Drop everything, which also breaks the reference cycle between the queue and the hooks that fill it."""
         self.pending.clear()
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it keeps alive: inputs and output gradients."""
-        for _, x, _, grad in self.pending:
+        """The inputs and output gradients that the queue keeps alive."""
+        for _, x, _, grad, _ in self.pending:
             yield x
             yield grad
 
-    def work_off(self, deliveries: dict[tuple[int, ...], Delivery]) -> None:
-        """Compute the weight gradients and accumulate them; each parameter's hooks fire once.
-
-        Args:
-            deliveries: of the stage; filled with what the next microbatch can use again.
+    def sums(self) -> Sums:
+        """Compute the weight gradients, summed as the autograd engine sums them, and empty the queue.
 
         Raises:
-            PenstockError: an input was written to after its use, so its weight's gradient is lost.
+            PenstockError: an input or an output gradient was modified in place, so a weight's gradient is lost.
         """
-        total: _Sums = {}
+        total: _ByUse = {}
         with torch.no_grad():
-            for weights, x, version, grad in self.pending:
+            for weights, x, version, grad, grad_version in self.pending:
                 if x._version != version:
                     raise PenstockError(
                         f"an input of shape {tuple(x.shape)} to a function that owns weights was modified in place after "
                         "its use, so the weights' gradient cannot be computed; plain PyTorch refuses this, too"
+                    )
+                if grad._version != grad_version:
+                    raise PenstockError(
+                        f"the gradient of an output of shape {tuple(grad.shape)} was modified in place by a backward "
+                        "function, so the weights' gradient cannot be computed later; clone the gradient there, or use a "
+                        "schedule that does not split the backward"
                     )
                 for parameter, gradient in weights(x, grad):
                     used_in = gradient.dtype
@@ -80,7 +111,18 @@ class Queue:
                     before = total.get(use)
                     total[use] = (parameter, gradient if before is None else before[1] + gradient)
             self.clear()
-            parameters, gradients = _gradients(total)
+            return _gradients(total)
+
+    def work_off(self, deliveries: dict[tuple[int, ...], Delivery]) -> None:
+        """Compute the weight gradients and accumulate them; each parameter's hooks fire once.
+
+        Args:
+            deliveries: of the stage; filled with what the next microbatch can use again.
+
+        Raises:
+            PenstockError: as `sums`.
+        """
+        parameters, gradients = self.sums()
         key = tuple(map(id, parameters))
         if key:
             if key not in deliveries:
@@ -88,7 +130,7 @@ class Queue:
             deliveries[key].hand_over(gradients)
 
 
-def _gradients(total: _Sums) -> tuple[list[Tensor], list[Tensor]]:
+def _gradients(total: _ByUse) -> Sums:
     """The parameters and their gradients; `total` is emptied, so that ``.grad`` can take them without a copy.
 
     The sums are those of the autograd engine. Where a function ran in the weight's own dtype it casts each use's gradient
@@ -139,211 +181,3 @@ class _Deliver(torch.autograd.Function):
         found = tuple(ctx.gradients)
         ctx.gradients.clear()
         return None, *found
-
-
-class _Anchor(torch.autograd.Function):
-    """Gives an output a place in the graph where its input has none."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-class deferring(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
-    """Within it, functions that own weights put their weight gradients into `queue`.
-
-    Args:
-        queue: of the microbatch.
-        shared: ids of parameters that are also used in other ways and so must not be deferred; filled in as such uses
-            are seen.
-    """
-
-    def __init__(self, queue: Queue, shared: set[int]) -> None:
-        super().__init__()
-        self.queue = queue
-        self.shared = shared
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        replace = _REPLACED.get(func)
-        if replace is not None:
-            result = replace(self, *args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        if func not in _HARMLESS:
-            for arg in args:
-                if isinstance(arg, nn.Parameter):
-                    self.shared.add(id(arg))
-        return func(*args, **(kwargs or {}))
-
-    def takes(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether these can be deferred: leaves that want a gradient, and none that is used in other ways."""
-        return (
-            torch.is_grad_enabled()
-            and weight.is_leaf
-            and weight.requires_grad
-            and id(weight) not in self.shared
-            and (bias is None or (bias.is_leaf and bias.requires_grad and id(bias) not in self.shared))
-        )
-
-    def watch(self, output: Tensor, x: Tensor, weights: Weights) -> Tensor:
-        """When the output's gradient comes, queue the weights' part."""
-        if not output.requires_grad:
-            anchor = torch.empty(0, requires_grad=True, device=output.device)
-            output = _Anchor.apply(output, anchor)  # type: ignore[no-untyped-call]
-        if self.queue.note is not None:
-            self.queue.note(x)
-        pending, version = self.queue.pending, x._version
-        output.register_hook(lambda grad: pending.append((weights, x, version, grad)))  # type: ignore[no-untyped-call]
-        return output
-
-
-def _bare(tensor: Tensor | None) -> Any:
-    return None if tensor is None else tensor.detach()
-
-
-def _pairs(
-    weight: Tensor, bias: Tensor | None, weight_gradient: Tensor, bias_gradient: Tensor | None
-) -> list[tuple[Tensor, Tensor]]:
-    """The gradients beside their parameters, in the dtype they were computed in."""
-    if bias is None or bias_gradient is None:
-        return [(weight, weight_gradient)]
-    return [(weight, weight_gradient), (bias, bias_gradient)]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
-
-
-def _linear(mode: deferring, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """y = x Wᵀ + b, any number of leading dimensions."""
-    # Whether matmul folds an input that is not contiguous into a matrix depends on whether the weight wants a gradient
-    # (should_fold in ATen's LinearAlgebra.cpp), and with it the last bits of the result.
-    folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
-    if not folds or weight.dim() != 2 or not mode.takes(weight, bias):
-        return NotImplemented
-    output = F.linear(input, weight.detach(), _bare(bias))
-    return mode.watch(output, input, partial(_linear_weights, weight, bias))
-
-
-def _linear_weights(
-    weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    flat = _rows(grad)
-    product = flat.t().mm(_rows(x.to(grad.dtype)))
-    return _pairs(weight, bias, product, None if bias is None else flat.sum(0))
-
-
-def _addmm(mode: deferring, input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Any:
-    """y = x W + b, as Hugging Face's GPT-2 writes its layers."""
-    if options or input.dim() != 1 or not mode.takes(mat2, input):
-        return NotImplemented
-    output = torch.addmm(input.detach(), mat1, mat2.detach())
-    return mode.watch(output, mat1, partial(_addmm_weights, mat2, input))
-
-
-def _addmm_weights(weight: Tensor, bias: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return _pairs(weight, bias, x.to(grad.dtype).t().mm(grad), grad.sum(0))
-
-
-def _embedding(
-    mode: deferring,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    """Rows of a table; the input has no gradient."""
-    if max_norm is not None or sparse or not mode.takes(weight, None):
-        return NotImplemented
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    output = F.embedding(input, weight.detach(), padding_idx)
-    return mode.watch(output, input, partial(_embedding_weights, weight, padding, scale_grad_by_freq))
-
-
-def _embedding_weights(
-    weight: Tensor, padding: int, scale: bool, x: Tensor, grad: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    table = torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], padding, scale)
-    return _pairs(weight, None, table, None)
-
-
-def _convolution(dimensions: int, function: Any) -> Callable[..., Any]:
-    """A convolution of one, two or three dimensions."""
-
-    def replaced(
-        mode: deferring,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        if input.dim() != dimensions + 2 or isinstance(padding, str) or not mode.takes(weight, bias):
-            return NotImplemented
-        output = function(input, weight.detach(), _bare(bias), stride, padding, dilation, groups)
-        sizes = [[v] * dimensions if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
-        options = (*sizes, False, [0] * dimensions, groups)
-        return mode.watch(output, input, partial(_convolution_weights, weight, bias, options))
-
-    return replaced
-
-
-def _convolution_weights(
-    weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], x: Tensor, grad: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    sizes = None if bias is None else list(bias.shape)
-    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-        grad,
-        x.to(grad.dtype),
-        weight.detach().to(grad.dtype),
-        sizes,
-        *options,
-        [False, True, bias is not None],
-    )
-    return _pairs(weight, bias, of_weight, of_bias)
-
-
-_REPLACED: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    F.embedding: _embedding,
-    F.conv1d: _convolution(1, F.conv1d),
-    F.conv2d: _convolution(2, F.conv2d),
-    F.conv3d: _convolution(3, F.conv3d),
-}
-
-_HARMLESS: set[Any] = {
-    # What reads a parameter's properties is no use of its value.
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "requires_grad",
-            "shape",
-            "dtype",
-            "device",
-            "is_leaf",
-            "grad",
-            "ndim",
-            "layout",
-            "is_nested",
-        )
-    ),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.stride,
-    Tensor.detach,
-    Tensor.is_floating_point,
-    Tensor.numel,
-    torch.is_floating_point,
-}

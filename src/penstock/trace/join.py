@@ -28,7 +28,8 @@ def join(parts: Sequence[Trace], clocks: Alignment | None = None) -> Trace:
 
     Returns:
         Times from the first event of all; `info` is the first part's, with ``ranks_present``, ``origin`` on the first
-        part's clock, and ``clock_error``, the seconds by which the times of two ranks can be off.
+        part's clock, ``clock_error``, the seconds by which the times of two ranks can be off, and ``whole_backward`` of
+        all parts.
 
     Raises:
         DataError: there is no part, or two of them do not belong together.
@@ -56,12 +57,20 @@ def join(parts: Sequence[Trace], clocks: Alignment | None = None) -> Trace:
     held = [part.held for part in parts if part.held is not None]
     order = np.argsort(columns["rank"], kind="stable")
     error = 0.0 if clocks is None else float(clocks.error.max())
+    info = {**first.info, "ranks_present": sorted(of), "origin": origin, "clock_error": error}
+    if whole := {name for part in parts for name in _whole(part)}:
+        info["whole_backward"] = sorted(whole)
     return Trace(
         first.ranks,
         **{name: column[order] for name, column in columns.items()},
         held=np.concatenate(held)[order] if len(held) == len(parts) else None,
-        info={**first.info, "ranks_present": sorted(of), "origin": origin, "clock_error": error},
+        info=info,
     )
+
+
+def _whole(part: Trace) -> list[str]:
+    given = part.info.get("whole_backward", [])
+    return list(map(str, given)) if isinstance(given, list) else []
 
 
 def _origin(part: Trace) -> float:

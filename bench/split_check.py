@@ -1,0 +1,102 @@
+"""What the check of the split backward costs: one checked microbatch a stage, and a look at the settings at every step.
+
+The blocks are those of `bench.split`. The share is of a run of 1,000 steps of 8 microbatches; the bytes are those a stage
+holds at most in a step, in the first one and in the second.
+
+    python -m bench.split_check [--rounds N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from time import perf_counter
+
+import torch
+
+from bench.compare import alternate, emit, machine
+from bench.split import MICROBATCHES, mid_size, tiny
+from penstock.stage.layers import Layer
+from penstock.stage.module import StageModule
+from penstock.stage.stage import Stage
+from penstock.stage.values import Parcel
+
+STEPS = 1000
+
+
+def microbatch(stage: Stage, x: torch.Tensor) -> float:
+    """Seconds of a forward and both halves of a backward."""
+    parcel = (Parcel((x.clone(),), None, (True,)),)
+    start = perf_counter()
+    (out,) = stage.forward(0, parcel, split=True)
+    grad = (Parcel((torch.ones_like(out.leaves[0]),)),)
+    stage.backward_input(0, grad)
+    stage.backward_weight(0)
+    return perf_counter() - start
+
+
+def peaks(stage: Stage, x: torch.Tensor) -> list[int]:
+    """The most bytes held in each of two steps."""
+    found = []
+    for step in range(2):
+        stage.begin(step)
+        held = []
+        outs = []
+        for n in range(MICROBATCHES):
+            outs.append(stage.forward(n, (Parcel((x.clone(),), None, (True,)),), split=True)[0])
+            held.append(stage.held_bytes)
+        for n, out in enumerate(outs):
+            stage.backward_input(n, (Parcel((torch.ones_like(out.leaves[0]),)),))
+            held.append(stage.held_bytes)
+            stage.backward_weight(n)
+        found.append(max(held))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, object] = {"machine": machine(), "steps": STEPS, "microbatches": MICROBATCHES}
+    lines = [
+        machine(),
+        "",
+        "| block | checked / usual microbatch | looking, µs a step | share of the run | bytes held, step 1 | 2 |",
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for name, (block, x) in {"mid-size": mid_size(), "tiny": tiny()}.items():
+        stage = Stage(0, StageModule([Layer("0", lambda block=block: block)]))
+        microbatch(stage, x)
+
+        def checked(block: torch.nn.Module = block, x: torch.Tensor = x) -> float:
+            return microbatch(Stage(0, StageModule([Layer("0", lambda: block)])), x)
+
+        def usual(stage: Stage = stage, x: torch.Tensor = x) -> float:
+            return microbatch(stage, x)
+
+        def looking(stage: Stage = stage, x: torch.Tensor = x) -> float:
+            start = perf_counter()
+            for _ in range(100):
+                stage.split_checks.begin()
+                stage.split_checks.queue([x])
+            return (perf_counter() - start) / 100
+
+        times = alternate({"checked": checked, "usual": usual, "looking": looking}, args.rounds)
+        one, other, look = (statistics.median(times[key]) for key in ("checked", "usual", "looking"))
+        share = (one - other + STEPS * look) / (STEPS * MICROBATCHES * other)
+        first, second = peaks(Stage(0, StageModule([Layer("0", lambda block=block: block)])), x)
+        result[name] = {
+            "checked_over_usual": one / other, "looking_us": 1e6 * look, "share": share, "bytes_held": [first, second],
+        }  # fmt: skip
+        lines.append(
+            f"| {name} | {one / other:.2f} | {1e6 * look:.0f} | {share:.3%} | {first:,} | {second:,} |"
+        )
+    emit(result, lines, args.json)
+
+
+if __name__ == "__main__":
+    main()

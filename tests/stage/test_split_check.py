@@ -1,0 +1,368 @@
+"""Layers whose weights the split backward does not see rightly: found on the first microbatch, and run whole."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import SplitBackwardError, StageError
+from penstock.runtime.pipeline import Pipeline
+
+WIDTH, ROWS, M = 8, 8, 4
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its inside with torch's own checkpoint, as Hugging Face models do."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.reentrant = reentrant
+
+    def inside(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inside, x, use_reentrant=self.reentrant)
+        return found
+
+
+class HalfCheckpointed(Checkpointed):
+    """Uses one weight inside and outside of a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(super().forward(x))
+
+
+class Offloaded(nn.Module):
+    """Packs what is saved for the backward itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            return torch.tanh(self.inner(x))
+
+
+class Penalty(nn.Module):
+    """Adds the gradient of an inner energy, so that its weights have second-order gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.two(torch.tanh(self.one(x))).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x + force
+
+
+class Transformed(nn.Module):
+    """The same by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.func.grad(lambda z: self.two(torch.tanh(self.one(z))).sum())(x)
+
+
+class Mapped(nn.Module):
+    """Maps over rows by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: torch.tanh(self.inner(row)))(x)
+
+
+class ComplexLinear(nn.Module):
+    """A complex weight between two real values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(torch.complex(x, x.flip(-1)), self.weight)
+        return y.real + y.imag
+
+
+class ComplexConvolution(nn.Module):
+    """A convolution of complex values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(1, 1, 3, padding=1, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(torch.complex(x, x.flip(-1))[:, None])[:, 0]
+        return y.real + y.imag
+
+
+class HookedGradient(nn.Module):
+    """Changes the gradient of a linear layer's output by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 3)
+        return torch.tanh(y)
+
+
+class HookedWeight(nn.Module):
+    """Masks the gradient of a weight by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.weight.register_hook(lambda grad: grad * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Attention(nn.Module):
+    """torch's own attention, whose weights pass through several functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.inner(x[:, None], x[:, None], x[:, None])
+        return x + y[:, 0]
+
+
+class Concatenated(nn.Module):
+    """Uses two weights side by side, and one of them on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = F.linear(x, torch.cat([self.one.weight, self.two.weight]))
+        return torch.tanh(self.one(both[:, :WIDTH] + both[:, WIDTH:]))
+
+
+class ByKeyword(nn.Module):
+    """Passes a weight by keyword to one function, and as usual to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(torch.matmul(x, other=self.inner.weight)))
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class OwnFunction(nn.Module):
+    """Uses a weight by an autograd function of its own, and by a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(Hidden.apply(x, self.inner.weight)))
+
+
+class Unseen(nn.Module):
+    """Uses a weight where no Python function sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            y = x @ self.inner.weight.t()
+        return torch.tanh(self.inner(y))
+
+
+LAYERS = {
+    "checkpoint": (Checkpointed, False),
+    "reentrant checkpoint": (lambda: Checkpointed(True), False),
+    "half in a checkpoint": (HalfCheckpointed, False),
+    "hooks on saved tensors": (Offloaded, False),
+    "gradient penalty": (Penalty, True),
+    "torch.func.grad": (Transformed, False),
+    "vmap": (Mapped, False),
+    "complex linear": (ComplexLinear, False),
+    "complex convolution": (ComplexConvolution, False),
+    "hook on an output": (HookedGradient, False),
+    "hook on a weight": (HookedWeight, False),
+    "attention": (Attention, False),
+    "concatenated": (Concatenated, False),
+    "by keyword": (ByKeyword, False),
+    "own function": (OwnFunction, False),
+    "not seen from Python": (Unseen, True),
+}  # fmt: skip
+
+
+def make(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    layer = LAYERS[kind][0]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), layer(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS * M, WIDTH, generator=generator), torch.randn(
+        ROWS * M, WIDTH, generator=generator
+    )
+
+
+def plain(net: nn.Sequential, step: int) -> Tensor:
+    losses = []
+    for x, y in zip(*(part.chunk(M) for part in batch(step)), strict=True):
+        loss = F.mse_loss(net(x), y)
+        (loss / M).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_two_steps_give_the_bits_of_plain_pytorch(kind: str, schedule: str):
+    net = make(kind)
+    other = copy.deepcopy(net)
+    if kind == "hook on a weight":  # copies have no hooks
+        for layer in other[1:3]:
+            layer.inner.weight.register_hook(lambda grad: grad * 0.5)
+    optimizer, others = (torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, other))
+    falls_back = LAYERS[kind][1] and schedule != "1f1b"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=2) as pipe:
+            for step in range(2):
+                optimizer.zero_grad()
+                others.zero_grad()
+                result = pipe.step(*batch(step))
+                assert torch.equal(result.losses, plain(other, step))
+                for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+                    assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+                optimizer.step()
+                others.step()
+            info = pipe.trace().info
+    texts = [str(w.message) for w in caught if "cannot be split" in str(w.message)]
+    whole = info.get("whole_backward", [])
+    assert len(texts) == len(whole)  # each is named once
+    # The first stage of zb-h1 has nobody to send gradients to, so its backwards are not split.
+    assert whole == ([] if not falls_back else ["2"] if schedule == "zb-h1" else ["1", "2"])
+
+
+def test_a_transform_that_pytorch_does_not_recompute_is_refused_by_name():
+    with (
+        Pipeline(make("torch.func.grad"), F.mse_loss, microbatches=M, ranks=2, recompute="full") as pipe,
+        pytest.raises(StageError, match=r"a layer calls torch\.func\.grad .* use recompute='none'"),
+    ):
+        pipe.step(*batch(0))
+
+
+def test_strict_refuses_by_name_what_would_fall_back():
+    with (
+        Pipeline(
+            make("gradient penalty"), F.mse_loss, microbatches=M, schedule="zb-h1", ranks=2, strict=True
+        ) as pipe,
+        pytest.raises(SplitBackwardError, match=r"stage \d: the backward of layer '[12]' cannot be split"),
+    ):
+        pipe.step(*batch(0))
+
+
+class Changing(nn.Module):
+    """Differentiates inside its forward from some microbatch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.inner(x)
+        if self.calls > M:
+            y = y + torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+        return y
+
+
+def test_a_derivative_that_only_later_microbatches_take_is_refused_then_right():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Changing(), nn.Linear(WIDTH, WIDTH))
+    with Pipeline(net, F.mse_loss, microbatches=M, schedule="zb-h1", ranks=2) as pipe:
+        pipe.step(*batch(0))
+        with pytest.raises(Exception, match="computed gradients in its forward"):
+            pipe.step(*batch(1))
+        net.zero_grad()
+        other = copy.deepcopy(net)
+        pipe.step(*batch(2))
+        plain(other, 2)
+        for (name, p), q in zip(net.named_parameters(), other.named_parameters(), strict=True):
+            assert torch.equal(p.grad, q[1].grad), name
+
+
+def test_the_check_leaves_buffers_hooks_and_random_numbers_alone():
+    calls = []
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+        )
+        net[0].register_forward_hook(lambda *_: calls.append(None))
+        return net
+
+    found = {}
+    for schedule in ("1f1b", "zb-h1"):
+        calls.clear()
+        net = model()
+        with Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=2) as pipe:
+            pipe.step(*batch(0))
+        found[schedule] = [
+            *net.state_dict().values(),
+            *(p.grad for p in net.parameters()),
+            torch.tensor(len(calls)),
+        ]
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_a_change_of_what_requires_a_gradient_is_checked_again():
+    net = make("own function")
+    with Pipeline(net, F.mse_loss, microbatches=M, schedule="zb-h1", ranks=2) as pipe:
+        for step, frozen in enumerate((True, False, False)):
+            net[0].requires_grad_(not frozen)
+            net.zero_grad()
+            other = copy.deepcopy(net)
+            pipe.step(*batch(step))
+            plain(other, step)
+            for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+                assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
