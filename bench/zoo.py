@@ -21,6 +21,7 @@ import torch
 from tests.zoo.case import Case, draw, read
 from tests.zoo.judge import Verdict, judge
 from tests.zoo.kind import KINDS
+from tests.zoo.not_yet import known
 from tests.zoo.piped import piped, piped_many
 from tests.zoo.shrink import shrink
 
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--case", help="a case as JSON, as a failure prints it")
     parser.add_argument("--kinds", help="draw from these kinds alone, with commas between")
     parser.add_argument("--transport", choices=["threads", "processes"], help="instead of both")
+    parser.add_argument("--skip-known", action="store_true", help="leave out what tests/zoo/not_yet.py lists")
     parser.add_argument("--no-shrink", action="store_true", help="leave failing cases as they are")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -193,6 +195,8 @@ def main() -> None:
     else:
         count = 1 if options.only else options.count
         cases = [draw(seed, names, options.transport) for seed in range(options.seed, options.seed + count)]
+    if options.skip_known:
+        cases = [case for case in cases if not known(case)]
     began, zoo = time.perf_counter(), Zoo()
     found: list[tuple[Case, Verdict]] = []
     failures = []

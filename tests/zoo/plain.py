@@ -215,8 +215,13 @@ class Terms(Plain):
 
     def end(self, number: int) -> None:
         super().end(number)
-        if (number + 1) % self.case.accumulate == 0 and HABITS[self.case.habit].zero != "never":
-            self.clear()
+        if (number + 1) % self.case.accumulate:
+            return
+        self.clear()
+        for name, parameter in self.parameters().items():
+            if parameter.grad is not None:  # where nobody drops gradients, what was clipped is added to
+                self.total[name] = dense(parameter.grad).to(wide(parameter.dtype), copy=True)
+                self.absolute[name], self.terms[name] = self.total[name].abs(), 1
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
