@@ -105,20 +105,23 @@ class GroupReducer:
         self._host = "cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"
 
     def start(self, flat: Tensor) -> Handle:
-        work = dist.all_reduce(flat, group=self.group, async_op=not self.blocking)
-        return self._begun(work, flat, "add up")
+        return self._begin(
+            flat, "add up", lambda later: dist.all_reduce(flat, group=self.group, async_op=later)
+        )
 
     def scatter(self, flat: Tensor) -> Handle:
-        work = _REDUCE_SCATTER(
-            part_of(flat, self.rank, self.size), flat, group=self.group, async_op=not self.blocking
+        part = part_of(flat, self.rank, self.size)
+        return self._begin(
+            flat,
+            "add up and share out",
+            lambda later: _REDUCE_SCATTER(part, flat, group=self.group, async_op=later),
         )
-        return self._begun(work, flat, "add up and share out")
 
     def gather(self, flat: Tensor) -> Handle:
-        work = _ALL_GATHER(
-            flat, part_of(flat, self.rank, self.size), group=self.group, async_op=not self.blocking
+        part = part_of(flat, self.rank, self.size)
+        return self._begin(
+            flat, "collect", lambda later: _ALL_GATHER(flat, part, group=self.group, async_op=later)
         )
-        return self._begun(work, flat, "collect")
 
     def limit(self, seconds: float) -> None:
         self.timeout = timedelta(seconds=seconds)
@@ -142,7 +145,11 @@ class GroupReducer:
         except RuntimeError as error:
             raise _failure(error, "share what they have", self.timeout) from error
 
-    def _begun(self, work: Any, flat: Tensor, what: str) -> Handle:
+    def _begin(self, flat: Tensor, what: str, start: Callable[[bool], Any]) -> Handle:
+        try:
+            work = start(not self.blocking)
+        except RuntimeError as error:  # the connection was broken already
+            raise _failure(error, what, self.timeout) from error
         if work is None:
             return DONE
         # With a limit the host would wait for NCCL; NCCL's own watchdog has the group's.

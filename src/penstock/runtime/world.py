@@ -224,7 +224,7 @@ class World:
                     self._lanes.append(lane)
                     peer = pair[0] if self.rank == pair[1] else pair[1]
                     bulk[pair] = Bulk(lane, dist.get_group_rank(lane, peer), device)
-                    bulk[pair].greet(self.rank == pair[0], self._longest)
+                    bulk[pair].greet(self.rank == pair[0], self._longest, peer)
         self.channel = ProcessChannel(
             self._messages,
             self.exchange,

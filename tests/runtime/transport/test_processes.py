@@ -161,6 +161,31 @@ def test_the_end_of_a_process_is_noticed_long_before_the_limit(way):
         pool.run(2, dying, way, timeout=15)
 
 
+def broken(rank: int, way: str) -> list[str]:
+    joined = world(rank, way)
+    channel = joined.channel
+    channel.open(1)
+    if rank == 1:
+        joined.disconnect(failed=True)
+        dist.destroy_process_group()
+        return []
+    told = []
+    for act in (lambda: channel.recv(1, 1), lambda: channel.send(1, 1, Parcel((torch.ones(1),)))):
+        with pytest.raises(PeerError) as info:
+            act()
+        told.append(str(info.value))
+    channel.fail(Failure(0, 1, "the others are still told"))
+    return told
+
+
+@pytest.mark.parametrize("way", ["process group", "lanes"])
+def test_a_connection_that_is_broken_when_a_message_is_sent_is_the_peers_failure(
+    processes: LocalProcesses, way
+):
+    told, _ = processes.run(2, broken, way)
+    assert all(text.startswith("the connection to rank 1 broke: ") for text in told), told
+
+
 def waiting(rank: int, way: str) -> str:
     joined = world(rank, way, timeout=0.5)
     joined.channel.open(1)

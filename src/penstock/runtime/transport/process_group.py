@@ -21,6 +21,7 @@ begin only after all that the rank was told to compute before.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -81,14 +82,19 @@ class Bulk(NamedTuple):
         """
         return None if self.device.type == "cuda" else timeout
 
-    def greet(self, sends: bool, timeout: timedelta) -> None:
+    def greet(self, sends: bool, timeout: timedelta, rank: int) -> None:
         """Send or receive one byte. NCCL connects two ranks in their first message, where each waits for the other.
 
         Two ranks that both sent first, over two lanes, would wait for ever; so all greet in one order at the start.
+
+        Args:
+            sends: whether this end sends it.
+            timeout: of the wait.
+            rank: of the peer in its pipeline, for the error.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         exchange = self.group.send if sends else self.group.recv
-        _wait(exchange([byte], self.peer, _PAYLOAD), timeout, self.peer, "connect")
+        _wait(_begin(exchange, byte, self.peer, _PAYLOAD, rank), timeout, rank, "connect")
 
 
 class GroupOutgoing:
@@ -137,18 +143,18 @@ class GroupOutgoing:
         if inline:
             for view, tensor in zip(frame.views.of(start, layout), tensors, strict=True):
                 view.copy_(tensor)
-        works = [self.group.send([frame.bytes[: start + size if inline else start]], self.peer, _FRAME)]
+        works = [self._begin(frame.bytes[: start + size if inline else start], _FRAME)]
         if posted:
             fits = outside is not None and not flags & (OVERSIZE | DEVICE)
             body = outside if fits and outside is not None else self._filler
-            works.append(self.group.send([body], self.peer, _PAYLOAD))
+            works.append(self._begin(body, _PAYLOAD))
         if flags & OVERSIZE:
             assert outside is not None
-            works.append(self.group.send([outside], self.peer, _EXTRA))
+            works.append(self._begin(outside, _EXTRA))
         on_device = None
         if bulk is not None and size:
             assert outside is not None
-            on_device = bulk.group.send([outside], bulk.peer, _PAYLOAD)
+            on_device = _begin(bulk.group.send, outside, bulk.peer, _PAYLOAD, self.peer)
         self._pending.append((works, on_device, frame, outside))
 
     def fail(self, failure: Failure) -> None:
@@ -157,9 +163,9 @@ class GroupOutgoing:
         frame = _Frame()
         Header(FAILURE, failure.step, failure.rank, 0, len(text), 0).write(frame.memory)
         frame.memory[HEADER_BYTES : HEADER_BYTES + len(text)] = text
-        works = [self.group.send([frame.bytes[: HEADER_BYTES + len(text)]], self.peer, _FRAME)]
+        works = [self._begin(frame.bytes[: HEADER_BYTES + len(text)], _FRAME)]
         if posted:
-            works.append(self.group.send([self._filler], self.peer, _PAYLOAD))
+            works.append(self._begin(self._filler, _PAYLOAD))
         self._pending.append((works, None, frame, None))
 
     def settle(self, most: int = 0) -> None:
@@ -175,6 +181,9 @@ class GroupOutgoing:
 
     def close(self) -> None:
         """What is under way ends with the group."""
+
+    def _begin(self, tensor: Tensor, tag: int) -> dist.Work:
+        return _begin(self.group.send, tensor, self.peer, tag, self.peer)
 
     def _frame(self) -> _Frame:
         if not self._free:
@@ -213,12 +222,15 @@ class GroupIncoming:
     def close(self) -> None:
         """The posted receives end with the group."""
 
+    def _begin(self, tensor: Tensor, tag: int) -> dist.Work:
+        return _begin(self.group.recv, tensor, self.peer, tag, self.peer)
+
     def _post(self, frame: _Frame) -> None:
         body, work = None, None
-        first = self.group.recv([frame.bytes], self.peer, _FRAME)
+        first = self._begin(frame.bytes, _FRAME)
         if self._largest:
             body = torch.empty(self._largest, dtype=torch.uint8)
-            work = self.group.recv([body], self.peer, _PAYLOAD)
+            work = self._begin(body, _PAYLOAD)
         self._posted.append((frame, first, body, work))
 
     def next(self) -> tuple[int, int, Parcel | Failure]:
@@ -248,7 +260,7 @@ class GroupIncoming:
             if header.flags & OVERSIZE:
                 body = torch.empty(header.payload_bytes, dtype=torch.uint8)
                 _wait(
-                    self.group.recv([body], self.peer, _EXTRA),
+                    self._begin(body, _EXTRA),
                     self.limit.delta,
                     self.peer,
                     "send a large message",
@@ -265,7 +277,7 @@ class GroupIncoming:
         with torch.cuda.stream(aside) if aside is not None else nullcontext():
             body = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=bulk.device)
             if layout.payload_bytes:
-                work = bulk.group.recv([body], bulk.peer, _PAYLOAD)
+                work = _begin(bulk.group.recv, body, bulk.peer, _PAYLOAD, self.peer)
                 _wait(work, bulk.limit(self.limit.delta), self.peer, "send a value on a device")
         if aside is not None:
             computing = torch.cuda.current_stream(bulk.device)
@@ -286,6 +298,26 @@ def _outside(tensors: list[Tensor], layout: Layout, device: torch.device | None)
     return joined
 
 
+def _begin(
+    start: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, at: int, tag: int, rank: int
+) -> dist.Work:
+    """Begin to send or receive; where the connection is known to be broken, that is the peer's failure and not this rank's.
+
+    Args:
+        start: ``send`` or ``recv`` of a group.
+        at: the peer's number in the group.
+        rank: in the pipeline.
+    """
+    try:
+        return start([tensor], at, tag)
+    except RuntimeError as error:
+        raise _broken(rank, error) from error
+
+
+def _broken(rank: int, error: RuntimeError) -> PeerError:
+    return PeerError(f"the connection to rank {rank} broke: {str(error).splitlines()[0]}")
+
+
 def _wait(work: dist.Work, timeout: timedelta | None, peer: int, what: str) -> None:
     try:
         if timeout is None:
@@ -298,4 +330,4 @@ def _wait(work: dist.Work, timeout: timedelta | None, peer: int, what: str) -> N
             raise WaitTimeoutError(
                 f"waited {timeout.total_seconds():g} s for rank {peer} to {what}"
             ) from error
-        raise PeerError(f"the connection to rank {peer} broke: {text.splitlines()[0]}") from error
+        raise _broken(peer, error) from error

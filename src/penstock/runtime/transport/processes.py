@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import distributed as dist
 
-from penstock.errors import PeerError
+from penstock.errors import PeerError, TransportError
 from penstock.runtime.limit import Limit
 from penstock.runtime.status import WAITS, Words
 from penstock.runtime.transport.base import Failure
@@ -158,10 +158,8 @@ class ProcessChannel:
         self._roster.say(failure.message)
         for edge in self._out.values():
             # A peer that is gone cannot be told, and the others must be.
-            try:
+            with contextlib.suppress(TransportError, RuntimeError):
                 edge.fail(failure)
-            except RuntimeError:
-                continue
 
     def finish(self) -> None:
         assert not self._aside, f"messages nobody took: {sorted(self._aside)}"
