@@ -11,8 +11,8 @@ from penstock.parallel.reducer import GroupReducer
 from penstock.runtime.local import LocalProcesses
 
 
-def broken(rank: int) -> list[str]:
-    reducer = GroupReducer(timeout=20.0)
+def broken(rank: int, blocking: bool) -> list[str]:
+    reducer = GroupReducer(timeout=20.0, blocking=blocking)
     reducer.start(torch.ones(4)).wait()
     if rank == 1:
         dist.destroy_process_group()
@@ -31,6 +31,9 @@ def broken(rank: int) -> list[str]:
     return told
 
 
-def test_a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(processes: LocalProcesses):
-    told, _ = processes.run(2, broken)
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(
+    processes: LocalProcesses, blocking: bool
+):
+    told, _ = processes.run(2, broken, blocking)
     assert all(text.startswith("the connection to another replica broke: ") for text in told), told
