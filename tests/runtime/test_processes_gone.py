@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ from penstock.parallel.mesh import MeshShape
 from tests.runtime import plain
 
 torch.set_num_threads(1)
+if "APART" in os.environ:  # as on a host each: no process sees another one's memory or state
+    from penstock.runtime.transport import roster
+    roster.machine = lambda: f"host {os.getpid()}"
 rank, victim, act, at, dp, timeout = int(os.environ["RANK"]), *sys.argv[1:6]
 STRIKES = {"kill": lambda: os.kill(os.getpid(), 9), "stop": lambda: os.kill(os.getpid(), 19), "hang": lambda: spin()}
 
@@ -84,7 +88,9 @@ class Ended:
         self.code, self.out, self.err = code, out, err
 
 
-def run(tmp_path: Path, victim: int, act: str, at: str, dp: int = 1, timeout: float = 20.0) -> list[Ended]:
+def run(
+    tmp_path: Path, victim: int, act: str, at: str, dp: int = 1, timeout: float = 20.0, **more: str
+) -> list[Ended]:
     """Three ranks, or two in each of two replicas, until all but a stopped one have ended; that one is ended then."""
     ranks = 2 * dp if dp > 1 else 3
     environment = os.environ | {
@@ -96,7 +102,7 @@ def run(tmp_path: Path, victim: int, act: str, at: str, dp: int = 1, timeout: fl
     started = [
         subprocess.Popen(
             command,
-            env=environment | {"RANK": str(rank)},
+            env=environment | {"RANK": str(rank)} | more,
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -157,3 +163,28 @@ def test_a_process_that_hangs_shows_its_stacks_and_ends_and_the_others_name_it(t
         assert "ank 1 is in op 1F2 (stage 1, microbatch 2) of step 2" in text
     assert ended[1].code == HUNG
     assert "in spin" in ended[1].err
+
+
+APART = {"APART": "1", "PENSTOCK_SHARED_MEMORY": "0"}
+
+
+def test_a_host_that_is_frozen_before_the_norm_is_taken_is_named_by_all(tmp_path):
+    for text in said(run(tmp_path, 2, "stop", "clip", timeout=4.0, **APART), 2):
+        assert f"rank 2 on host {socket.gethostname()} did not come" in text
+        assert text.startswith(
+            "WaitTimeoutError: waited 4 s for the other processes, to add up over the pipeline's ranks"
+        )
+
+
+def test_a_host_that_is_gone_before_the_norm_is_taken_is_named_by_all(tmp_path):
+    for text in said(run(tmp_path, 2, "kill", "clip", **APART), 2):
+        assert text.startswith(
+            f"PeerError: rank 2 on host {socket.gethostname()} did not come, when they were to add up"
+        )
+
+
+def test_a_host_that_is_frozen_in_a_reduction_is_named_by_its_replicas(tmp_path):
+    told = said(run(tmp_path, 3, "stop", "reduction", dp=2, timeout=4.0, **APART), 3)
+    assert any(
+        f"process 3 (pp 1, dp 1, tp 0) on host {socket.gethostname()} did not come" in text for text in told
+    )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
+from penstock.parallel.attendance import Visit
 from penstock.parallel.exchange import gather_values
 
 
@@ -79,6 +80,7 @@ class GroupReducer:
         timeout: the longest a wait may last, in seconds.
         blocking: finish everything before going on; for communicators that cannot go on by themselves.
         require_all: called now and then while something is waited for; raises if a process is gone, wherever it was.
+        enter: called as a reduction begins; gives what knows afterwards who has not come to it, if anything does.
 
     Raises:
         ConfigError: this process is not in the group.
@@ -90,6 +92,7 @@ class GroupReducer:
         timeout: float = 60.0,
         blocking: bool = False,
         require_all: Callable[[], None] = lambda: None,
+        enter: Callable[[], Visit | None] = lambda: None,
     ) -> None:
         self.group = group if group is not None else dist.group.WORLD
         if self.group is None or dist.get_rank(self.group) < 0:
@@ -100,7 +103,7 @@ class GroupReducer:
         self.size = dist.get_world_size(self.group)
         self.timeout = timedelta(seconds=timeout)
         self.blocking = blocking
-        self._require_all = require_all
+        self._require_all, self._enter = require_all, enter
         # Small numbers travel from host to host where they can, so that nobody waits for the device.
         self._host = "cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"
 
@@ -146,15 +149,16 @@ class GroupReducer:
             raise _failure(error, "share what they have", self.timeout) from error
 
     def _begin(self, flat: Tensor, what: str, start: Callable[[bool], Any]) -> Handle:
+        visit = self._enter()
         try:
             work = start(not self.blocking)
         except RuntimeError as error:  # the connection was broken already
-            raise _failure(error, what, self.timeout) from error
+            raise _failure(error, what, self.timeout, visit) from error
         if work is None:
             return DONE
         # With a limit the host would wait for NCCL; NCCL's own watchdog has the group's.
         limit = None if flat.is_cuda else self.timeout
-        return _Waiting(work, limit, f"{what} {flat.numel()} values", self._require_all)
+        return _Waiting(work, limit, f"{what} {flat.numel()} values", self._require_all, visit)
 
 
 class _Done:
@@ -167,12 +171,18 @@ DONE = _Done()
 
 
 class _Waiting:
-    __slots__ = ("require_all", "timeout", "what", "work")
+    __slots__ = ("require_all", "timeout", "visit", "what", "work")
 
     def __init__(
-        self, work: dist.Work, timeout: timedelta | None, what: str, require_all: Callable[[], None]
+        self,
+        work: dist.Work,
+        timeout: timedelta | None,
+        what: str,
+        require_all: Callable[[], None],
+        visit: Visit | None,
     ) -> None:
         self.work, self.timeout, self.what, self.require_all = work, timeout, what, require_all
+        self.visit = visit
 
     def wait(self) -> None:
         try:
@@ -181,7 +191,7 @@ class _Waiting:
             else:
                 self._wait(self.timeout)
         except RuntimeError as error:
-            raise _failure(error, self.what, self.timeout) from error
+            raise _failure(error, self.what, self.timeout, self.visit) from error
 
     def _wait(self, limit: timedelta) -> None:
         """Wait for so long, and look around now and then."""
@@ -194,17 +204,27 @@ class _Waiting:
                 if "imed out" not in str(error):
                     raise
             self.require_all()
+            if self.visit is not None:
+                self.visit.waits(limit.total_seconds())
         self.work.wait(timedelta(seconds=max(left, 0.001)))
 
 
-def _failure(error: RuntimeError, what: str, timeout: timedelta | None) -> PenstockError:
+def _failure(
+    error: RuntimeError, what: str, timeout: timedelta | None, visit: Visit | None = None
+) -> PenstockError:
     text = str(error)
     if "imed out" in text:
         waited = f"{timeout.total_seconds():g} s" if timeout is not None else "too long"
+        missing = visit.missing() if visit is not None else ""
         return WaitTimeoutError(
-            f"waited {waited} for the other replicas to {what}; one of them failed, is slow, or left out a step"
+            f"waited {waited} for the other replicas to {what}; "
+            + (missing or "one of them failed, is slow, or left out a step")
         )
-    return PeerError(f"the connection to another replica broke: {text.splitlines()[0]}")
+    missing = visit.missing(patience=3.0) if visit is not None else ""
+    return PeerError(
+        f"the connection to another replica broke: {text.splitlines()[0]}"
+        + (f" ({missing})" if missing else "")
+    )
 
 
 _LOOK = 0.25

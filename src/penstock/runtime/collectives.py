@@ -12,10 +12,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import PeerError, WaitTimeoutError
+from penstock.parallel.attendance import Attendance, Visit
 from penstock.parallel.exchange import gather_values
 from penstock.runtime.hang import TICK, dump_stacks
 from penstock.runtime.limit import Limit
 from penstock.runtime.transport.roster import Roster
+
+ANSWERED = 3.0
+"""Seconds in which those that wait have said so, once a connection is broken."""
 
 
 class Collectives:
@@ -24,11 +28,19 @@ class Collectives:
     Args:
         limit: of a wait for the others.
         roster: of the processes of this machine.
+
+    Attributes:
+        attendance: of processes that the roster does not show; None if it shows all.
     """
 
     def __init__(self, limit: Limit, roster: Roster) -> None:
         self.limit = limit
         self.roster = roster
+        self.attendance: Attendance | None = None
+
+    def enter(self, group: dist.ProcessGroup | None) -> Visit | None:
+        """Begin the next collective of a group, where processes cannot see each other; all of the group call it."""
+        return None if self.attendance is None else self.attendance.enter(group)
 
     def exchange(
         self, value: Any, group: dist.ProcessGroup | None, what: str, patient: bool = False
@@ -47,7 +59,7 @@ class Collectives:
         """
         if "cpu:" not in dist.get_backend_config(group):
             return gather_values(value, group)
-        return gather_values(value, group, lambda work: self.finish(work, what, patient))
+        return gather_values(value, group, lambda work: self.finish(work, what, patient, self.enter(group)))
 
     def add_up(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
         """Sum a tensor over the processes of a group, in place; all of them call it.
@@ -59,13 +71,14 @@ class Collectives:
 
     def begin_add_up(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> Callable[[], None]:
         """Begin `add_up`, and return what waits for it; all processes of the group call both."""
+        visit = self.enter(group)
         try:
             work = dist.all_reduce(values, group=group, async_op=True)
         except RuntimeError as error:  # the connection was broken already
-            raise self._broken(what, error) from error
+            raise self._broken(what, error, visit) from error
         if values.is_cuda:  # with a limit the host would wait for NCCL; NCCL's own watchdog has the group's
             return lambda: _wait(work)
-        return lambda: self.finish(work, what)
+        return lambda: self.finish(work, what, visit=visit)
 
     def meet(self, group: dist.ProcessGroup | None, what: str) -> None:
         """Go on once all processes of a group are here.
@@ -75,17 +88,18 @@ class Collectives:
         """
         self.add_up(torch.zeros(1), group, what)
 
-    def finish(self, work: dist.Work, what: str, patient: bool = False) -> None:
+    def finish(self, work: dist.Work, what: str, patient: bool = False, visit: Visit | None = None) -> None:
         """Wait for something that all processes of a group have begun, on the CPU.
 
         Args:
             work: what was begun.
             what: they do, for the error.
             patient: as `exchange`.
+            visit: what `enter` gave for it.
 
         Raises:
-            PeerError: a process is gone; names it, if it was on this machine.
-            WaitTimeoutError: not all came in time; names who is stopped, if that can be seen.
+            PeerError: a process is gone; names it.
+            WaitTimeoutError: not all came in time; names who is stopped, if that can be seen, or who has not come.
         """
         seconds = self.limit.longest if patient else self.limit.seconds
         until = monotonic() + seconds
@@ -96,22 +110,26 @@ class Collectives:
                     return
                 except RuntimeError as error:
                     if "imed out" not in str(error):
-                        raise self._broken(what, error) from error
+                        raise self._broken(what, error, visit) from error
                     if monotonic() > until:
-                        raise self._late(what, seconds) from error
+                        raise self._late(what, seconds, visit) from error
                 self.roster.require_all()
+                if visit is not None:
+                    visit.waits(seconds)
         except (PeerError, WaitTimeoutError) as error:
             self.roster.say(str(error))
             raise
 
-    def _broken(self, what: str, error: RuntimeError) -> PeerError:
+    def _broken(self, what: str, error: RuntimeError, visit: Visit | None) -> PeerError:
         who = self.roster.guilty(patience=1.0)
         if who:
             return PeerError(f"{who}, while the others were to {what}")
-        return PeerError(f"another process broke off when they were to {what}: {str(error).splitlines()[0]}")
+        missing = visit.missing(patience=ANSWERED) if visit is not None else ""
+        who = missing or "another process broke off"
+        return PeerError(f"{who}, when they were to {what}: {str(error).splitlines()[0]}")
 
-    def _late(self, what: str, seconds: float) -> WaitTimeoutError:
-        who = self.roster.guilty()
+    def _late(self, what: str, seconds: float, visit: Visit | None) -> WaitTimeoutError:
+        who = self.roster.guilty() or (visit.missing() if visit is not None else "")
         text = f"waited {seconds:g} s for the other processes, to {what}"
         error = WaitTimeoutError(f"{text}: {who}" if who else f"{text}; one of them failed, or is slow")
         dump_stacks(str(error))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from penstock.errors import ConfigError, PeerError, TransportError, WaitTimeoutError
+from penstock.parallel.attendance import Attendance
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.parallel.reducer import GroupReducer, Reducer
 from penstock.runtime.collectives import Collectives
@@ -183,7 +185,12 @@ class World:
         """This process's end of what reduces gradients over its replicas; None if there are none."""
         if self.mesh is None or self.mesh.shape.dp == 1:
             return None
-        return GroupReducer(self._buckets, self.limit.seconds, require_all=self.roster.require_all)
+        return GroupReducer(
+            self._buckets,
+            self.limit.seconds,
+            require_all=self.roster.require_all,
+            enter=lambda: self.together.enter(self._buckets),
+        )
 
     def connect(
         self,
@@ -243,7 +250,14 @@ class World:
         if self.mesh is not None:
             axes = ", ".join(f"{axis} {self.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
             name = f"process {number} ({axes})"
-        self.roster.meet(self.together.exchange(self.roster.entry(name, self.rank, place), None, "meet"))
+        told = self.together.exchange((self.roster.entry(name, self.rank, place), uuid4().hex), None, "meet")
+        entries = [entry for entry, _ in told]
+        self.roster.meet(entries)
+        if any(self.together.exchange(not self.roster.sees(entries), None, "meet")):  # all ask, or nobody
+            names = [f"{entry.name} on host {entry.host}" for entry in entries]
+            whole: Any = dist.group.WORLD
+            store = whole.get_group_store().clone()  # a connection of its own
+            self.together.attendance = Attendance(store, told[0][1], names)
         found = self.roster.of_pipeline(place)
         channel.others = [self.roster.words if r == self.rank else found.get(r) for r in range(self.size)]
         self.together.meet(None, "meet")  # nobody closes its page before all have found it

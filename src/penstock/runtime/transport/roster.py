@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import select
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ class Entry(NamedTuple):
         place: equal for the processes of one pipeline.
         machine: equal for processes that can see each other's memory; empty if not supported.
         pid, descriptor: where its page is.
+        host: the machine's name.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Entry(NamedTuple):
     machine: str
     pid: int
     descriptor: int
+    host: str
 
 
 class _Page:
@@ -87,9 +90,8 @@ class Roster:
 
     def entry(self, name: str, rank: int, place: int) -> Entry:
         """What the others need to know of this process."""
-        return Entry(
-            name, rank, place, machine() if self._page is not None else "", os.getpid(), self._descriptor
-        )
+        seen = machine() if self._page is not None else ""
+        return Entry(name, rank, place, seen, os.getpid(), self._descriptor, socket.gethostname())
 
     def meet(self, entries: Sequence[Entry]) -> None:
         """Find the pages of the others that are on this machine; they must not have closed theirs yet."""
@@ -105,6 +107,10 @@ class Roster:
                 self._others.append((entry, page))
                 self._ends[end] = page
                 self._poll.register(end, select.POLLIN)
+
+    def sees(self, entries: Sequence[Entry]) -> bool:
+        """Whether `meet` found the pages of all of them, and this process's own among them."""
+        return len(self._others) == len(entries) - 1
 
     def of_pipeline(self, place: int) -> Mapping[int, Words]:
         """The words of the other ranks of a pipeline, as far as they can be seen."""
