@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -201,3 +203,26 @@ def test_numbers_that_only_float64_has_are_finite():
         result = pipe.step(torch.randn(M, WIDTH, dtype=torch.float64), torch.randn(M, WIDTH))
         assert result.losses.dtype == torch.float64
         assert float(result.loss) > 1e100
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16",), ("float64",), ("float64", "float32"), ("complex64", "float32")]
+)
+def test_norms_have_the_bits_of_torch_for_gradients_of_other_dtypes(dtypes: tuple[str, ...]):
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(7, 7) for _ in range(6)])
+    with Pipeline(net, nn.functional.mse_loss, microbatches=1, ranks=2) as pipe:
+        for n, layer in enumerate(net):
+            dtype = getattr(torch, dtypes[n % len(dtypes)])
+            for p in layer.parameters():
+                p.data = p.data.to(dtype)
+                p.grad = torch.randn(p.shape, generator=generator, dtype=dtype)
+        other = copy.deepcopy(net)
+        for p, q in zip(net.parameters(), other.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        want = nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        found = pipe.clip_grad_norm_(0.5)
+    assert found.dtype == want.dtype
+    assert torch.equal(found, want)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -81,8 +80,9 @@ def clip_(
             continue
         if one.parameter.grad.layout == torch.sparse_coo:  # whose values then share its memory
             one.parameter.grad = one.parameter.grad.coalesce()
-        norm = torch.linalg.vector_norm(numbers_of(local(one.parameter.grad)))
-        present[_DTYPES.index(norm.dtype), one.place] = 1.0
+        grad = local(one.parameter.grad)
+        norm = torch.linalg.vector_norm(grad if grad.is_complex() else numbers_of(grad))
+        present[_DTYPES.index(grad.dtype), one.place] = 1.0
         norm = norm.double()
         if one.cut:
             cut[one.place] = norm.square()
@@ -97,12 +97,7 @@ def clip_(
         for column in (places, cut, pieces, present):
             world.add_up(column)
     places += (cut + pieces).sqrt()
-    # As torch does it: norms in their gradients' dtypes, stacked in the one that holds all of them.
-    dtypes = [dtype for dtype, row in zip(_DTYPES, present, strict=True) if row.any()]
-    stacked = places[present.any(0)].to(
-        reduce(torch.promote_types, dtypes, dtypes[0] if dtypes else torch.float32)
-    )
-    total: Tensor = torch.linalg.vector_norm(stacked)
+    total = _total(places, present)
     parts = [
         _Gradient(numbers_of(local(h.parameter.grad))) for h in parameters if h.parameter.grad is not None
     ]
@@ -110,7 +105,26 @@ def clip_(
     return total
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def _total(norms: Tensor, present: Tensor) -> Tensor:
+    """The norm of the norms as torch computes it, which takes gradients of one dtype together.
+
+    Args:
+        norms: float64, by parameter.
+        present: (dtype, parameter), not 0 where there is a gradient of that dtype.
+    """
+    dtypes = [dtype for dtype, row in zip(_DTYPES, present, strict=True) if row.any()]
+    if len(dtypes) == 1 and not dtypes[0].is_complex:
+        total: Tensor = torch.linalg.vector_norm(norms[present.any(0)].to(dtypes[0]))
+        return total
+    # One number has itself as its norm, so these stand for the gradients.
+    each = [
+        norms[n].to(_DTYPES[int(present[:, n].argmax())]).reshape(1)
+        for n in present.any(0).nonzero().flatten()
+    ]
+    return nn.utils.get_total_norm(each)
 
 
 class _Gradient:

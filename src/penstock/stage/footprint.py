@@ -20,7 +20,9 @@ class Footprint:
         self._seen: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once."""
+        """Count a tensor's storage, once; what a ``torch.func`` transform wraps has none of its own."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # no public reader
+            return
         key = _key(tensor)
         if key not in self._own:
             self._seen[key] = _storage(tensor).nbytes()
