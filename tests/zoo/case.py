@@ -146,7 +146,7 @@ def draw(seed: int, names: tuple[str, ...] | None = None, transport: str | None 
         optimizer=chance.choice(allowed),
         wrapped=chance.random() < 0.4,
         clip=chance.choice([0.0, 0.5]) if all(k.clip for k in entries) else 0.0,
-        accumulate=chance.choices([1, 2], [4, 1])[0],
+        accumulate=chance.choices([1, 2], [4, 1])[0] if habit != "double" else 1,
         reduction=chance.choices(["mean", "sum", "count"], [4, 1, 1])[0],
         loss=chance.choices(list(LOSSES), [loss.weight for loss in LOSSES.values()])[0],
         habit=habit,

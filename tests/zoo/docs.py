@@ -11,6 +11,13 @@ from tests.zoo.not_yet import NOT_YET, TOGETHER
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- from tests/zoo: python -m tests.zoo.docs -->", "<!-- end -->"
 
+WHERE = {
+    "always": "",
+    "recompute": " (with recompute)",
+    "split": " (where the model is cut there)",
+    "copies": " (with copies)",
+}
+
 
 def row(entries: list[Kind], title: str) -> str:
     """What becomes of the kinds of one file."""
@@ -27,7 +34,7 @@ def row(entries: list[Kind], title: str) -> str:
 def refusal(kind: Kind) -> str:
     if not kind.copies:
         return f"{kind.what}: with copies each has its own state"
-    where = {"always": "", "split": " (where the model is cut there)", "copies": " (with copies)"}[kind.when]
+    where = WHERE[kind.when]
     return f"{kind.what}{where}"
 
 

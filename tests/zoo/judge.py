@@ -64,7 +64,7 @@ def _judge(case: Case, runs: Sequence[Run]) -> Verdict:
                 return refused(error, word)
             raise WrongError(f"{word}; Penstock does not") from failure
         if error is not None and number == done:
-            if spoiled and error.kind == "NonFiniteError":
+            if error.kind == "NonFiniteError" and (spoiled or overflows(gradients)):
                 return refused(error, "")
             return refused(error, "", allowed(case))
         if spoiled:
@@ -114,7 +114,9 @@ def refused(error: Raised, plain: str, may: Sequence[str] | None = None) -> Verd
 
 def allowed(case: Case) -> list[str]:
     """Regular expressions of the refusals that a case may end in."""
-    found = [kind.refused for kind in case.entries if kind.when != "copies" or case.copies]
+    there = {"always", "split"} | ({"copies"} if case.copies else set())
+    there |= {"recompute"} if case.recompute != "none" else set()
+    found = [kind.refused for kind in case.entries if kind.when in there]
     return [text for text in (*found, HABITS[case.habit].refused, LOSSES[case.loss].refused) if text]
 
 
@@ -124,6 +126,12 @@ def finite(case: Case, number: int, losses: Tensor, gradients: Mapping[str, Tens
     counting = [loss for loss, (factor, _) in zip(losses, shares(case, parts), strict=True) if factor]
     values = [*counting, *(g for g in gradients.values() if g is not None)]
     return all(bool(torch.isfinite(dense(value)).all()) for value in values)
+
+
+def overflows(gradients: Mapping[str, Tensor | None]) -> bool:
+    """Whether the norm of gradients that are finite is not, in float32: Penstock looks at norms."""
+    largest = [dense(g).abs().max().item() for g in gradients.values() if g is not None and g.numel()]
+    return max(largest, default=0.0) > 1e18
 
 
 def joined(steps: Sequence[Step], reduced: bool) -> Step:

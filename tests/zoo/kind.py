@@ -27,8 +27,8 @@ class Kind:
         spans: other layers may stand between the first of these layers and the rest.
         bounded: why its gradients are not bit-equal to plain PyTorch's but within a bound; empty if they are.
         refused: a regular expression for the refusal, if the kind is refused; empty if it is not.
-        when: where it is refused: "always"; "split" (of layers that hand over what they do), "copies" (dp, or two copies
-            of a stage, by default). It may also run and be right.
+        when: where it is refused: "always"; "recompute"; "split" (of layers that hand over what they do); "copies" (dp, or
+            two copies of a stage). It may also run and be right.
         rows: the fewest rows a microbatch must have in plain PyTorch.
         optimizers: those plain PyTorch can use; None for any.
         clip: whether plain PyTorch can clip its gradients.
@@ -55,6 +55,9 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {}
+
+RECOMPUTE = {"refused": r"use recompute='none'", "when": "recompute"}
+"""A forward that computes gradients needs what it saves, so it is refused under recompute."""
 
 COPIES = {"refused": r"buffers=", "when": "copies"}
 """Where a stage has several copies, buffers that each of them changes in its own way are refused."""

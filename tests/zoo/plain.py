@@ -108,8 +108,16 @@ class Plain:
         for n, (part, (factor, divisor)) in enumerate(zip(parts, shares(self.case, parts), strict=True)):
             loss = self.loss(self.layers, part, number, n)
             losses.append(loss.detach())
-            backward(loss, factor, divisor)
+            self.backward(loss, factor, divisor)
         return losses
+
+    def backward(self, loss: Tensor, factor: float, divisor: int) -> None:
+        """The backward of a microbatch's share; one that does not count has none, nor has a model that is frozen."""
+        if factor == 0 or not any(p.requires_grad for p in self.parameters().values()):
+            return
+        if divisor != 1:
+            loss = loss / divisor
+        (loss * factor if factor != 1.0 else loss).backward()
 
     def gradients(self) -> dict[str, Tensor | None]:
         return {name: copied(p.grad) for name, p in self.parameters().items()}
@@ -131,15 +139,6 @@ class Plain:
 
     def weights(self) -> dict[str, Tensor]:
         return {name: copied(p) for name, p in self.parameters().items()}
-
-
-def backward(loss: Tensor, factor: float, divisor: int) -> None:
-    """The backward of a microbatch's share; one that does not count has none."""
-    if factor == 0:
-        return
-    if divisor != 1:
-        loss = loss / divisor
-    (loss * factor if factor != 1.0 else loss).backward()
 
 
 def whole_names(names: list[str], layers: list[nn.Module]) -> dict[str, str]:
@@ -180,7 +179,7 @@ class Terms(Plain):
                 parameter.grad = None
             loss = self.loss(apart, part, number, n)
             losses.append(loss.detach())
-            backward(loss, factor, divisor)
+            self.backward(loss, factor, divisor)
             self.add(apart)
         return losses
 

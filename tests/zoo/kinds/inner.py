@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from tests.zoo.kind import WIDTH, kind
+from tests.zoo.kind import RECOMPUTE, WIDTH, kind
 
 
-@kind()
+@kind(**RECOMPUTE)
 class GradientPenalty(nn.Module):
     """torch.autograd.grad with create_graph in the forward, as a loss"""
 
@@ -28,7 +28,7 @@ class GradientPenalty(nn.Module):
         return self.inner(x)
 
 
-@kind()
+@kind(**RECOMPUTE)
 class Forces(nn.Module):
     """an energy model: the layer returns the slope of an energy"""
 
@@ -43,7 +43,7 @@ class Forces(nn.Module):
         return x - 0.5 * slope
 
 
-@kind()
+@kind(**RECOMPUTE)
 class InnerSteps(nn.Module):
     """gradient steps on a weight inside the forward, as in meta-learning"""
 
@@ -58,7 +58,7 @@ class InnerSteps(nn.Module):
         return F.linear(x, self.weight - 0.1 * slope)
 
 
-@kind()
+@kind(**RECOMPUTE)
 class InnerGradientWithoutGraph(nn.Module):
     """torch.autograd.grad without create_graph, of a module whose weights get no gradient"""
 
@@ -73,7 +73,7 @@ class InnerGradientWithoutGraph(nn.Module):
         return self.inner(x - 0.1 * slope)
 
 
-@kind()
+@kind(**RECOMPUTE)
 class FuncGrad(nn.Module):
     """torch.func.grad of a module, mapped over rows"""
 
@@ -98,7 +98,7 @@ class FuncVmap(nn.Module):
         return torch.func.vmap(lambda row: torch.tanh(self.inner(row)))(x)
 
 
-@kind()
+@kind(**RECOMPUTE)
 class FuncJacobian(nn.Module):
     """torch.func.jvp and jacrev"""
 
