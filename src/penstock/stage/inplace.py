@@ -5,9 +5,10 @@ and two stages may have been handed the same memory. So the first microbatch of 
 version counters tell afterwards whether anything was written. Layers that write get copies from then on, all others the
 inputs themselves.
 
-Autocast casts a leaf that requires a gradient once, and adds up the gradients of its uses in the lower precision; other
-tensors it casts at every use. In the whole model a stage's inputs are no leaves, so where anything is cast the layers get
-views of them.
+A leaf is not what the layers get in the whole model: autocast casts a leaf that requires a gradient once and adds up the
+gradients of its uses in the lower precision, where it casts other tensors at every use; a leaf's gradient is laid out as
+the leaf is; and hooks set on a leaf stay when it is used again. So the layers get views where anything is cast, where a
+gradient comes in another layout, and where they run again. Elsewhere leaves do, and are cheaper.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from penstock.errors import PenstockError
 from penstock.stage.footprint import Footprint
 from penstock.stage.recompute import Segment
-from penstock.stage.values import Parcel
+from penstock.stage.values import Collecting, Parcel
 
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation"  # autograd's words
 
@@ -33,14 +34,15 @@ class InPlace:
         as_they_are: (start, stop, training) of the segments that get their inputs without more ado.
         watches: whether the segment that runs now is watched, so that `ran` has to be called.
         footprint: counts what the forward that runs now keeps; None if nothing does.
-        casts: whether anything is cast in the stage; None before its first graph was seen.
+        needs_views: whether the layers must get views of leaves; None before the first backward has shown it.
     """
 
     def __init__(self) -> None:
         self.as_they_are: set[tuple[int, int, bool]] = set()
         self.watches = False
         self.footprint: Footprint | None = None
-        self.casts: bool | None = None
+        self.needs_views: bool | None = None
+        self._casts = self._restrides = False
         self._writes: dict[tuple[int, int, bool], bool] = {}
         self._key = (0, 0, True)
         self._copies: list[tuple[Tensor, Tensor, int]] | None = None
@@ -62,12 +64,13 @@ class InPlace:
         if writes:
             return own
         if not segment.recompute:
-            if self.casts is False:
+            if self.needs_views is False:
                 self.as_they_are.add(key)
+                return None
         elif torch.is_grad_enabled():
             leaves = [leaf for parcel in inputs for leaf in parcel.leaves if isinstance(leaf, Tensor)]
             self._unwritten = [(leaf, _version(leaf)) for leaf in leaves]
-        return None if self.casts is False else _view
+        return _view
 
     def ran(self) -> None:
         """The segment has run.
@@ -125,7 +128,15 @@ class InPlace:
 
     def look_for_casts(self, graph: Iterable[Any]) -> None:
         """Look for casts among the nodes of a first graph."""
-        self.casts = bool(self.casts) or any(node.name() == "ToCopyBackward0" for node in graph)
+        self._casts = self._casts or any(node.name() == "ToCopyBackward0" for node in graph)
+
+    def look_at_layouts(self, collecting: Collecting) -> None:
+        """Compare the layouts of a first backward's gradients with those of the leaves they belong to."""
+        self._restrides = self._restrides or not collecting.laid_out_alike
+
+    def decide(self) -> None:
+        """End the first backward: from now on it is known whether the layers must get views."""
+        self.needs_views = self._casts or self._restrides
 
     def _watched(self, tensor: Tensor) -> Tensor:
         copy = own(tensor)

@@ -23,7 +23,7 @@ from penstock.stage.module import StageModule
 from penstock.stage.named import Context, Draw, enter
 from penstock.stage.random_state import RandomState
 from penstock.stage.recompute import Policy, Segment, transforms_refused
-from penstock.stage.values import Carried, Parcel, pack, unpack
+from penstock.stage.values import Carried, Collecting, Parcel, pack, unpack
 from penstock.stage.weight_grad import Queue
 
 _LOSS = "(loss)"
@@ -165,21 +165,22 @@ class Runner:
         self._quiet.clear()
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
 
-    def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, tuple[Tensor, ...]]:
-        """The parcels put together for a segment; returns the value and its leaves that now collect a gradient."""
+    def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, Collecting]:
+        """The parcels put together for a segment; returns the value, and what of it collects a gradient."""
+        caught: dict[int, Tensor] = {}
         hand, training = None, self.module.training
         known = (segment.start, segment.stop, training) in self.in_place.as_they_are
         # A compiled module would be compiled once for copies, and again for what it gets from then on.
         if (not known or segment.recompute) and self.module.compiled is None:
             hand = self.in_place.handing(segment, training, inputs)
-        value, collecting = unpack(inputs[0], hand)
+        value, collecting = unpack(inputs[0], hand, caught)
         state = value if isinstance(value, Carried) else Carried(value, {}, {})
         for parcel in inputs[1:]:
-            named, more = unpack(parcel, hand)
+            named, more = unpack(parcel, hand, caught)
             assert isinstance(named, dict)
             state = Carried(state.value, state.named | named, state.losses)
             collecting += more
-        return state, collecting
+        return state, Collecting(collecting, caught)
 
     def advance(
         self, segment: Segment, microbatch: int, state: Carried, ends: Ends | None, queue: Queue | None

@@ -21,14 +21,14 @@ from penstock.stage.module import StageModule
 from penstock.stage.recompute import Buffers, Segment, chosen, nothing_saved, segments
 from penstock.stage.runner import Advanced, Ends, LossFunction, Parcels, Report, Runner, Settings, Wiring
 from penstock.stage.split_check import SplitCheck, SplitChecks
-from penstock.stage.values import gradients
+from penstock.stage.values import Collecting, finite_sum, gradients
 from penstock.stage.weight_grad import Delivery, Queue
 
 
 class _Graph(NamedTuple):
     """A segment whose graph is kept: leaves that collect gradients, and roots to start from."""
 
-    collecting: tuple[Tensor, ...]
+    collecting: Collecting
     roots: tuple[Any, ...]  # gradient edges; on the last stage the scaled loss
 
 
@@ -222,7 +222,7 @@ class Stage:
                 self._runner.in_place.footprint = None
                 if queue is not None:
                     queue.note = None
-                footprint.of(collecting)
+                footprint.of(collecting.leaves)
             return self._graph(collecting, found), found
         found_once: list[Advanced] = []
 
@@ -252,7 +252,7 @@ class Stage:
         else:
             footprint = Footprint(self.module)
             graph = footprint.run(lambda: self._again(part, microbatch, saved.queue))
-            self._saved_bytes[split, False] = footprint.of(graph.collecting)
+            self._saved_bytes[split, False] = footprint.of(graph.collecting.leaves)
         saved.parts[0] = graph
         self.held_bytes += self._saved_bytes.get((split, False), 0) - self._saved_bytes.get((split, True), 0)
 
@@ -262,7 +262,9 @@ class Stage:
             return self._run_again(part, microbatch, queue)
         footprint, inputs = Footprint(self.module), Footprint(self.module)
         graph: _Graph = footprint.run(lambda: self._run_again(part, microbatch, queue))
-        self._layer_bytes[at] = LayerBytes(footprint.of(graph.collecting), inputs.of_parcels(part.inputs))
+        self._layer_bytes[at] = LayerBytes(
+            footprint.of(graph.collecting.leaves), inputs.of_parcels(part.inputs)
+        )
         return graph
 
     def measured(self) -> list[LayerBytes]:
@@ -276,7 +278,7 @@ class Stage:
                 collecting, self._runner.advance(part.segment, microbatch, state, part.ends, queue)
             )
 
-    def _graph(self, collecting: tuple[Tensor, ...], found: Advanced) -> _Graph:
+    def _graph(self, collecting: Collecting, found: Advanced) -> _Graph:
         if self._first:
             graph = graph_of(found.roots)
             self._isolation.require_own_leaves(graph)
@@ -327,16 +329,20 @@ class Stage:
         drop = len(parts) == 1 and isinstance(parts[0], _Dropped) and parts[0].segment == self._whole
         given: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
         check = queue.check if queue is not None else None
-        collecting: tuple[Tensor, ...] = ()
         while parts:
             part = parts.pop()
             graph = self._again(part, microbatch, queue) if isinstance(part, _Dropped) else part
             collecting = graph.collecting
+            collecting.caught.clear()
             with check.capturing() if isinstance(check, SplitCheck) else nullcontext():
                 self._run_backward(microbatch, graph.roots, given)
-            given = [leaf.grad for leaf in collecting]
+            given = collecting.grads
+            if self._first:
+                self._runner.in_place.look_at_layouts(collecting)
             del part, graph
-        self._first = False
+        if self._first:
+            self._runner.in_place.decide()
+            self._first = False
         self._isolation.require_constant_buffers()
         if check is not None and queue is not None:
             self.split_checks.end(queue)
@@ -346,9 +352,9 @@ class Stage:
             if self._waiting_bytes is None:
                 self._waiting_bytes = Footprint(self.module).of(queue.tensors())
             self.held_bytes += self._waiting_bytes
-        found = gradients(collecting, ports)
+        found = gradients(collecting.grads, ports)
         for parcel in found:
-            self.suspects += [(microbatch, _sum(g)) for g in parcel.leaves if g is not None]
+            self.suspects += [(microbatch, finite_sum(g)) for g in parcel.leaves if g is not None]
         return found
 
     def _run_backward(self, microbatch: int, roots: tuple[Any, ...], given: list[Any] | None) -> None:
@@ -391,10 +397,3 @@ class Stage:
         self._waiting.clear()
         self.suspects.clear()
         self.held_bytes = 0
-
-
-def _sum(gradient: Tensor) -> Tensor:
-    """A real number that is finite if the gradient is, as good as ever: half precision would overflow on the way."""
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
-    return gradient.sum(dtype=torch.float32 if gradient.element_size() < 4 else None)

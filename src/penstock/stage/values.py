@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -74,14 +75,48 @@ def pack(value: object, *, travels: bool = True) -> tuple[Parcel, tuple[Tensor, 
     )
 
 
+class Collecting(NamedTuple):
+    """The tensors of a stage's input that collect a gradient.
+
+    Attributes:
+        leaves: as they came.
+        caught: by a leaf's id, the gradient on its way to it. A leaf's own ``.grad`` is laid out as the leaf is, and the
+            kernels of the backward that goes on from there, and so its last bits, depend on the layout.
+    """
+
+    leaves: tuple[Tensor, ...]
+    caught: dict[int, Tensor]
+
+    @property
+    def grads(self) -> list[Tensor | None]:
+        """The gradients; None where there is none."""
+        caught = self.caught
+        return [caught.get(id(leaf), leaf.grad) for leaf in self.leaves]
+
+    @property
+    def laid_out_alike(self) -> bool:
+        """Whether every leaf's own ``.grad`` would have the layout of its gradient."""
+        return all(
+            g is None or _strides(g) == _strides(x) for x, g in zip(self.leaves, self.grads, strict=True)
+        )
+
+
+def _strides(tensor: Tensor) -> object:
+    """The strides that matter, those of dimensions with several elements."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.layout
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 def unpack(
-    parcel: Parcel, hand: Callable[[Tensor], Tensor] | None = None
+    parcel: Parcel, hand: Callable[[Tensor], Tensor] | None = None, caught: dict[int, Tensor] | None = None
 ) -> tuple[object, tuple[Tensor, ...]]:
     """Put a parcel together.
 
     Args:
         parcel: what it is made of.
         hand: makes of each tensor the one that the value has; by default it is the parcel's own.
+        caught: receives, with `hand`, the gradients of the parcel's tensors; see `Collecting`.
 
     Returns:
         The value, and the parcel's tensors that now collect a gradient.
@@ -91,10 +126,23 @@ def unpack(
         leaf.requires_grad_() for leaf, needed in zip(leaves, parcel.needs_grad, strict=True) if needed
     )
     if hand is not None:
-        leaves = tuple(hand(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        handed = tuple(hand(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if caught is not None:
+            for leaf, other in zip(leaves, handed, strict=True):
+                if isinstance(other, Tensor) and other is not leaf and other.grad_fn is not None:
+                    other.grad_fn.register_prehook(partial(_catch, caught, id(leaf)))
+        leaves = handed
     if parcel.structure is None:
         return leaves[0], collecting
     return _pytree.tree_unflatten(list(leaves), parcel.structure), collecting
+
+
+def _catch(caught: dict[int, Tensor], leaf: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
+    (grad,) = grads
+    if grad is not None:
+        before = caught.get(leaf)
+        caught[leaf] = grad if before is None else before + grad
+    return (None,)  # nothing comes to the leaf itself
 
 
 def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
@@ -122,15 +170,15 @@ def describe(parcel: Parcel) -> str:
     )
 
 
-def gradients(tensors: Sequence[Tensor], ports: Sequence[int]) -> tuple[Parcel, ...]:
-    """The gradients that leaves have collected, as parcels for the stages that made them.
+def gradients(grads: Sequence[Tensor | None], ports: Sequence[int]) -> tuple[Parcel, ...]:
+    """The gradients that a stage's inputs have collected, as parcels for the stages that made them.
 
     Args:
-        tensors: the leaves.
+        grads: by input that needs one.
         ports: how many of them came through each port, in order.
     """
-    grads = iter([t.grad for t in tensors])
-    return tuple(Parcel(tuple(islice(grads, n)), None, (False,) * n) for n in ports)
+    rest = iter(grads)
+    return tuple(Parcel(tuple(islice(rest, n)), None, (False,) * n) for n in ports)
 
 
 class Carried(NamedTuple):
@@ -216,3 +264,10 @@ def _placed(value: object, what: str, device: torch.device | None) -> tuple[obje
 
 def _at(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor if device is None else tensor.to(device)
+
+
+def finite_sum(gradient: Tensor) -> Tensor:
+    """A real number that is finite if the gradient is, as good as ever: half precision would overflow on the way."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    return gradient.sum(dtype=torch.float32 if gradient.element_size() < 4 else None)
