@@ -277,3 +277,26 @@ def test_parts_of_cut_matrices_are_compared_over_replicas(processes: LocalProces
     for text, name in processes.run(4, cut, 3):
         assert repr(name) in text
         assert "(pp 0, dp 1, tp 1)" in text
+
+
+def renormalising(rank: int, mesh: MeshShape | None, schedule: str) -> str:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4))
+    ranks = None if mesh is not None else 2
+    with Pipeline(
+        net, nn.functional.mse_loss, microbatches=4, schedule=schedule, mesh=mesh, ranks=ranks, timeout=30
+    ) as pipe:
+        batch = 4 * (mesh.dp if mesh is not None else 1)
+        with pytest.raises(PenstockError) as refused:
+            pipe.step(torch.arange(batch) % 8, torch.zeros(batch, 4))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [(MeshShape(pp=2, dp=2), "1f1b"), (None, "dualpipe")])
+def test_a_forward_that_writes_into_a_weight_of_which_there_are_copies_is_refused(mesh, schedule):
+    assert "the forward writes into parameter 0.weight" in renormalising(0, mesh, schedule)
+
+
+def test_in_processes_it_is_refused_as_well(processes: LocalProcesses):
+    told = processes.run(2, renormalising, MeshShape(pp=1, dp=2), "1f1b")
+    assert all("the forward writes into parameter 0.weight" in text for text in told)

@@ -11,14 +11,18 @@ from torch.nn import functional as F
 
 from penstock.runtime.pipeline import Pipeline
 
-WIDTH, ROWS, M = 8, 3, 4
+WIDTH, ROWS, M = 8, 8, 4
 
 
 class Fourier(nn.Module):
-    """Hands back a gradient that is laid out otherwise than its input."""
+    """A filter over frequencies, which hands back a gradient laid out otherwise than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(x, dim=0).real
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
 
 
 class Turned(nn.Module):

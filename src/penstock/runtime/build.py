@@ -146,6 +146,20 @@ class Assembly:
         )
         return found
 
+    def watch_copies(self, replicas: int) -> None:
+        """Have the stages refuse forwards that write into parameters of which there are copies.
+
+        Args:
+            replicas: how many pipelines there are.
+        """
+        for (rank, _), stage in self.stages.items():
+            shared = {id(p) for bundle in self.bundles[rank] for p in bundle.parameters}
+            stage.isolation.copied = [
+                (name, p)
+                for name, p in stage.module.whole_model_parameters()
+                if replicas > 1 or id(p) in shared
+            ]
+
     def undo(self) -> None:
         """Give the user's modules back the parts that were replaced."""
         self.ties.undo()

@@ -96,6 +96,8 @@ class Engine:
             if self.twins:
                 self._replicate(self._crew)
         self._copies = Copies(parts, self.twins, world, replicas, options)
+        for part in (parts, *self.twins):
+            part.watch_copies(replicas)
 
     def _replicate(self, crew: Crew) -> None:
         """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""

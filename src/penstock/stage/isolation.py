@@ -22,6 +22,9 @@ class Isolation:
     Args:
         foreign: id → name of the model's parameters that the stage does not own.
         buffers: (name in the whole model, owner, name there) of the buffers that other ranks have copies of.
+
+    Attributes:
+        copied: (name, parameter) of the parameters that other ranks or replicas have copies of.
     """
 
     def __init__(
@@ -30,17 +33,26 @@ class Isolation:
         self._foreign = {} if foreign is None else foreign
         self._buffers = buffers
         self._before: list[Tensor] = []
+        self.copied: Sequence[tuple[str, Tensor]] = ()
+        self._versions: list[int] = []
 
     def begin(self) -> None:
         """Start a step."""
         self._before = [owner.get_buffer(name).clone() for _, owner, name in self._buffers]
+        self._versions = [parameter._version for _, parameter in self.copied]
 
-    def require_constant_buffers(self) -> None:
-        """Refuse a forward that has changed a shared buffer in this step.
+    def require_constant(self) -> None:
+        """Refuse a forward that has changed a shared buffer, or written into a parameter with copies, in this step.
 
         Raises:
-            PenstockError: a buffer has changed; names it.
+            PenstockError: it has; names the buffer or the parameter.
         """
+        for (name, parameter), version in zip(self.copied, self._versions, strict=True):
+            if parameter._version != version:
+                raise PenstockError(
+                    f"the forward writes into parameter {name} (nn.Embedding(max_norm=...) does so), of which other ranks "
+                    "or replicas have copies that would differ; do it after the optimizer's step, on all of them"
+                )
         for (name, owner, inner), before in zip(self._buffers, self._before, strict=True):
             if not torch.equal(owner.get_buffer(inner), before):
                 raise PenstockError(

@@ -95,7 +95,7 @@ class Stage:
         self.suspects: list[tuple[int, Tensor]] = []
         self.split_checks = SplitChecks(index, module, self.settings.strict)
         self._runner = Runner(index, module, loss_fn, self.settings, wiring or Wiring())
-        self._isolation = isolation or Isolation()
+        self.isolation = isolation or Isolation()
         self._first = True  # until the first backward has run
         self._saved: dict[int, _Saved] = {}
         self._waiting: dict[int, Queue] = {}
@@ -129,7 +129,7 @@ class Stage:
             first_microbatch: the number in the global batch of what is microbatch 0 here.
         """
         self.split_checks.begin()
-        self._isolation.begin()
+        self.isolation.begin()
         self._runner.begin(step, first_microbatch)
         # Between steps parameters may have got another dtype, device or shape, which a delivery keeps as it found them.
         self._deliveries.clear()
@@ -281,7 +281,7 @@ class Stage:
     def _graph(self, collecting: Collecting, found: Advanced) -> _Graph:
         if self._first:
             graph = graph_of(found.roots)
-            self._isolation.require_own_leaves(graph)
+            self.isolation.require_own_leaves(graph)
             self._runner.in_place.look_for_casts(graph)
         if found.report is not None:
             return _Graph(collecting, found.roots)
@@ -343,7 +343,8 @@ class Stage:
         if self._first:
             self._runner.in_place.decide()
             self._first = False
-        self._isolation.require_constant_buffers()
+        if not self.module.before:  # which fills in the parameters' values during the step (ZeRO)
+            self.isolation.require_constant()
         if check is not None and queue is not None:
             self.split_checks.end(queue)
         self.held_bytes -= self._saved_bytes.get((queue is not None, drop), 0)

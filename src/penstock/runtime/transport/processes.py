@@ -78,7 +78,7 @@ class ProcessChannel:
             if peer not in self._in:
                 self._in[peer] = GroupIncoming(group, peer, slots, limit, lanes.get((peer, rank)))
         self._step = 0
-        self._aside: dict[int, Parcel] = {}
+        self._aside: dict[tuple[int, int], Parcel] = {}  # by peer and tag
 
     def _share(
         self,
@@ -139,8 +139,8 @@ class ProcessChannel:
         words[WAITS] = 0
 
     def recv(self, peer: int, tag: int) -> Parcel:
-        if tag in self._aside:
-            return self._aside.pop(tag)
+        if (peer, tag) in self._aside:
+            return self._aside.pop((peer, tag))
         words = self.words
         words[WAITS] = peer + 1
         while True:
@@ -152,7 +152,7 @@ class ProcessChannel:
             if arrived == tag:
                 words[WAITS] = 0
                 return content
-            self._aside[arrived] = content
+            self._aside[peer, arrived] = content
 
     def fail(self, failure: Failure) -> None:
         self._roster.say(failure.message)

@@ -39,7 +39,7 @@ class ThreadChannel:
         self.others: Sequence[Words | None] = [self.words]
         self._out = {dst: edge for (src, dst), edge in edges.items() if src == rank}
         self._in = {src: edge for (src, dst), edge in edges.items() if dst == rank}
-        self._aside: dict[int, Parcel] = {}
+        self._aside: dict[tuple[int, int], Parcel] = {}  # by peer and tag
 
     def guilty(self, patience: float = 0.0) -> str | None:
         """No thread is gone: they end with their process."""
@@ -62,8 +62,8 @@ class ThreadChannel:
         messages.put((tag, parcel))
 
     def recv(self, peer: int, tag: int) -> Parcel:
-        if tag in self._aside:
-            return self._aside.pop(tag)
+        if (peer, tag) in self._aside:
+            return self._aside.pop((peer, tag))
         messages, places = self._in[peer]
         words = self.words
         words[WAITS] = peer + 1
@@ -78,7 +78,7 @@ class ThreadChannel:
             if arrived == tag:
                 words[WAITS] = 0
                 return content
-            self._aside[arrived] = content
+            self._aside[peer, arrived] = content
 
     def fail(self, failure: Failure) -> None:
         for messages, _ in self._out.values():
