@@ -16,7 +16,7 @@ def fact(**changes: Any) -> dict[str, Any]:
     return {
         "host": "a", "machine": "1", "versions": ALL, "cores": 8, "core_quota": None, "memory": 64 << 30,
         "memory_available": 32 << 30, "devices": [], "device_trouble": "", "open_files": 1024,
-        "open_files_most": 4096, "shm": 8 << 30, "shared_memory": "", **changes,
+        "open_files_most": 4096, "shm": 8 << 30, "shared_memory": "", "forgets_window": False, **changes,
     }  # fmt: skip
 
 
@@ -127,3 +127,15 @@ def test_every_pair_meets_once_and_nobody_is_in_two_at_a_time(size):
     for met in rounds:
         assert len({rank for pair in met for rank in pair}) == 2 * len(met)
         assert size > 8 or len(met) == 1
+
+
+def test_a_long_link_whose_window_is_forgotten_is_told_once_with_the_setting():
+    link = {"latency": 0.02, "bandwidth": 1e8, "way": "process group"}
+    links = {0: [link | {"to": 1}], 1: [link | {"to": 0}]}
+    facts = {r: fact(machine=str(r), forgets_window=True) for r in range(2)}
+    assert said(judge.judge_links(facts, links)) == [
+        ("warning", "rank 0 to rank 1 takes 20 ms, and TCP on a starts slowly again after a pause")
+    ]
+    near = {rank: [one | {"latency": 1e-4} for one in own] for rank, own in links.items()}
+    assert said(judge.judge_links(facts, near)) == []
+    assert said(judge.judge_links({r: fact(machine=str(r)) for r in range(2)}, links)) == []

@@ -15,6 +15,7 @@ SLOW = 4.0
 """A link is slow whose latency is so many times the median's, or whose bandwidth is the median's divided by it."""
 
 _CLOCKS = 1.0  # seconds by which clocks may differ unsaid
+_FAR = 2e-3  # seconds of latency from which round trips count
 _NOISE = 100e-6  # seconds; differences of latency below it say nothing
 
 
@@ -172,6 +173,20 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
                     "a pipeline waits for its slowest link",
                     "look at the cable, the switch and what else runs on the two machines",
                 )  # fmt: skip
+    far = [
+        (rank, link)
+        for rank, link in sound
+        if link["latency"] > _FAR and facts.get(rank, {}).get("forgets_window")
+    ]
+    if far:
+        rank, link = max(far, key=lambda one: one[1]["latency"])
+        yield Finding(
+            WARNING, "links",
+            f"rank {rank} to rank {link['to']} takes {link['latency'] * 1e3:.0f} ms, and TCP on {facts[rank]['host']} "
+            "starts slowly again after a pause",
+            "a large message after a pause takes several round trips more, in every step",
+            "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on every machine",
+        )  # fmt: skip
     apart = {
         (min(rank, link["to"]), max(rank, link["to"]))
         for rank, link in sound

@@ -19,6 +19,7 @@ from penstock.runtime.launch_environment import local_rank, own_device
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.transport.roster import supported
 
+_TCP, _WINDOW = Path("/proc/sys/net/ipv4"), ("tcp_slow_start_after_idle", "tcp_congestion_control")
 _SHM = Path("/dev/shm")
 
 
@@ -45,6 +46,7 @@ def look(rank: int) -> dict[str, Any]:
         "open_files": None if soft == resource.RLIM_INFINITY else soft,
         "open_files_most": None if hard == resource.RLIM_INFINITY else hard,
         "shm": shm(),
+        "forgets_window": forgets_window(),
         "shared_memory": shares(),
     }
 
@@ -84,6 +86,15 @@ def shm() -> int | None:
     except OSError:
         return None
     return place.f_blocks * place.f_frsize
+
+
+def forgets_window() -> bool:
+    """Whether TCP starts slowly again after a pause: with BBR, or with the setting off, it does not."""
+    try:
+        starts, control = ((_TCP / name).read_text().strip() for name in _WINDOW)
+    except OSError:
+        return False
+    return starts == "1" and control != "bbr"
 
 
 def cuda_devices() -> tuple[list[dict[str, Any]], str]:
