@@ -98,7 +98,7 @@ class FuncVmap(nn.Module):
         return torch.func.vmap(lambda row: torch.tanh(self.inner(row)))(x)
 
 
-@kind(**RECOMPUTE)
+@kind(refused=r"use recompute='none'|do not work in ranks that are threads", when="recompute or threads")
 class FuncJacobian(nn.Module):
     """torch.func.jvp and jacrev"""
 
