@@ -166,6 +166,16 @@ def test_a_changing_buffer_of_a_module_that_two_ranks_use_is_refused_by_name():
         pipe.step(*batch())
 
 
+def test_a_changing_buffer_of_a_part_that_two_layers_use_is_refused_by_name():
+    net = nested()
+    net[0].part = net[2].part = net[0].again = net[2].again = nn.BatchNorm1d(WIDTH)
+    with (
+        Pipeline(net, F.mse_loss, microbatches=M, schedule="1f1b", ranks=2) as pipe,
+        pytest.raises(StageError, match=r"changes buffer \d\.(part|again)\.running_mean"),
+    ):
+        pipe.step(*batch())
+
+
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
 def test_hooks_of_gradients_work_on_copies_of_a_stage(schedule: str):
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])

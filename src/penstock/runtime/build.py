@@ -90,8 +90,8 @@ class Assembly:
         self.ties = Ties([layer for run in runs for layer in run], runs, placement)
         seed = settings.random.seed if settings.random is not None else 0
         modules = agreed(world, lambda: build_modules(runs, placement, local_ranks, device, seed))
-        self._separated = Separated(modules)
         self._isolations = Isolations(runs, placement)
+        self._separated = Separated(modules)
         self.ties.apply(modules)
         if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
             cut_modules(modules, world, tensor)
