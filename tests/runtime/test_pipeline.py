@@ -272,3 +272,18 @@ def test_a_job_runs_once_on_every_rank_of_the_process_and_its_error_comes_back()
         assert updated == [name for name, _ in pipe.named_parameters()]
         with pytest.raises(ZeroDivisionError):
             pipe.on_ranks(lambda rank: 1 // (1 - rank))
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_arguments_that_require_a_gradient_are_refused(leaf: bool):
+    net = plain.model(2)
+    x, y = plain.batch(0, 4)
+    given = x.requires_grad_() if leaf else x.requires_grad_() * 2
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        with pytest.raises(BatchError, match="x requires a gradient, which the pipeline would not pass on"):
+            pipe.step(given, y)
+        with pytest.raises(BatchError, match="y requires a gradient"):
+            pipe.step(x.detach(), given, input_grads=True)
+        result = pipe.step(given, y, input_grads=True)
+        assert result.input_grads is not None
+        pipe.evaluate(given, y)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StageError
 from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import build_schedule
@@ -279,3 +279,28 @@ def test_the_trace_shows_recompute_ops():
         trace = pipe.trace()
     assert np.count_nonzero(trace.kind == Kind.R) == 2 * M
     assert (trace.end[trace.kind == Kind.R] > trace.start[trace.kind == Kind.R]).all()
+
+
+class Counts(nn.Module):
+    """Keeps a state that no buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+@pytest.mark.parametrize("recompute", ["full", 2])
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_layer_whose_second_forward_differs_is_refused_by_name(recompute, place: int):
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    net[place] = Counts()
+    x, y = torch.randn(2 * M, WIDTH), torch.randn(2 * M, WIDTH)
+    with (
+        Pipeline(net, F.mse_loss, microbatches=M, ranks=2, recompute=recompute) as pipe,
+        pytest.raises(StageError, match=rf"layer '{place}' returns something else when it runs again"),
+    ):
+        pipe.step(x, y)

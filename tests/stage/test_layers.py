@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError, ScheduleError, SplitError, StageError
@@ -184,3 +184,59 @@ def test_virtual_stages_beside_a_schedule_that_says_otherwise_are_refused():
         Pipeline(linears(4), F.mse_loss, microbatches=4, schedule=two, virtual_stages=given).close()
     both = build_schedule("dualpipe", 2, 4)
     Pipeline(linears(2), F.mse_loss, microbatches=4, schedule=both, virtual_stages=2).close()
+
+
+class Residual(nn.Sequential):
+    """Adds what it is given to what its layers return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def hooked() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(4, 4))
+    net.register_forward_hook(lambda *_: None)
+    return net
+
+
+def scaled() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(4, 4))
+    net.scale = nn.Parameter(torch.ones(()))
+    return net
+
+
+def replaced() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(4, 4))
+    net.forward = lambda x: x
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "own"),
+    [
+        (lambda: Residual(nn.Linear(4, 4)), "a forward"),
+        (hooked, "hooks"),
+        (scaled, "parameter scale"),
+        (replaced, "a forward"),
+    ],
+)
+def test_a_container_that_does_more_than_hold_its_layers_is_refused(make, own: str):
+    with pytest.raises(SplitError, match=rf"has {own} of its own, which would be lost"):
+        as_layers(make())
+    assert len(as_layers(list(make()))) == 1
+
+
+@pytest.mark.parametrize("change", ["replace", "append", "delete"])
+def test_a_container_that_changes_after_the_pipeline_was_built_is_refused(change: str):
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, ranks=2) as pipe:
+        pipe.step(x, y)
+        if change == "replace":
+            net[1] = nn.Linear(4, 4)
+        elif change == "append":
+            net.append(nn.Linear(4, 4))
+        else:
+            del net[2]
+        with pytest.raises(SplitError, match=r"layer '[123]' of the model was added, replaced or removed"):
+            pipe.step(x, y)

@@ -290,6 +290,57 @@ def test_a_transform_that_pytorch_does_not_recompute_is_refused_by_name():
         pipe.step(*batch(0))
 
 
+class ForwardMode(nn.Module):
+    """Takes a forward-mode derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, along = torch.func.jvp(lambda z: torch.tanh(self.inner(z)), (x,), (torch.ones_like(x),))
+        return y + along
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # torch's own, in torch.func.jvp
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_forward_mode_derivatives_are_refused_in_threads_and_right_in_one_rank(schedule: str):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), ForwardMode(), ForwardMode(), nn.Linear(WIDTH, WIDTH))
+    with (
+        Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=2) as pipe,
+        pytest.raises(
+            StageError, match=r"layer '[12]' takes forward-mode derivatives .* run one process a rank"
+        ),
+    ):
+        pipe.step(*batch(0))
+    net.zero_grad()
+    other = copy.deepcopy(net)
+    with Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=1) as pipe:
+        pipe.step(*batch(0))
+    plain(other, 0)
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
+class Writes(nn.Module):
+    """Writes into what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2).add_(1)
+
+
+def test_a_forward_that_runs_again_without_hooks_begins_from_the_same_input():
+    torch.manual_seed(0)
+    net = nn.Sequential(Writes(), Transformed(), nn.Linear(WIDTH, WIDTH))
+    other = copy.deepcopy(net)
+    with Pipeline(net, F.mse_loss, microbatches=M, ranks=1) as pipe:
+        losses = pipe.step(*batch(0)).losses
+    assert torch.equal(losses, plain(other, 0))
+
+
 def test_strict_refuses_by_name_what_would_fall_back():
     with (
         Pipeline(

@@ -14,7 +14,7 @@ from penstock.runtime.step_end import Losses
 from penstock.runtime.wiring import Wires
 from penstock.runtime.work import Work
 from penstock.stage.runner import Share
-from penstock.stage.values import Carried, Microbatches, has_tensor, slices
+from penstock.stage.values import Carried, Microbatches, has_tensor, leaves_of, slices
 
 Reduction = str | Callable[[object], object]
 """``"mean"``, ``"sum"``, or a function from a microbatch's target to how much it counts."""
@@ -65,6 +65,23 @@ def require_reduction(reduction: object) -> Reduction:
     raise ConfigError(
         f"reduction must be 'mean', 'sum' or a function of a microbatch's target that counts, not {reduction!r}"
     )
+
+
+def require_no_graph(values: Mapping[str, object]) -> None:
+    """Refuse arguments of a step through which a gradient would have to leave the pipeline.
+
+    Args:
+        values: by name.
+
+    Raises:
+        BatchError: a tensor in one of them requires a gradient; names it.
+    """
+    for name, value in values.items():
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(value)):
+            raise BatchError(
+                f"{name} requires a gradient, which the pipeline would not pass on; detach it, or, for x, ask for "
+                "input_grads=True and give the gradients in the result to torch.autograd.backward(x, ...)"
+            )
 
 
 class Cutter:

@@ -47,17 +47,8 @@ def explained(
     row = words[ROW]
     if inputs is not None and row >= 0 and program.schedule.kind[row] == Kind.F:
         given = f" (the stage's input was {describe(inputs[0])})"
-    if (channel is None or channel.one_process) and any(said in str(error) for said in _FORWARD_MODE):
-        given += (
-            ". If a layer calls torch.func.jvp, jacfwd, hessian or torch.autograd.forward_ad: PyTorch keeps their state for "
-            "the whole process, so they do not work in ranks that are threads; run one process a rank (torchrun)"
-        )
     kind = type(error) if isinstance(error, StageError) else StageError
     return kind(f"{where}: {type(error).__name__}: {error}{given}")
-
-
-_FORWARD_MODE = ("forward AD", "forward mode AD", "dual level", "invalid python storage")
-"""PyTorch's words where forward-mode derivatives of two threads meet."""
 
 
 def _show(error: TransportError, rank: int, channel: Channel) -> None:

@@ -28,6 +28,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
+from penstock.stage.random_state import RandomState
 from penstock.stage.runner import LossFunction, Settings
 from penstock.stage.stage import Stage
 
@@ -145,6 +146,11 @@ class Assembly:
             }
         )
         return found
+
+    @property
+    def random(self) -> RandomState | None:
+        """The layers' random numbers."""
+        return self._settings.random
 
     def watch_copies(self, replicas: int) -> None:
         """Have the stages refuse forwards that write into parameters of which there are copies.

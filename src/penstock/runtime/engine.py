@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from penstock.errors import BatchError, ConfigError
+from penstock.errors import ConfigError
 from penstock.parallel.shards import Shards
 from penstock.parallel.threads import thread_reducers
 from penstock.runtime.batch import Cut
@@ -93,6 +93,8 @@ class Engine:
             if self._streams is not None and self.twins:
                 raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
             self._crew = Crew(schedule.ranks * replicas, limit, self._streams)
+            if parts.random is not None:
+                parts.random.in_threads = True
             if self.twins:
                 self._replicate(self._crew)
         self._copies = Copies(parts, self.twins, world, replicas, options)
@@ -129,7 +131,7 @@ class Engine:
             make_work: makes a rank's work of it.
 
         Raises:
-            BatchError: what `cut` raised; the other ranks are told.
+            ConfigError: what `cut` raised; the other ranks are told.
             ReplicaError: copies of a parameter or buffer are no longer the same; every rank raises it.
             StageError: no loss has a graph, though there is something to train.
             PenstockError: as `Executor.run`.
@@ -171,7 +173,7 @@ class Engine:
         """Each rank's work, of the batches of the replicas of this process."""
         try:
             batches = [cut(n) for n in range(1 + len(self.twins))]
-        except BatchError as error:
+        except ConfigError as error:
             self._refuse(executors, error)
             raise
         return [make_work(batch) for batch in batches for _ in self.local_ranks]
@@ -225,7 +227,7 @@ class Engine:
             for replicas in part.replicas.values():
                 replicas.limit(self.limit.seconds)
 
-    def _refuse(self, executors: Sequence[Executor], error: BatchError) -> None:
+    def _refuse(self, executors: Sequence[Executor], error: ConfigError) -> None:
         for executor in executors if self._world is not None else ():
             if executor.channel is not None:
                 executor.channel.open(self._step)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.parallel.layout import BUCKET_BYTES
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime import norms
-from penstock.runtime.batch import Cut, Cutter, Reduction, require_reduction
+from penstock.runtime.batch import Cut, Cutter, Reduction, require_no_graph, require_reduction
 from penstock.runtime.buffers import Rule
 from penstock.runtime.build import Assembly, TensorOptions
 from penstock.runtime.engine import Engine
@@ -41,7 +40,7 @@ from penstock.runtime.setup import (
 from penstock.runtime.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
-from penstock.stage.layers import as_layers
+from penstock.stage.layers import Container, as_layers
 from penstock.stage.module import StageModule
 from penstock.stage.random_state import RandomState
 from penstock.stage.recompute import Policy
@@ -67,8 +66,7 @@ class Pipeline:
         ranks: pipeline ranks. By default the schedule's own, the number of processes, or 1.
         virtual_stages: stages a rank, for the families that let one choose; V-shaped ones always have two.
         split: which layers make up which stage; see `penstock.stage.split.split_layers`.
-        device: where the stages, and each batch, are moved; by default everything stays where it is. In processes
-            "cuda" is the GPU of LOCAL_RANK, and messages go through NCCL.
+        device: where the stages, and each batch, are moved; by default nothing is. In processes "cuda" is LOCAL_RANK's GPU.
         timeout: the longest any wait between ranks may last, in seconds; a rank that hangs is found by it.
         first_timeout: the same until the first training step is done, and in the first evaluation: they compile and import.
         reduction: how the microbatches' losses make the step's, and with it the gradients: "mean" weighs each by its
@@ -98,7 +96,7 @@ class Pipeline:
         replicas, replica: how many pipelines share the batch, and which this is.
         world: the processes it is one of; None for threads of a single one.
         tensor_ranks: how many processes share this one's matrices.
-        is_first: whether this is the mesh's first pipeline: the first replica, and the first parts of cut matrices.
+        is_first: whether this is the mesh's first pipeline, with the first parts of cut matrices.
         reduce_gradients: set to False, steps leave their gradients to be reduced with those of a later one.
         steps: training steps done; random numbers in layers depend on it, so set it when a run continues.
         scaler: a `GradScaler` for float16, or None; its ``scale`` multiplies the loss, and it looks for NaN and infinity.
@@ -199,6 +197,7 @@ class Pipeline:
         self._engine = Engine(
             self._parts, self.local_ranks, limit, self.world, self.device, self.replicas, copy_options
         )
+        self._container = Container(model)
         self._memory = memory if recompute == "auto" else None
         self._places: tuple[dict[str, int], int] | None = None
 
@@ -222,12 +221,10 @@ class Pipeline:
             y: the target, likewise; in processes only the last stage's rank needs it.
             outputs: also return the last stage's outputs.
             input_grads: also return the gradients of the floating-point inputs.
-            named: keyword inputs, cut like `x` where they hold tensors: each goes to the layers whose forward has a
-                parameter of that name. In processes only the first stage's rank needs them.
+            named: keyword inputs, cut like `x`: each goes to the layers whose forward has a parameter of that name.
 
         Raises:
-            BatchError: a batch that cannot be cut into the microbatches, or keyword inputs that do not fit the layers;
-                nothing has run.
+            BatchError: the batch cannot be cut, does not fit the layers, or requires a gradient; nothing has run.
             NonFiniteError: a loss or a gradient is NaN or infinite; names stage and microbatch.
             StageError: a stage's own code failed, here or on another rank (then a `PeerError`).
         """
@@ -358,9 +355,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_open(self) -> None:
@@ -383,7 +378,7 @@ class Pipeline:
         with self._random.watching():
             works = self._engine.run(
                 trains,
-                lambda n: self._cut(trains, x, y, named, self.replica + n),
+                lambda n: self._cut(trains, x, y, named, self.replica + n, input_grads),
                 lambda cut: cut.work(outputs, input_grads, finite, self.steps, reduces),
             )
         self.steps += trains
@@ -392,7 +387,12 @@ class Pipeline:
             self._memory = None
         return step_result(works, self.microbatches * self.replicas)
 
-    def _cut(self, trains: bool, x: object, y: object, named: Mapping[str, object], replica: int) -> Cut:
+    def _cut(
+        self, trains: bool, x: object, y: object, named: Mapping[str, object], replica: int, input_grads: bool
+    ) -> Cut:
+        if trains:
+            self._container.require_unchanged()
+            require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
         cutter = Cutter(
             self.microbatches, self.replicas, replica, self.device, self.reduction, self._parts.wires
         )

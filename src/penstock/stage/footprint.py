@@ -20,10 +20,11 @@ class Footprint:
         self._seen: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once; what a ``torch.func`` transform wraps has none of its own."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # no public reader
+        """Count a tensor's storage, once."""
+        try:
+            key = _key(tensor)
+        except RuntimeError:  # what a torch.func transform wraps has no memory of its own
             return
-        key = _key(tensor)
         if key not in self._own:
             self._seen[key] = _storage(tensor).nbytes()
 

@@ -54,6 +54,7 @@ def as_layers(model: object) -> list[Layer]:
         SplitError: it is none of these, is empty, has a name twice, or has parameters that are not initialized yet.
     """
     if isinstance(model, nn.Sequential | nn.ModuleList):
+        _require_plain(model)
         # named_children would leave out a layer that stands twice.
         everything = model.named_modules(remove_duplicate=False)
         layers = [_layer(name, module) for name, module in everything if name and "." not in name]
@@ -67,6 +68,57 @@ def as_layers(model: object) -> list[Layer]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SplitError(f"layer names must be unique; given more than once: {', '.join(twice)}")
     return layers
+
+
+class Container:
+    """The module whose children are a model's layers; what changes in it later does not reach the pipeline.
+
+    Args:
+        model: as the user gave it.
+    """
+
+    def __init__(self, model: object) -> None:
+        self._model = model if isinstance(model, nn.Sequential | nn.ModuleList) else None
+        self._layers = self._found()
+
+    def _found(self) -> list[tuple[str, int]]:
+        return [] if self._model is None else [(n, id(m)) for n, m in self._model._modules.items()]
+
+    def require_unchanged(self) -> None:
+        """Refuse a model to which layers were added, or in which they were replaced or removed.
+
+        Raises:
+            SplitError: that is so; names the first one.
+        """
+        now = self._found()
+        if now != self._layers:
+            differs = next((n for n, _ in {*now} ^ {*self._layers}), "?")
+            raise SplitError(
+                f"layer {differs!r} of the model was added, replaced or removed after the pipeline was built; close it and "
+                "build a new one"
+            )
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Refuse a container that does more than hold its layers, which would be lost when they are cut apart.
+
+    Raises:
+        SplitError: it has a forward, hooks, parameters or buffers of its own.
+    """
+    base = nn.Sequential if isinstance(model, nn.Sequential) else nn.ModuleList
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = [
+        *(["a forward"] if type(model).forward is not base.forward or "forward" in vars(model) else []),
+        *(["a __call__"] if type(model).__call__ is not nn.Module.__call__ else []),
+        *(["hooks"] if any(getattr(model, name) for name in hooks) else []),
+        *(f"parameter {name}" for name, _ in model.named_parameters(recurse=False)),
+        *(f"buffer {name}" for name, _ in model.named_buffers(recurse=False)),
+    ]
+    if own:
+        raise SplitError(
+            f"the {type(model).__name__} that holds the layers has {', '.join(own)} of its own, which would be lost when it "
+            "is cut; put that into a layer, or give list(model) to leave it out"
+        )
 
 
 def _instead(model: object) -> str:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
 )  # public nowhere; documented, and what torch's own tools use
@@ -80,6 +82,28 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"layer {self._layer!r} draws random numbers within torch.utils.checkpoint, which would draw "
                     "others when it runs that part again; turn its own checkpointing off and let Penstock recompute"
                 )
+
+
+class NoForwardMode(TorchFunctionMode):
+    """Within it, forward-mode derivatives are refused: PyTorch keeps their state for the process, not for a thread.
+
+    Args:
+        layer: the layer's name, for the message.
+    """
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if forward_ad._current_level >= 0:  # no public reader
+            raise ConfigError(
+                f"layer {self._layer!r} takes forward-mode derivatives (torch.func.jvp, jacfwd, hessian or "
+                "torch.autograd.forward_ad), which do not work in ranks that are threads; run one process a rank (torchrun)"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _wrong(layer: str, operator: str) -> str:
@@ -154,10 +178,15 @@ class RandomState:
 
     Args:
         seed: of the model.
+
+    Attributes:
+        in_threads: whether several ranks are threads of this process. Layers are then audited one at a time.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.in_threads = False
+        self._auditing = Lock()
         self._known: dict[tuple[object, bool], _Known] = {}
         self._trusts = True
 
@@ -225,7 +254,9 @@ class RandomState:
         call: Callable[[], T],
     ) -> T:
         audit, before = Audit(name), _cuda_states()
-        with drawing(self.seed, step, microbatch, name, audit.no_checkpoint) as mode, audit:
+        alone = self._auditing if self.in_threads else nullcontext()
+        refusing = NoForwardMode(name) if self.in_threads else nullcontext()
+        with alone, refusing, drawing(self.seed, step, microbatch, name, audit.no_checkpoint) as mode, audit:
             result = call()
         if _cuda_states() != before:
             raise ConfigError(f"{_wrong(name, 'an extension that torch does not see')}; set its dropout to 0")

@@ -12,7 +12,9 @@ A layer passes if, for every weight that would be deferred,
 - the sum that W computes from the recorded uses equals the gradient that the full backward hands to the parameter.
 
 All weights of a layer that fails get their gradients in I for good. On a CPU values must be equal bit for bit, on other
-devices, whose kernels need not be deterministic, up to rounding.
+devices, whose kernels need not be deterministic, up to rounding. Of weights that are cut over processes (DTensor) each
+process compares its own part, up to rounding and without talking to the others; as they could come to different verdicts,
+a layer that fails is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError, SplitBackwardError
 from penstock.stage.module import StageModule
+from penstock.stage.values import same_numbers
 from penstock.stage.weight_grad import Queue, Use
 
 
@@ -110,6 +113,8 @@ class SplitChecks:
             "input gradients differ from those of the full backward. The layer recomputes, differentiates or changes "
             "gradients inside its forward, or uses a weight in a way that the split does not see"
         )
+        if any(_is_cut(p) for p in self.module.parameters()):
+            raise SplitBackwardError(f"{text}. With tensor parallelism, use a schedule without W ops")
         if self.strict:
             raise SplitBackwardError(
                 f"{text}. Use a schedule without W ops, or strict=False to give the layer its full backward in I"
@@ -176,25 +181,27 @@ class SplitCheck:
             recorded, full = sums.get(key), self._full.get(key)
             if recorded is None and full is None:  # it got no gradient
                 continue
-            if recorded is None or full is None or not _equal(recorded, full):
+            if recorded is None or full is None or not _same(recorded, full):
                 self._rejected.add(key)
         return self._rejected
 
 
 def _same_without_weights(use: Use, output: Tensor) -> bool:
     """Whether a use gives the same output and input gradient with its weights detached."""
+    if _is_cut(use.weight):
+        return True
     bias = None if use.bias is None else use.bias.detach()
     # These hooks keep those of the caller, who may count bytes or run a checkpoint, from seeing these calls.
     with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
         if not use.x.requires_grad:
-            return _equal(use.call(use.x, use.weight.detach(), bias), output.detach())
+            return same_numbers(use.call(use.x, use.weight.detach(), bias), output.detach())
         one, other = use.x.detach().requires_grad_(), use.x.detach().requires_grad_()
         attached = use.call(one, use.weight, use.bias)
         detached = use.call(other, use.weight.detach(), bias)
         any_gradient = attached.detach()
         (grad,) = torch.autograd.grad(attached, one, any_gradient)
         (same,) = torch.autograd.grad(detached, other, any_gradient)
-    return _equal(detached.detach(), output.detach()) and _equal(grad, same)
+    return same_numbers(detached.detach(), output.detach()) and same_numbers(grad, same)
 
 
 def _modes_of(module: StageModule) -> object:
@@ -206,21 +213,23 @@ def _modes_of(module: StageModule) -> object:
     )
 
 
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether a tensor is cut over processes."""
+    return hasattr(tensor, "to_local")
+
+
+def _same(recorded: Any, full: Any) -> bool:
+    if not _is_cut(full):
+        return same_numbers(recorded, full)
+    if recorded.placements != full.placements:  # sums that are still to be added up over the processes, say
+        return True
+    with torch.no_grad():
+        return same_numbers(recorded.to_local(), full.to_local(), exact=False)
+
+
 def _holds(layer: torch.nn.Module, parameters: set[int]) -> bool:
     return any(id(p) in parameters for p in layer.parameters())
 
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same numbers: on a CPU bit for bit, elsewhere up to rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if torch.equal(one, other):
-        return True
-    if one.device.type == "cpu":
-        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    difference = torch.linalg.vector_norm((one - other).double())
-    return bool(difference <= 100 * torch.finfo(one.dtype).eps * torch.linalg.vector_norm(other.double()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,45 +20,10 @@ from penstock.stage.isolation import Isolation, graph_of
 from penstock.stage.module import StageModule
 from penstock.stage.recompute import Buffers, Segment, chosen, nothing_saved, segments
 from penstock.stage.runner import Advanced, Ends, LossFunction, Parcels, Report, Runner, Settings, Wiring
+from penstock.stage.saved import Dropped, Graph, LayerBytes, Saved, require_same
 from penstock.stage.split_check import SplitCheck, SplitChecks
 from penstock.stage.values import Collecting, finite_sum, gradients
 from penstock.stage.weight_grad import Delivery, Queue
-
-
-class _Graph(NamedTuple):
-    """A segment whose graph is kept: leaves that collect gradients, and roots to start from."""
-
-    collecting: Collecting
-    roots: tuple[Any, ...]  # gradient edges; on the last stage the scaled loss
-
-
-class _Dropped(NamedTuple):
-    """A segment to be run again: its inputs, and what its changing buffers were."""
-
-    segment: Segment
-    inputs: Parcels
-    buffers: list[Tensor]
-    ends: Ends | None
-
-
-class _Saved(NamedTuple):
-    """What a microbatch's backward needs."""
-
-    parts: list[_Graph | _Dropped]
-    ports: tuple[int, ...]  # how many leaves of each input parcel collect a gradient
-    queue: Queue | None
-
-
-class LayerBytes(NamedTuple):
-    """What one layer keeps for one microbatch.
-
-    Attributes:
-        kept: bytes from its forward to its backward if it is not recomputed.
-        inputs: bytes of its inputs, which are what it keeps if it is.
-    """
-
-    kept: int
-    inputs: int
 
 
 class Stage:
@@ -97,7 +62,7 @@ class Stage:
         self._runner = Runner(index, module, loss_fn, self.settings, wiring or Wiring())
         self.isolation = isolation or Isolation()
         self._first = True  # until the first backward has run
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, Saved] = {}
         self._waiting: dict[int, Queue] = {}
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._saved_bytes: dict[tuple[bool, bool], int] = {}
@@ -105,6 +70,7 @@ class Stage:
         self._kind: tuple[torch.dtype, torch.device] | None = None
         self._buffers: dict[Segment, Buffers] = {}
         self._layer_bytes: dict[int, LayerBytes] = {}
+        self._dropped_before: set[Segment] = set()
         self._whole = Segment(0, len(module.layers), True)
         self.cut(chosen(self.settings.recompute, len(module.layers)))
 
@@ -172,7 +138,7 @@ class Stage:
         if split and self.split_checks.possible:
             queue = self.split_checks.queue([leaf for parcel in inputs for leaf in parcel.leaves])
         measured = self.module.compiled is not None or (queue is not None, drop) in self._saved_bytes
-        saved = _Saved([], tuple([sum(p.needs_grad) for p in inputs]), queue)
+        saved = Saved([], tuple([sum(p.needs_grad) for p in inputs]), queue)
         if measured and not drop and self._plain:
             # The usual case, without what the others need: one segment, kept, nothing to be measured any more.
             state, collecting = self._runner.join(inputs, self._segments[0])
@@ -185,7 +151,7 @@ class Stage:
         return found
 
     def _by_segments(
-        self, saved: _Saved, microbatch: int, inputs: Parcels, ends: Ends | None, drop: bool, measured: bool
+        self, saved: Saved, microbatch: int, inputs: Parcels, ends: Ends | None, drop: bool, measured: bool
     ) -> Advanced:
         footprint = None if measured else Footprint(self.module)
         for segment in (self._whole,) if drop else self._segments:
@@ -204,11 +170,14 @@ class Stage:
         ends: Ends | None,
         queue: Queue | None,
         footprint: Footprint | None,
-    ) -> tuple[_Graph | _Dropped, Advanced]:
+    ) -> tuple[Graph | Dropped, Advanced]:
         if not segment.recompute:
-            state, collecting = self._runner.join(inputs, segment)
+            collecting = Collecting((), {})
 
             def keep() -> Advanced:
+                nonlocal collecting
+                state, collecting = self._runner.join(inputs, segment)
+                self._runner.in_place.footprint = footprint
                 with self._runner.offloading():
                     return self._runner.advance(segment, microbatch, state, ends, queue)
 
@@ -217,7 +186,6 @@ class Stage:
             else:
                 if queue is not None:
                     queue.note = footprint.add
-                self._runner.in_place.footprint = footprint
                 found = footprint.run(keep)
                 self._runner.in_place.footprint = None
                 if queue is not None:
@@ -235,7 +203,9 @@ class Stage:
         found = found_once[0]._replace(parcels=self._runner.in_place.with_originals(found_once[0].parcels))
         if footprint is not None:
             footprint.of_parcels(inputs)
-        return _Dropped(segment, inputs, before, ends), found
+        first = segment not in self._dropped_before
+        self._dropped_before.add(segment)
+        return Dropped(segment, inputs, before, ends, found if first else None), found
 
     def recompute(self, microbatch: int) -> None:
         """Run what a forward with `drop` dropped again, ahead of its backward (the op R).
@@ -245,7 +215,7 @@ class Stage:
         """
         saved = self._require(microbatch)
         (part,) = saved.parts
-        assert isinstance(part, _Dropped), "its forward was told to drop"
+        assert isinstance(part, Dropped), "its forward was told to drop"
         split = saved.queue is not None
         if (split, False) in self._saved_bytes or self.module.compiled is not None:
             graph = self._again(part, microbatch, saved.queue)
@@ -256,12 +226,12 @@ class Stage:
         saved.parts[0] = graph
         self.held_bytes += self._saved_bytes.get((split, False), 0) - self._saved_bytes.get((split, True), 0)
 
-    def _again(self, part: _Dropped, microbatch: int, queue: Queue | None) -> _Graph:
+    def _again(self, part: Dropped, microbatch: int, queue: Queue | None) -> Graph:
         at = part.segment.start
         if self.settings.recompute != "auto" or at in self._layer_bytes or part.segment == self._whole:
             return self._run_again(part, microbatch, queue)
         footprint, inputs = Footprint(self.module), Footprint(self.module)
-        graph: _Graph = footprint.run(lambda: self._run_again(part, microbatch, queue))
+        graph: Graph = footprint.run(lambda: self._run_again(part, microbatch, queue))
         self._layer_bytes[at] = LayerBytes(
             footprint.of(graph.collecting.leaves), inputs.of_parcels(part.inputs)
         )
@@ -271,22 +241,23 @@ class Stage:
         """What each layer keeps, after a step with "auto" in which every layer was recomputed."""
         return [self._layer_bytes[n] for n in range(len(self.module.layers))]
 
-    def _run_again(self, part: _Dropped, microbatch: int, queue: Queue | None) -> _Graph:
+    def _run_again(self, part: Dropped, microbatch: int, queue: Queue | None) -> Graph:
         with torch.enable_grad(), self._buffers_of(part.segment).again(part.buffers):
             state, collecting = self._runner.join(part.inputs, part.segment)
-            return self._graph(
-                collecting, self._runner.advance(part.segment, microbatch, state, part.ends, queue)
-            )
+            found = self._runner.advance(part.segment, microbatch, state, part.ends, queue)
+            if part.found is not None:
+                require_same(part.found, found, self.module.names[part.segment.start : part.segment.stop])
+            return self._graph(collecting, found)
 
-    def _graph(self, collecting: Collecting, found: Advanced) -> _Graph:
+    def _graph(self, collecting: Collecting, found: Advanced) -> Graph:
         if self._first:
             graph = graph_of(found.roots)
             self.isolation.require_own_leaves(graph)
             self._runner.in_place.look_for_casts(graph)
         if found.report is not None:
-            return _Graph(collecting, found.roots)
+            return Graph(collecting, found.roots)
         # The graph's ends are kept, not the outputs: their memory goes when the next stage is done with them.
-        return _Graph(collecting, tuple(map(get_gradient_edge, found.roots)))
+        return Graph(collecting, tuple(map(get_gradient_edge, found.roots)))
 
     def _buffers_of(self, segment: Segment) -> Buffers:
         if segment not in self._buffers:
@@ -326,12 +297,12 @@ class Stage:
         """The half of `backward` that yields the inputs' gradients (and whatever weight gradients cannot wait)."""
         parts, ports, queue = self._require(microbatch)
         del self._saved[microbatch]
-        drop = len(parts) == 1 and isinstance(parts[0], _Dropped) and parts[0].segment == self._whole
+        drop = len(parts) == 1 and isinstance(parts[0], Dropped) and parts[0].segment == self._whole
         given: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
         check = queue.check if queue is not None else None
         while parts:
             part = parts.pop()
-            graph = self._again(part, microbatch, queue) if isinstance(part, _Dropped) else part
+            graph = self._again(part, microbatch, queue) if isinstance(part, Dropped) else part
             collecting = graph.collecting
             collecting.caught.clear()
             with check.capturing() if isinstance(check, SplitCheck) else nullcontext():
@@ -372,7 +343,7 @@ class Stage:
         if pairs:
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
 
-    def _require(self, microbatch: int) -> _Saved:
+    def _require(self, microbatch: int) -> Saved:
         if microbatch not in self._saved:
             raise PenstockError(
                 f"stage {self.index} holds no activation of microbatch {microbatch}; its forward has to come "

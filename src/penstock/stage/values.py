@@ -153,6 +153,11 @@ def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
     return tuple(leaves), structure
 
 
+def leaves_of(value: object) -> list[Any]:
+    """A value's leaves, those of all its microbatches if it is cut already."""
+    return _pytree.tree_leaves(list(value.parts) if isinstance(value, Microbatches) else value)
+
+
 def has_tensor(value: object) -> bool:
     """Whether there is a tensor among a value's leaves, or it is cut into microbatches already."""
     if isinstance(value, Microbatches):
@@ -264,6 +269,23 @@ def _placed(value: object, what: str, device: torch.device | None) -> tuple[obje
 
 def _at(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor if device is None else tensor.to(device)
+
+
+def same_numbers(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:
+    """Whether two tensors are the same numbers.
+
+    Args:
+        one, other: of any shape and dtype.
+        exact: bit for bit, or up to rounding; by default bit for bit on a CPU, whose kernels are deterministic.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    if one.device.type == "cpu" if exact is None else exact:
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    difference = torch.linalg.vector_norm((one - other).double())
+    return bool(difference <= 100 * torch.finfo(one.dtype).eps * torch.linalg.vector_norm(other.double()))
 
 
 def finite_sum(gradient: Tensor) -> Tensor:
