@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -18,6 +20,17 @@ from penstock.runtime.limit import Limit
 from penstock.runtime.streams import Streams
 
 Job = Callable[[], Any]
+
+
+class _Ends:
+    """How the jobs of one run end: `told` with what they raised, and `ranks`, which an interrupt cannot lose."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+        self.ranks: set[int] = set()
+
+
+_Inbox = queue.SimpleQueue[tuple[Job, _Ends] | None]
 
 
 class Crew:
@@ -32,8 +45,8 @@ class Crew:
     def __init__(self, ranks: int, limit: Limit, streams: Streams | None = None) -> None:
         self.limit = limit
         self._streams = streams
-        self._jobs: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(ranks)]
-        self._done: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+        self._jobs: list[_Inbox] = [queue.SimpleQueue() for _ in range(ranks)]
+        self._ends = _Ends()
         self._running: set[int] = set()
         self._hung: set[int] = set()
         # Ranks compute side by side, so each gets its share of the cores; torch keeps this per thread.
@@ -41,7 +54,7 @@ class Crew:
         self._threads = [
             threading.Thread(
                 target=_serve,
-                args=(r, share, self._jobs[r], self._done),
+                args=(r, share, self._jobs[r]),
                 name=f"{RANK_THREAD}{r}",
                 daemon=True,
             )
@@ -51,6 +64,11 @@ class Crew:
         weakref.finalize(self, _dismiss, self._jobs).atexit = False
         for thread in self._threads:
             thread.start()
+
+    @property
+    def at_work(self) -> set[int]:
+        """The ranks still at work on jobs that failed or were interrupted."""
+        return self._running - self._ends.ranks
 
     def run(self, jobs: Sequence[Job], stop: Callable[[str], None], judge: Judge | None = None) -> None:
         """Run one job a rank and wait for all.
@@ -62,7 +80,9 @@ class Crew:
 
         Raises:
             BaseException: what the rank that failed first raised (another rank's word of it comes second). Ranks that are
-                still at work a few seconds later are named in a note, and waited for before the next jobs.
+                still at work a few seconds later are named in a note, and waited for before the next jobs. What interrupts
+                the caller (KeyboardInterrupt) stops the ranks and is raised once they have ended, in the same way; a
+                second interrupt ends that wait.
             HangError: a rank hangs, as `Judge` says it, or did not stop when a wait for it had run out.
         """
         self.settle()
@@ -83,6 +103,7 @@ class Crew:
             HangError: they do not end.
         """
         until = monotonic() + (0.0 if self._hung else self.limit.seconds)
+        self._running = self.at_work
         while self._running:
             if not self._collect(max(0.0, until - monotonic())):
                 self._hung |= self._running
@@ -92,22 +113,24 @@ class Crew:
         self._hung.clear()
 
     def _run(self, jobs: Sequence[Job], stop: Callable[[str], None], judge: Judge | None) -> None:
-        for inbox, job in zip(self._jobs, _with_settings(jobs), strict=True):
-            inbox.put(job)
-        self._running = set(range(len(jobs)))
         failures: list[BaseException] = []
         began = failed = monotonic()
+        try:
+            self._hand_out(_with_settings(jobs))
+        except BaseException as error:
+            self._interrupted(error, stop, judge)
+            raise
         while self._running:
             try:
                 found = self._collect(TICK)
-            except BaseException:
-                stop("the step was interrupted")
+                hung = set() if found else self._who_hangs(judge, began)
+            except BaseException as error:
+                self._interrupted(error, stop, judge)
                 raise
             if found and found[0] is not None:
                 failed = failed if failures else monotonic()
                 failures.append(found[0])
             if not found:
-                hung = self._who_hangs(judge, began)
                 if failures:
                     self._give_up(failures, monotonic() - failed, hung, judge)
                 elif hung:
@@ -115,10 +138,29 @@ class Crew:
         if failures:
             raise _first(failures)
 
+    def _hand_out(self, jobs: Sequence[Job]) -> None:
+        self._ends = ends = _Ends()
+        for rank, (inbox, job) in enumerate(zip(self._jobs, jobs, strict=True)):
+            self._running.add(rank)
+            inbox.put((job, ends))
+
+    def _interrupted(self, error: BaseException, stop: Callable[[str], None], judge: Judge | None) -> None:
+        """Stop the ranks and wait until they have ended: they add to gradients as long as they compute."""
+        stop("the step was interrupted")
+        until = monotonic() + min(self.limit.seconds, GRACE)
+        while self.at_work and monotonic() < until:
+            self._collect(TICK)
+        self._running = self.at_work
+        if self._running:
+            error.add_note(
+                f"{self._doing(self._running, judge)}; it did not stop within {min(self.limit.seconds, GRACE):g} s of the "
+                "interrupt, and may still add to gradients"
+            )
+
     def _collect(self, seconds: float) -> tuple[BaseException | None] | None:
         """The end of a job, with what it raised; None if none ends in time."""
         try:
-            rank, error = self._done.get(timeout=seconds)
+            rank, error = self._ends.told.get(timeout=seconds)
         except queue.Empty:
             return None
         self._running.discard(rank)
@@ -183,8 +225,7 @@ class Crew:
 def _serve(
     rank: int,
     share: int,
-    jobs: queue.SimpleQueue[Job | None],
-    done: queue.SimpleQueue[tuple[int, BaseException | None]],
+    jobs: _Inbox,
 ) -> None:
     """What a rank's thread does until it is dismissed."""
     torch.set_num_threads(share)
@@ -192,18 +233,20 @@ def _serve(
     # casts of all threads: whether a weight used twice is cast once or twice, and so its gradient's bits, would be
     # left to chance. No rank's thread ever leaves the outermost one; `run` drops the casts when all are idle.
     torch.autocast_increment_nesting()
-    while (job := jobs.get()) is not None:
+    while (given := jobs.get()) is not None:
+        (job, ends), given = given, None
         error: BaseException | None = None
         try:
             job()
         except BaseException as caught:  # handed to the caller of run
             error = caught
         del job
-        done.put((rank, error))
-        del error
+        ends.ranks.add(rank)
+        ends.told.put((rank, error))
+        del error, ends
 
 
-def _dismiss(jobs: Sequence[queue.SimpleQueue[Job | None]]) -> None:
+def _dismiss(jobs: Sequence[_Inbox]) -> None:
     """Let the threads end once they have done what they were given; waits for nothing."""
     for inbox in jobs:
         inbox.put(None)
@@ -220,25 +263,16 @@ def _named(ranks: set[int]) -> str:
 
 
 def _with_settings(jobs: Sequence[Job]) -> list[Job]:
-    """Give each job the caller's autocast state, which torch keeps per thread."""
+    """Give each job what belongs to the caller's thread: its context variables, and autocast, which torch keeps itself."""
     states = [
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
-    if not states:
-        return list(jobs)
 
-    @contextlib.contextmanager
-    def settings() -> Iterator[None]:
+    def run(job: Job) -> None:
         with contextlib.ExitStack() as stack:
             for kind, dtype in states:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-            yield
+            job()
 
-    def wrap(job: Job) -> Job:
-        def run() -> None:
-            with settings():
-                job()
-
-        return run
-
-    return [wrap(job) for job in jobs]
+    # A context for each job, since two threads cannot be in one at a time.
+    return [partial(contextvars.copy_context().run, run, job) for job in jobs]

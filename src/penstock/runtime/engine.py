@@ -21,6 +21,7 @@ from penstock.runtime.crew import Crew
 from penstock.runtime.executor import Executor
 from penstock.runtime.gather import gather_trace
 from penstock.runtime.hang import Judge
+from penstock.runtime.late import LateRanks
 from penstock.runtime.limit import Limit
 from penstock.runtime.memory import choose_recompute
 from penstock.runtime.recorder import measured_trace
@@ -77,6 +78,7 @@ class Engine:
         self._reductions = 0
         self._step = 0
         self._failed = False
+        self._late = LateRanks()
         self._traced: list[Executor] | None = None
         schedule = parts.schedule
         if world is not None:
@@ -133,11 +135,14 @@ class Engine:
         Raises:
             ConfigError: what `cut` raised; the other ranks are told.
             ReplicaError: copies of a parameter or buffer are no longer the same; every rank raises it.
+            PenstockError: a rank added to gradients after an earlier step had failed; see `LateRanks`.
             StageError: no loss has a graph, though there is something to train.
             PenstockError: as `Executor.run`.
         """
         if self._crew is not None:
             self._crew.settle()
+        if trains:
+            self._late.require_no_gradients()
         self._step += 1
         self._failed = True
         executors = self._ready(trains)
@@ -153,6 +158,8 @@ class Engine:
                 if trains:
                     self._copies.after_step()
         except BaseException:
+            if trains and self._crew is not None:
+                self._late.note(executors, self._crew.at_work)
             self._copies.failed()
             if self._world is None:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
