@@ -246,8 +246,22 @@ def test_threads_whose_copies_come_apart_stop_with_the_name():
         ) as pipe:
             for step in range(2):
                 pipe.step(*batch(step))
-            net[3][0].weight.data = net[3][0].weight.data + 1  # the copies keep the old memory
-            with pytest.raises(ReplicaError, match=r"parameter '3\.0\.weight' are no longer the same"):
+            own, *_, other = [
+                layers[name]
+                for module in pipe._modules()
+                for layers in [dict(module.whole_model_parameters())]
+                for name in ["3.0.weight"]
+                if name in layers
+            ]
+            kept, own.data, other.data = own.data, own.data + 1, other.data - 1
+            with pytest.raises(ReplicaError, match=r"parameter '3\.0\.weight' has several copies"):
+                pipe.step(*batch(2))
+            own.data = other.data = kept
+            *_, last = [
+                m for module in pipe._modules() for m in module.modules() if isinstance(m, nn.BatchNorm1d)
+            ]
+            last.running_mean.add_(1)
+            with pytest.raises(ReplicaError, match=r"buffer '\d\.1\.running_mean' are no longer the same"):
                 pipe.step(*batch(2))
             assert pipe.steps == 2
 

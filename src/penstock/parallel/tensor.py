@@ -268,6 +268,11 @@ class _AddUp:
         return total
 
 
+def sums_gradients(hook: object) -> bool:
+    """Whether a parameter's hook is one of `tensor_parallel`, which only adds gradients up over ranks."""
+    return isinstance(hook, _AddUp)
+
+
 class _RequireSequence:
     def __init__(self, size: int) -> None:
         self.size = size

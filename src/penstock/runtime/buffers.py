@@ -6,7 +6,8 @@ normalisation those are what plain PyTorch has, if every copy's microbatches com
 update r ← (1 - m) r + m s is linear in r, so k updates that led a copy from b to a lead from any r to
 a + (1 - m)^k (r - b). For other buffers nobody can know that; if copies differ, the user's rule decides.
 
-Only persistent buffers count, those of ``state_dict``: others are scratch, and each copy keeps its own.
+Only persistent buffers count, those of ``state_dict``: others are scratch, and each copy keeps its own. What is written to
+either between two steps holds for all copies in the process.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ class _Place(NamedTuple):
         return self.owner.get_buffer(self.inner)
 
 
-def places_of(module: StageModule) -> list[_Place]:
-    """Where a stage has persistent buffers, each once."""
+def places_of(module: StageModule, persistent: bool = True) -> list[_Place]:
+    """Where a stage has persistent buffers, or the others, each once."""
     found: dict[tuple[int, str], _Place] = {}
     for name, layer in module.named_layers():
         kept = layer.state_dict(keep_vars=True).keys()
         for path, owner in layer.named_modules():
             for inner, _ in owner.named_buffers(recurse=False):
                 own = f"{path}.{inner}" if path else inner
-                if own in kept:
+                if (own in kept) == persistent:
                     found.setdefault((id(owner), inner), _Place(f"{name}.{own}", owner, inner))
     return list(found.values())
 
@@ -76,6 +77,8 @@ class _Copy:
         self.places = {place.name: place for place in places_of(module)}
         self._known: dict[tuple[bool, ...], set[str]] = {}
         self._versions: dict[str, tuple[int, int]] = {}
+        self._scratch = {place.name: place for place in places_of(module, persistent=False)}
+        self._scratch_versions: dict[str, tuple[int, int]] = {}
         self.before: Values = {}
 
     def _modes(self) -> tuple[bool, ...]:
@@ -96,6 +99,20 @@ class _Copy:
         """The values are now as every copy has them."""
         self._versions = {name: _version(place.value) for name, place in self.places.items()}
 
+    def seen_scratch(self) -> None:
+        """What a forward has left in buffers that are not persistent is this copy's own."""
+        self._scratch_versions = {name: _version(t) for name, t in self._scratch_now().items()}
+
+    def _scratch_now(self) -> Values:
+        found = {name: place.owner._buffers.get(place.inner) for name, place in self._scratch.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def given(self) -> Values:
+        """What somebody has written to since, of all buffers."""
+        scratch = self._scratch_now()
+        found = {n: t for n, t in scratch.items() if self._scratch_versions.get(n) != _version(t)}
+        return {n: self.places[n].value for n in self.touched()} | found
+
     def touched(self) -> list[str]:
         """Those that somebody has written to since, as far as a tensor counts its writes."""
         return [n for n, p in self.places.items() if self._versions.get(n) != _version(p.value)]
@@ -113,7 +130,7 @@ class _Copy:
     def write(self, values: Values) -> None:
         with torch.no_grad():
             for name, value in values.items():
-                place = self.places[name]
+                place = self.places.get(name) or self._scratch[name]
                 if place.value.shape == value.shape and place.value.dtype == value.dtype:
                     place.value.copy_(value)
                 else:
@@ -140,11 +157,13 @@ class BufferCopies:
     ) -> None:
         copies = {s: [_Copy(module) for module in modules] for s, modules in stages.items()}
         self._copies = {s: found for s, found in copies.items() if found[0].places}
+        self._several = [found for found in copies.values() if len(found) > 1]
         self._rule = rule
         self._gather = gather
         self._agree = agree
         for copy in self._all():
             copy.seen()
+        self.ran()
 
     def _all(self) -> Iterator[_Copy]:
         for copies in self._copies.values():
@@ -152,12 +171,18 @@ class BufferCopies:
 
     def level(self) -> None:
         """Before a step: what was written to the first copy in this process (a loaded state, a reset) holds for all."""
-        for first, *others in self._copies.values():
-            names = first.touched() if others else []
-            for other in others if names else ():
-                other.write({name: first.places[name].value for name in names})
+        for first, *others in self._several:
+            given = first.given()
+            for other in others if given else ():
+                other.write(given)
                 other.seen()
             first.seen()
+
+    def ran(self) -> None:
+        """After any step."""
+        for copies in self._several:
+            for copy in copies:
+                copy.seen_scratch()
 
     def begin(self) -> None:
         """Before a training step."""

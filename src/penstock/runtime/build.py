@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 from penstock.parallel.reducer import Reducer
 from penstock.parallel.tensor import tensor_parallel
 from penstock.runtime.executor import Executor
+from penstock.runtime.fixed import FixedModules
 from penstock.runtime.replicas import BucketBytes, Exchange, Replicas
 from penstock.runtime.separate import Isolations, Separated, alias
 from penstock.runtime.shared import Bundle, Shared, bundles, groups_of_holders
@@ -175,6 +176,11 @@ class Assembly:
         """Of all stages of all local ranks, in a fixed order."""
         return [p for module in self.modules.values() for p in module.parameters()]
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The same with their names in the whole model, a tied weight's first one; copies have the same name."""
+        named = [pair for module in self.modules.values() for pair in module.whole_model_parameters()]
+        return [(self.ties.first.get(name, name), p) for name, p in named]
+
     def replicate(
         self, rank: int, reducer: Reducer | None, exchange: Exchange | None, zero: bool = False
     ) -> None:
@@ -215,7 +221,24 @@ class Assembly:
         forwards = check(self.schedule.forwards(), forward_only=True).program
         return replace(forwards, skips=self.wires.skips)
 
-    def executor(self, trains: bool, rank: int, channel: Channel | None, one_memory: bool) -> Executor:
+    def fixed(self, replicas: int) -> FixedModules | None:
+        """What must stay as it is now, since there are copies of it; None if there are none.
+
+        Args:
+            replicas: how many there are.
+        """
+        if replicas == 1 and not self.ties and not any(self.bundles.values()):
+            return None
+        return FixedModules(self.modules.values(), self.ties.over_stages)
+
+    def executor(
+        self,
+        trains: bool,
+        rank: int,
+        channel: Channel | None,
+        one_memory: bool,
+        fixed: FixedModules | None = None,
+    ) -> Executor:
         """A rank's executor.
 
         Args:
@@ -223,6 +246,7 @@ class Assembly:
             rank: which.
             channel: its end of the transport; None for a single rank.
             one_memory: the ranks are threads of one process.
+            fixed: what it checks before every step.
         """
         program = self.program if trains else self.evaluate_program
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
@@ -230,7 +254,7 @@ class Assembly:
         if trains and self.bundles[rank] and channel is not None:
             tags = program.tags + 1  # the one before is that of the step's end
             shared = Shared(self.bundles[rank], rank, tags, channel, one_memory)
-        return Executor(program, rank, stages, channel, shared, self.replicas.get(rank))
+        return Executor(program, rank, stages, channel, shared, self.replicas.get(rank), fixed)
 
 
 def build_modules(

@@ -55,7 +55,10 @@ class Copies:
         self._world = world
         self._every = options.check_replicas
         self._trained = 0
-        self._aliases = Aliases(p for part in everyone if world is None for p in part.parameters())
+        self._aliases = Aliases(
+            (pair for part in everyone if world is None for pair in part.named_parameters()),
+            parts.ties.over_stages,
+        )
         holders = parts.schedule.placement.holders
         if world is None:
             modules = {
@@ -105,6 +108,10 @@ class Copies:
             for place in places_of(stage.module):
                 yield Held(f"stage {s}", place.name, "buffer", place.value)
 
+    def follow(self) -> bool:
+        """Let what was changed of parameters hold for their copies in this process; see `Aliases.follow`."""
+        return self._aliases.follow()
+
     def before_step(self, trains: bool, settle: Callable[[], None]) -> None:
         """Level and, when it is due, compare; every process calls it.
 
@@ -118,7 +125,6 @@ class Copies:
         self._buffers.level()
         if not trains:
             return
-        self._aliases.follow()
         due = self._every > 0 and self._trained % self._every == 0
         self._trained += 1
         if due:
@@ -129,16 +135,19 @@ class Copies:
             self._compare()
         self._buffers.begin()
 
-    def after_step(self) -> None:
-        """After a training step: let the buffers of all copies be the same.
+    def after_step(self, trains: bool) -> None:
+        """After a step: let the buffers of all copies be the same, if it was a training step.
 
         Raises:
             ReplicaError: nobody can say what they should be.
         """
-        self._buffers.finish()
+        self._buffers.ran()
+        if trains:
+            self._buffers.finish()
 
     def failed(self) -> None:
         """A training step failed: the buffers of all copies are as before it."""
+        self._buffers.ran()
         self._buffers.restore()
 
     def _compare(self) -> None:

@@ -102,6 +102,7 @@ class Engine:
         self._copies = Copies(parts, self.twins, world, replicas, options)
         for part in (parts, *self.twins):
             part.watch_copies(replicas)
+        self._fixed = parts.fixed(replicas)
 
     def _replicate(self, crew: Crew) -> None:
         """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""
@@ -143,6 +144,10 @@ class Engine:
             self._crew.settle()
         if trains:
             self._late.require_no_gradients()
+        if self._world is None and self._fixed is not None:
+            self._fixed.check(trains)  # in processes executors do, which tell the others
+        if self._copies.follow():
+            self.replicate()
         self._step += 1
         self._failed = True
         executors = self._ready(trains)
@@ -155,8 +160,7 @@ class Engine:
                 if trains:
                     self._level(works[0].reduces)
                 self._run_step(executors, works)
-                if trains:
-                    self._copies.after_step()
+                self._copies.after_step(trains)
         except BaseException:
             if trains and self._crew is not None:
                 self._late.note(executors, self._crew.at_work)
@@ -257,7 +261,13 @@ class Engine:
             program = parts.program if trains else parts.evaluate_program
             channels = thread_channels(program, self.limit, parts.holders, self._streams)
         return [
-            parts.executor(trains, rank, channel, one_memory=self._world is None)
+            parts.executor(
+                trains,
+                rank,
+                channel,
+                one_memory=self._world is None,
+                fixed=None if self._world is None else self._fixed,
+            )
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
 

@@ -20,6 +20,7 @@ from penstock.runtime.backwards import Backwards
 from penstock.runtime.blame import explained
 from penstock.runtime.clocks import clock
 from penstock.runtime.closures import Give, GiveAll, Take, TakeAll, all_given, all_taken, one_after_another
+from penstock.runtime.fixed import FixedModules
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.shared import Shared
 from penstock.runtime.status import END, ROW, STEP, WAITS, new_words
@@ -44,6 +45,7 @@ class Executor:
         channel: its end of the transport; None for a single rank, which needs none.
         shared: the sums of the gradients of parameters that other ranks hold, too; None if there are none.
         replicas: the sums over the pipeline's replicas; None if there are none.
+        fixed: what the stages are made of, where there are copies; None if there are none.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Executor:
         channel: Channel | None,
         shared: Shared | None = None,
         replicas: Replicas | None = None,
+        fixed: FixedModules | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -61,6 +64,7 @@ class Executor:
         self.channel = channel
         self.shared = shared
         self.replicas = replicas
+        self.fixed = fixed
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
@@ -90,6 +94,7 @@ class Executor:
             StageError: an op failed here; names rank, stage, op and microbatch, with the cause chained.
             NonFiniteError: a loss or a gradient is NaN or infinite, on whichever rank.
             PeerError: another rank failed first.
+            ReplicaError: what there are copies of was changed in a way that they cannot follow.
             WaitTimeoutError: a wait ran out.
         """
         self._work = work
@@ -101,6 +106,8 @@ class Executor:
             self.channel.open(step)
         try:
             with self._reducing(step, work.reduces), torch.set_grad_enabled(self.trains):
+                if self.fixed is not None:
+                    self.fixed.check(self.trains)
                 if self.shared is not None:
                     self.shared.begin()
                 for words[ROW], op in self._ops:

@@ -117,6 +117,11 @@ class Replicas:
         self._entries: dict[int, Entry] = {}
         self._reduces = False
 
+    @property
+    def several(self) -> bool:
+        """Whether there are several, whose gradients are added up."""
+        return self._reducer is not None
+
     def limit(self, seconds: float) -> None:
         """How long a wait for the other replicas may last from now on."""
         if self.buckets is not None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.runtime.aliases import require_no_late_hook
 from penstock.schedule.placement import Placement
 from penstock.stage.isolation import Isolation
 from penstock.stage.layers import Layer
@@ -36,8 +36,8 @@ def alias(module: StageModule, memo: dict[int, Any] | None = None) -> StageModul
 def _alias(module: M, memo: dict[int, Any]) -> M:
     for name, p in module.named_parameters():
         if id(p) not in memo:
-            memo[id(p)] = own = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
-            _copy_hooks(name, p, own)
+            require_no_late_hook(name, p)  # hooks of the gradient follow (see `Aliases`)
+            memo[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
     for part in module.modules():
         # Hooks before a forward (pruning, the older weight_norm) leave what they computed as an attribute, which deepcopy
         # refuses; the copy's own hooks compute it again.
@@ -45,17 +45,6 @@ def _alias(module: M, memo: dict[int, Any]) -> M:
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach())
     return copy.deepcopy(module, memo)
-
-
-def _copy_hooks(name: str, parameter: nn.Parameter, own: nn.Parameter) -> None:
-    """Let the copy's gradients go through the hooks of the parameter, those that are there now."""
-    if getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise ConfigError(
-            f"parameter {name} has a hook that runs after its gradient was accumulated, and a copy on another rank or "
-            "replica, whose gradient is added later; use a hook of the gradient (register_hook), or an optimizer"
-        )
-    for hook in dict(parameter._backward_hooks or {}).values():
-        own.register_hook(hook)  # type: ignore[no-untyped-call]  # not annotated in torch
 
 
 class Separated:

@@ -77,5 +77,15 @@ class Ties:
             set_parameter(module, name, before)
         self._replaced.clear()
 
+    @property
+    def over_stages(self) -> list[str]:
+        """All names of the weights that several stages have."""
+        return [
+            n
+            for names, stages in zip(self.groups, self.stages, strict=True)
+            if len(stages) > 1
+            for n in names
+        ]
+
     def __bool__(self) -> bool:
         return bool(self.groups)
