@@ -60,6 +60,25 @@ def values() -> list[object]:
         rand(300, 300),
     ]
     found += [rand(64, 8).t(), rand(500, 400).t(), rand(1, 5).expand(4, 5), rand(6, 6)[::2, 1:4]]
+    image = rand(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    found += [
+        image,
+        image[:, :2],
+        image.expand(3, 2, 3, 16, 16),
+        image[:, :, ::2, 1:],
+        rand(1, 7).t(),
+        rand(9).unfold(0, 3, 1),
+    ]
+    found += [
+        rand(400, 500).t().unsqueeze(0),
+        rand(1, 1).expand(400, 500),
+        rand(90, 4000)[:, 5],
+        rand(400, 1000)[:, 3:400:7],
+    ]
+    found += [(rand(64, 8).t(), rand(400, 500).t(), rand(3)), rand(0, 4).t(), torch.tensor(1.5).expand(3)]
+    for size in (4, 300):
+        wave = torch.complex(rand(size, size), rand(size, size))
+        found += [wave, wave.conj(), wave.conj().t(), wave.conj().imag, wave.conj()[::3, 1]]
     found += [
         rand(3, 3).to(d) for d in (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
     ]
@@ -74,6 +93,8 @@ def same(ours: object, theirs: object) -> bool:
     if isinstance(ours, torch.Tensor):
         return (
             torch.equal(ours, theirs)
+            and (ours.stride() == theirs.stride() or not ours.numel())
+            and ours.is_conj() == theirs.is_conj()
             and ours.dtype == theirs.dtype
             and ours.requires_grad == theirs.requires_grad
         )

@@ -121,7 +121,7 @@ class GroupOutgoing:
         number, layout, news = self._book.enter(parcel)
         start = aligned(HEADER_BYTES + len(news))
         size = layout.payload_bytes
-        tensors = [leaf for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+        tensors = layout.leave(parcel)
         bulk = self.bulk
         if bulk is not None and not any(t.device.type == bulk.device.type for t in tensors):
             bulk = None
@@ -291,7 +291,7 @@ class GroupIncoming:
 def _outside(tensors: list[Tensor], layout: Layout, device: torch.device | None) -> Tensor:
     """A payload in one piece: the tensor itself if there is but one, or all in one buffer."""
     if len(tensors) == 1:
-        return tensors[0].detach().contiguous()
+        return tensors[0].detach().contiguous().resolve_neg()
     joined = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=device)
     for view, tensor in zip(layout.views(joined), tensors, strict=True):
         view.copy_(tensor)

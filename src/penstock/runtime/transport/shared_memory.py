@@ -285,7 +285,7 @@ class SharedOutgoing:
         Header(flags, step, tag, number, len(news), size).write(frame)
         if news:
             frame[HEADER_BYTES : HEADER_BYTES + len(news)] = news
-        tensors = [leaf for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+        tensors = layout.leave(parcel)
         if inline:
             views = ring.views[slot].of(start, layout)
         else:

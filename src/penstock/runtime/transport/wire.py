@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.transport.strides import Strided
 from penstock.stage import structures
 from penstock.stage.values import Parcel
 
@@ -65,29 +66,44 @@ def aligned(size: int) -> int:
     return (size + 63) & ~63
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The shape of a value: for every leaf (dtype, shape, needs_grad) of a tensor, or a plain value.
+class Leaf(NamedTuple):
+    """A tensor among the leaves of a value.
 
     Attributes:
-        tensors: per leaf ``(dtype, shape, needs_grad)``, or None where the leaf is plain.
+        dtype, shape: of the tensor.
+        needs_grad: whether a gradient for it is to come back.
+        strided: how it lies in memory; None for the usual way.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    needs_grad: bool
+    strided: Strided | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of a value.
+
+    Attributes:
+        tensors: per leaf what it is, or None where the leaf is plain.
         plain: the plain leaves in order.
         structure: the pytree spec, or None.
     """
 
-    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool] | None, ...]
+    tensors: tuple[Leaf | None, ...]
     plain: tuple[Any, ...]
     structure: Any
 
     @cached_property
     def places(self) -> tuple[tuple[int, int, torch.dtype, tuple[int, ...]], ...]:
-        """(offset, bytes, dtype, shape) of every tensor in the payload."""
+        """(offset, bytes, dtype, shape) of what travels of every tensor, in the payload."""
         found, at = [], 0
         for leaf in self.tensors:
             if leaf is not None:
-                dtype, shape, _ = leaf
-                size = torch.Size(shape).numel() * dtype.itemsize
-                found.append((at, size, dtype, shape))
+                shape = leaf.shape if leaf.strided is None else leaf.strided.travels
+                size = torch.Size(shape).numel() * leaf.dtype.itemsize
+                found.append((at, size, leaf.dtype, shape))
                 at = aligned(at + size)
         return tuple(found)
 
@@ -96,8 +112,20 @@ class Layout:
         """Bytes from the first tensor's start to the last one's end."""
         return self.places[-1][0] + self.places[-1][1] if self.places else 0
 
+    @cached_property
+    def _strided(self) -> tuple[tuple[int, Strided], ...]:
+        tensors = [leaf for leaf in self.tensors if leaf is not None]
+        return tuple((n, leaf.strided) for n, leaf in enumerate(tensors) if leaf.strided is not None)
+
+    def leave(self, parcel: Parcel) -> list[Tensor]:
+        """What travels of a parcel's tensors, in order."""
+        tensors = [leaf for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+        for n, strided in self._strided:
+            tensors[n] = strided.leave(tensors[n])
+        return tensors
+
     def views(self, payload: Tensor) -> list[Tensor]:
-        """The tensors in a payload, as views.
+        """What travels of the tensors, in a payload, as views.
 
         Args:
             payload: uint8, at least `payload_bytes` long, starting at a multiple of 64.
@@ -108,21 +136,30 @@ class Layout:
         ]
 
     def join(self, tensors: list[Tensor]) -> Parcel:
-        """Tensors and plain leaves as a parcel."""
+        """What has travelled and plain leaves as a parcel; the tensors' memory is the parcel's from now on."""
+        for n, strided in self._strided:
+            tensors[n] = strided.arrive(tensors[n])
         if len(self.tensors) == 1 and tensors:
             assert self.tensors[0] is not None
-            return Parcel((tensors[0],), self.structure, (self.tensors[0][2],))
+            return Parcel((tensors[0],), self.structure, (self.tensors[0].needs_grad,))
         moving, resting = iter(tensors), iter(self.plain)
         return Parcel(
             tuple(next(resting) if leaf is None else next(moving) for leaf in self.tensors),
             self.structure,
-            tuple(leaf is not None and leaf[2] for leaf in self.tensors),
+            tuple(leaf is not None and leaf.needs_grad for leaf in self.tensors),
         )
 
     def to_bytes(self) -> bytes:
         """As JSON."""
         leaves = [
-            None if leaf is None else [str(leaf[0]).removeprefix("torch."), list(leaf[1]), leaf[2]]
+            None
+            if leaf is None
+            else [
+                str(leaf.dtype).removeprefix("torch."),
+                leaf.shape,
+                leaf.needs_grad,
+                *(() if leaf.strided is None else leaf.strided[1:]),
+            ]
             for leaf in self.tensors
         ]
         structure = None if self.structure is None else structures.dumps(self.structure)
@@ -137,13 +174,17 @@ class Layout:
         """
         fields = json.loads(data)
         return Layout(
-            tuple(
-                None if leaf is None else (_dtype(leaf[0]), tuple(leaf[1]), leaf[2])
-                for leaf in fields["leaves"]
-            ),
+            tuple(None if leaf is None else _leaf(*leaf) for leaf in fields["leaves"]),
             tuple(fields["plain"]),
             None if fields["structure"] is None else structures.loads(fields["structure"]),
         )
+
+
+def _leaf(
+    dtype: str, shape: list[int], needs_grad: bool, strides: list[int] | None = None, conj: bool = False
+) -> Leaf:
+    strided = None if strides is None else Strided(tuple(shape), tuple(strides), conj)
+    return Leaf(_dtype(dtype), tuple(shape), needs_grad, strided)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -158,7 +199,7 @@ def layout_of(parcel: Parcel) -> Layout:
     leaves = parcel.leaves
     return Layout(
         tuple(
-            (leaf.dtype, tuple(leaf.shape), need) if isinstance(leaf, Tensor) else None
+            Leaf(leaf.dtype, tuple(leaf.shape), need, Strided.of(leaf)) if isinstance(leaf, Tensor) else None
             for leaf, need in zip(leaves, parcel.needs_grad, strict=True)
         ),
         tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor)),
@@ -169,10 +210,13 @@ def layout_of(parcel: Parcel) -> Layout:
 def signature(parcel: Parcel) -> tuple[Any, ...]:
     """What two parcels of the same layout have in common; cheap to make and to compare."""
     leaves = parcel.leaves
-    if len(leaves) == 1 and isinstance(leaves[0], Tensor):
-        return (leaves[0].dtype, leaves[0].shape, parcel.needs_grad, parcel.structure)
+    if len(leaves) == 1 and isinstance(x := leaves[0], Tensor):
+        return (x.dtype, x.shape, x.stride(), x.is_conj(), parcel.needs_grad, parcel.structure)
     return (
-        tuple((x.dtype, x.shape) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+        tuple(
+            (x.dtype, x.shape, x.stride(), x.is_conj()) if isinstance(x, Tensor) else (type(x), x)
+            for x in leaves
+        ),
         parcel.needs_grad,
         parcel.structure,
     )
