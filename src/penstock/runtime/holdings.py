@@ -77,11 +77,17 @@ class Holdings:
         return {name: n for n, name in enumerate(order)}, len(order)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers, those that tensor parallelism has cut put together (its ranks all call it then)."""
+        """Parameters and buffers, those that tensor parallelism has cut put together (its ranks all call it then).
+
+        A tied weight has the first of its names, also where only another rank has the layer of that name.
+        """
         state: dict[str, Any] = {}
         for index in sorted(self.stages):
             state.update(self.stages[index].module.whole_model_state())
-        return {name: whole(value) for name, value in state.items() if name not in self.ties.first}
+        named = {name: self.ties.first.get(name, name) for name in state}
+        return {
+            first: whole(state[name]) for name, first in named.items() if name == first or first not in state
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers; entries of stages held elsewhere are left alone.
@@ -90,7 +96,11 @@ class Holdings:
             ConfigError: an entry of a stage held here is missing or has another shape, or no layer has the name. Nothing
                 is loaded then.
         """
-        own = self.state_dict()
+        own, state = self.state_dict(), dict(state)
+        for names in self.ties.groups:
+            given_as = [name for name in names if name in state]
+            if given_as:
+                state.setdefault(names[0], state[given_as[0]])
         prefixes = tuple(f"{layer.name}." for layer in self.layers)
         problems = [f"{name} is missing" for name in own if name not in state]
         problems += [
@@ -113,10 +123,7 @@ class Holdings:
         ]
         if problems:
             raise ConfigError("the state does not fit the model: " + "; ".join(problems[:12]))
-        given = dict(state)
-        for name, first in self.ties.first.items():
-            if first in state:
-                given[name] = state[first]
+        given = state | {name: state[first] for name, first in self.ties.first.items() if first in state}
         for stage in self.stages.values():
             for name, layer in stage.module.named_layers():
                 wanted = layer.state_dict()

@@ -32,6 +32,7 @@ from penstock.train.sample import sample_run
 from penstock.train.steps import Result, Run, Steps, Stopping
 from penstock.train.text import Text, bigram_of, open_text
 from penstock.train.traces import Traces, write_page
+from penstock.train.weights import own_state
 from penstock.writing import write_text
 
 MakeReporter = Callable[[int, bool], Reporter]
@@ -203,7 +204,7 @@ def _save(language: Language, pipe: Pipeline, path: Path, fleet: Fleet) -> None:
     if language.source is not None:
         save_transformers(pipe, path, language.source)
         return
-    fleet.save(pipe, pipe.state_dict(), path)
+    fleet.save(pipe, own_state(pipe), path)
 
 
 def build_pipeline(config: Config, language: Language, device: torch.device) -> Pipeline:

@@ -10,11 +10,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import DataError, PenstockError
 from penstock.reading import MEGABYTE, parse_json, read_bytes
+from penstock.runtime.pipeline import Pipeline
 from penstock.train.tensor_file import TensorFile, write_tensors
 from penstock.writing import replacing, write_text
 
@@ -23,6 +25,12 @@ INDEX = "model.safetensors.index.json"
 
 _MOST = 512 * MEGABYTE  # of an index
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def own_state(pipe: Pipeline) -> dict[str, Any]:
+    """The pipeline's state without the tied weights whose first layer another process has, which writes them."""
+    here = tuple(f"{name}." for stage in pipe.stages.values() for name in stage.module.names)
+    return {name: value for name, value in pipe.state_dict().items() if name.startswith(here)}
 
 
 def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) -> Path:

@@ -17,6 +17,7 @@ from penstock.train.fleet import Fleet
 from penstock.train.models.transformers.checkpoint import CONFIG, read_json
 from penstock.train.models.transformers.families import FAMILIES, HEAD, require_library
 from penstock.train.models.transformers.split import config_from, local_folder, on_meta, tied_names
+from penstock.train.weights import own_state
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
 def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
     """The pipeline's state by the names in files, without those that are another parameter's second ones."""
     second = {f"{layer.name}.{inner}" for layer in pipe.layers for inner in layer.tied}
-    state = {name: value for name, value in pipe.state_dict().items() if name not in second}
+    state = {name: value for name, value in own_state(pipe).items() if name not in second}
     return stored_names(state, config)
 
 
