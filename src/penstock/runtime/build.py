@@ -167,6 +167,11 @@ class Assembly:
                 if replicas > 1 or id(p) in shared
             ]
 
+    @property
+    def separated(self) -> list[tuple[nn.Module, nn.Module]]:
+        """(module, copy) of the modules that are used on several ranks of this process."""
+        return self._separated.copied
+
     def undo(self) -> None:
         """Give the user's modules back the parts that were replaced."""
         self.ties.undo()

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.parallel.local import is_cut
 from penstock.runtime.aliases import Aliases
 from penstock.runtime.buffers import BufferCopies, Rule, Values, is_batch_norm, places_of
+from penstock.runtime.module_copies import ModuleCopies
 from penstock.runtime.replica_check import Held, ReplicaCheck, differs
 from penstock.runtime.world import World
 from penstock.stage.module import StageModule
@@ -59,6 +60,7 @@ class Copies:
             (pair for part in everyone if world is None for pair in part.named_parameters()),
             parts.ties.over_stages,
         )
+        self._module_copies = ModuleCopies((), ())
         holders = parts.schedule.placement.holders
         if world is None:
             modules = {
@@ -66,6 +68,10 @@ class Copies:
                 for s, ranks in enumerate(holders)
             }
             self._modules = {s: found for s, found in modules.items() if len(found) > 1}
+            # The user sees both modules of a separated pair, so each follows the other.
+            several = [(one, [other]) for pair in parts.separated for one, other in (pair, pair[::-1])]
+            stages = [(first, others) for first, *others in self._modules.values()]
+            self._module_copies = ModuleCopies(parts.modules.values(), [*several, *stages])
             self._buffers = BufferCopies(self._modules, options.buffers)
             self._check = None
             return
@@ -112,6 +118,14 @@ class Copies:
         """Let what was changed of parameters hold for their copies in this process; see `Aliases.follow`."""
         return self._aliases.follow()
 
+    def follow_modules(self) -> None:
+        """Let what was changed on modules hold for their copies in this process; see `ModuleCopies.follow`."""
+        self._module_copies.follow()
+
+    def ran(self) -> None:
+        """After any step, failed or not."""
+        self._module_copies.ran()
+
     def before_step(self, trains: bool, settle: Callable[[], None]) -> None:
         """Level and, when it is due, compare; every process calls it.
 
@@ -120,8 +134,9 @@ class Copies:
             settle: waits for parameters that are being collected.
 
         Raises:
-            ReplicaError: copies are no longer the same.
+            ReplicaError: copies are no longer the same, or cannot follow what was changed on a module.
         """
+        self.follow_modules()
         self._buffers.level()
         if not trains:
             return

@@ -218,7 +218,14 @@ class Engine:
             names = [f"{name} of replica {n // ranks}" for n, name in enumerate(names)]
         judge = Judge(self.limit, [e.words for e in executors], names, executors[0].program)
         jobs = [partial(e.run, self._step, w) for e, w in zip(executors, works, strict=True)]
-        self._crew.run(jobs, stop, judge)
+        try:
+            self._crew.run(jobs, stop, judge)
+        finally:
+            self._copies.ran()
+
+    def follow_modules(self) -> None:
+        """Let copies in other threads follow what was changed on modules; see `ModuleCopies`."""
+        self._copies.follow_modules()
 
     @contextmanager
     def _limited(self, trains: bool) -> Iterator[None]:

@@ -236,6 +236,8 @@ class Pipeline:
         Args:
             x, y, outputs, named: as for `step`; without `y` there is no loss.
         """
+        self._require_open()
+        self._engine.follow_modules()
         modes = [(module, module.training) for part in self._modules() for module in part.modules()]
         for module, _ in modes:
             module.training = False

@@ -52,19 +52,25 @@ class Separated:
 
     Args:
         modules: (rank, stage) → the module there; layers that an earlier rank has are replaced by copies.
+
+    Attributes:
+        copied: (module, copy).
     """
 
     def __init__(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
         self._owner: dict[int, int] = {}
         self._memos: dict[int, dict[int, Any]] = {}
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self.copied: list[tuple[nn.Module, nn.Module]] = []
         for (rank, _), stage in modules.items():
             for n, layer in enumerate(stage.layers):
                 stage.layers[n] = self._own(layer, rank)
 
     def _own(self, module: nn.Module, rank: int) -> nn.Module:
         if self._owner.setdefault(id(module), rank) != rank:
-            return _alias(module, self._memos.setdefault(rank, {}))
+            own = _alias(module, self._memos.setdefault(rank, {}))
+            self.copied.append((module, own))
+            return own
         for child in list(module.children()):
             own = self._own(child, rank)
             if own is not child:

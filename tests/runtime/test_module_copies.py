@@ -1,0 +1,140 @@
+"""What the user changes on modules between two steps holds for their copies in other threads, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.errors import PenstockError, ReplicaError
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.pipeline import Pipeline
+
+WIDTH, M = 6, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.0)
+        self.scale, self.function = 1.0, torch.sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale if self.training else 0.5 * self.scale
+        return self.dropout(self.act(self.function(self.linear(x)) * scale))
+
+
+def make(layers: int = 4, shared: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(layers)]
+    return nn.Sequential(blocks[0], blocks[1], blocks[2], blocks[0] if shared else blocks[3])
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
+
+
+def plain(net: nn.Module) -> Tensor:
+    losses = []
+    for x, y in zip(*(part.chunk(M) for part in batch()), strict=True):
+        loss = F.mse_loss(net(x), y)
+        losses.append(loss.detach())
+        (loss / M).backward()
+    return torch.stack(losses)
+
+
+COPIED = [
+    ("dualpipe", 1, False),
+    ("chimera", 1, False),
+    ("1f1b", 2, False),
+    ("1f1b", 1, True),
+    ("1f1b", 2, True),
+]
+"""Schedule, replicas, and whether one module is used on both ranks."""
+
+
+def pipeline(net: nn.Module, schedule: str, dp: int) -> Pipeline:
+    return Pipeline(net, F.mse_loss, microbatches=M // dp, schedule=schedule, mesh=MeshShape(2, dp))
+
+
+def set_scale(net: nn.Sequential) -> None:
+    net[0].scale, net[1].scale = 2.0, 3.0
+
+
+def set_function(net: nn.Sequential) -> None:
+    net[0].function, net[2].function = torch.cos, F.relu
+
+
+FOLLOWED: dict[str, Callable[[nn.Sequential], object]] = {
+    "eval": lambda net: net.eval(),
+    "one in eval": lambda net: net[0].eval(),
+    "attribute": set_scale,
+    "function": set_function,
+}
+
+
+@pytest.mark.parametrize("change", FOLLOWED)
+@pytest.mark.parametrize(("schedule", "dp", "shared"), COPIED)
+def test_copies_follow_modes_and_attributes(schedule: str, dp: int, shared: bool, change: str):
+    net = make(shared=shared)
+    reference = copy.deepcopy(net)
+    with pipeline(net, schedule, dp) as pipe:
+        for _ in range(2):
+            torch.testing.assert_close(pipe.step(*batch()).losses, plain(reference))
+            FOLLOWED[change](net)
+            FOLLOWED[change](reference)
+            pipe.evaluate(*batch())
+            assert [m.training for m in net.modules()] == [m.training for m in reference.modules()]
+        torch.testing.assert_close(pipe.step(*batch()).losses, plain(reference))
+    for (name, p), q in zip(net.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def patched(net: nn.Sequential) -> None:
+    net[0].forward = lambda x: x
+
+
+REFUSED: dict[str, Callable[[nn.Sequential], object]] = {
+    "activation": lambda net: setattr(net[0], "act", nn.ReLU()),
+    "layer": lambda net: setattr(net[0], "linear", nn.Linear(WIDTH, WIDTH)),
+    "bias": lambda net: setattr(net[0].linear, "bias", None),
+    "buffer": lambda net: net[0].register_buffer("more", torch.zeros(1)),
+    "assign": lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True),
+    "forward hook": lambda net: net[0].linear.register_forward_hook(lambda *_: None),
+    "forward pre-hook": lambda net: net[0].linear.register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda net: net[0].linear.register_full_backward_hook(lambda *_: None),
+    "backward pre-hook": lambda net: net[0].linear.register_full_backward_pre_hook(lambda *_: None),
+    "forward": patched,
+    "class": lambda net: setattr(net[0], "__class__", type("Other", (Block,), {})),
+    "weight_norm": lambda net: nn.utils.parametrizations.weight_norm(net[0].linear),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+@pytest.mark.parametrize(("schedule", "dp", "shared"), [COPIED[0], *COPIED[2:4]])
+def test_changes_that_copies_cannot_follow_are_refused_by_name(
+    schedule: str, dp: int, shared: bool, change: str
+):
+    net = make(shared=shared)
+    with pipeline(net, schedule, dp) as pipe:
+        pipe.step(*batch())
+        REFUSED[change](net)
+        for run in (pipe.step, pipe.step, pipe.evaluate):
+            with pytest.raises(ReplicaError, match=r"0.*than when the pipeline was built"):
+                run(*batch())
+        assert pipe.steps == 1
+
+
+def test_a_change_that_was_undone_is_no_change():
+    net = make()
+    with pipeline(net, "dualpipe", 1) as pipe:
+        handle = net[0].register_forward_hook(lambda *_: None)
+        with pytest.raises(PenstockError, match=r"module '0' \(Block\) has other hooks than when"):
+            pipe.step(*batch())
+        handle.remove()
+        torch.testing.assert_close(pipe.step(*batch()).losses, plain(make()))
