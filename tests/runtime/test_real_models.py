@@ -512,3 +512,41 @@ def test_what_reduction_and_autocast_cannot_be_is_refused():
         pytest.raises(BatchError, match=r"reduction counted \[0.0, 0.0\]"),
     ):
         pipe.step(*data(4))
+
+
+class Plainly(nn.Module):
+    """Gives a tensor, and may write into it afterwards."""
+
+    gives = ("detour",)
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.inner, self.writes = nn.Linear(WIDTH, WIDTH), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        penstock.give("detour", y)
+        return y.relu_() if self.writes else torch.relu(y)
+
+
+class Adding(nn.Module):
+    """Takes the tensor, and may write into it."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.inner, self.writes = nn.Linear(WIDTH, WIDTH), writes
+
+    def forward(self, x: Tensor, detour: Tensor) -> Tensor:
+        return x + self.inner(detour.mul_(2) if self.writes else detour * 2)
+
+
+@pytest.mark.parametrize("split", [[(0, 1), (1, 4)], [(0, 3), (3, 4)]])
+@pytest.mark.parametrize("writer", ["giver", "taker"])
+def test_writing_into_a_named_value_is_refused_however_the_model_is_cut(writer: str, split):
+    first, last = Plainly(writer == "giver"), Adding(writer == "taker")
+    net = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), last, nn.Linear(WIDTH, WIDTH))
+    with (
+        Pipeline(net, F.mse_loss, microbatches=M, ranks=2, split=split) as pipe,
+        pytest.raises(StageError, match="a layer wrote in place into the named value 'detour'"),
+    ):
+        pipe.step(*data(ROWS * M))

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, SplitError
+from penstock.stage.values import leaves_of
 
 Draw = Callable[[str, Any, Callable[[], Any]], Any]
 
@@ -29,7 +30,7 @@ class Context:
         quiet: names of layers that are known to draw nothing in this step, and are called as they are.
     """
 
-    __slots__ = ("draw", "gives", "losses", "named", "quiet")
+    __slots__ = ("_versions", "draw", "gives", "losses", "named", "quiet")
 
     def __init__(
         self,
@@ -44,6 +45,30 @@ class Context:
         self.gives = gives
         self.draw = draw
         self.quiet = quiet
+        self._versions: list[tuple[str, Tensor, int]] = []
+        for name, value in named.items():
+            self.watch(name, value)
+
+    def watch(self, name: str, value: object) -> None:
+        """Remember a named value as it is now."""
+        self._versions += [
+            (name, leaf, leaf._version)
+            for leaf in leaves_of(value)
+            if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
+
+    def require_unwritten(self) -> None:
+        """Refuse layers that have written into a named value: others would see it or not, as the model is cut.
+
+        Raises:
+            PenstockError: one has; says which value.
+        """
+        for name, leaf, version in self._versions:
+            if leaf._version != version:
+                raise PenstockError(
+                    f"a layer wrote in place into the named value {name!r}, which other layers may take, too; write into a "
+                    "copy (value.clone()), or give a copy"
+                )
 
     def add(self, name: str, value: Tensor) -> None:
         """Add to a named loss."""
@@ -79,6 +104,7 @@ def give(name: str, value: object) -> None:
             f"give({name!r}, ...) by a layer that does not say so; set gives = ({name!r},) on the layer"
         )
     context.named[name] = value
+    context.watch(name, value)
 
 
 def add_loss(value: Tensor, name: str = "auxiliary") -> None:

@@ -221,6 +221,8 @@ class Runner:
             enter(before)
         if self.in_place.watches:
             self.in_place.ran()
+        if context.named:
+            context.require_unwritten()
         if segment.stop < len(self.module.layers):
             parcel, roots = pack(Carried(value, context.named, context.losses))
             return Advanced((parcel,), roots, None)
