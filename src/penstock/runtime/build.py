@@ -154,7 +154,7 @@ class Assembly:
         return self._settings.random
 
     def watch_copies(self, replicas: int) -> None:
-        """Have the stages refuse forwards that write into parameters of which there are copies.
+        """Have the stages refuse forwards that write into what there are copies of: parameters, and the loss's buffers.
 
         Args:
             replicas: how many pipelines there are.
@@ -166,6 +166,18 @@ class Assembly:
                 for name, p in stage.module.whole_model_parameters()
                 if replicas > 1 or id(p) in shared
             ]
+        last, loss = self.schedule.stages - 1, self._loss_fn
+        if isinstance(loss, nn.Module) and (replicas > 1 or len(self.schedule.placement.holders[last]) > 1):
+            buffers = [
+                (f"loss_fn.{name}" if name else "loss_fn", owner) for name, owner in loss.named_modules()
+            ]
+            for (_, s), stage in self.stages.items():
+                if s == last:
+                    stage.isolation.loss = [
+                        (f"{name}.{inner}", owner, inner)
+                        for name, owner in buffers
+                        for inner, _ in owner.named_buffers(recurse=False)
+                    ]
 
     @property
     def separated(self) -> list[tuple[nn.Module, nn.Module]]:

@@ -32,6 +32,7 @@ from penstock.runtime.setup import (
     require_bucket_bytes,
     require_count,
     require_loss,
+    require_loss_without_parameters,
     require_seed,
     require_timeout,
     resolve_mesh,
@@ -151,6 +152,7 @@ class Pipeline:
         world = current_world()
         ranks, processes = resolve_mesh(mesh, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
+        require_loss_without_parameters(loss_fn, self.schedule, mesh)
         self.microbatches = microbatches
         self.ranks = self.schedule.ranks
         self.steps = 0

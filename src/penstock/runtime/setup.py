@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.parallel.mesh import MeshShape, require_fit
@@ -49,6 +50,23 @@ def require_loss(loss_fn: object) -> None:
     """Refuse what cannot be called."""
     if not callable(loss_fn):
         raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), not {loss_fn!r}")
+
+
+def require_loss_without_parameters(loss_fn: object, schedule: Schedule, mesh: MeshShape | None) -> None:
+    """Refuse to train parameters of a loss function that several ranks call, since nobody adds up their gradients.
+
+    Raises:
+        ConfigError: it has some, and the last stage has copies; names them.
+    """
+    copied = len(schedule.placement.holders[-1]) > 1 or (mesh is not None and mesh.dp > 1)
+    if not copied or not isinstance(loss_fn, nn.Module):
+        return
+    if names := [name for name, p in loss_fn.named_parameters() if p.requires_grad]:
+        raise ConfigError(
+            f"loss_fn ({type(loss_fn).__name__}) has parameters to train: {', '.join(names)}; nobody adds their gradients up"
+            f" over the copies of the last stage (schedule {schedule.name}, dp={1 if mesh is None else mesh.dp}). "
+            "Make them part of the last layer, or use a schedule and mesh without copies"
+        )
 
 
 def resolve_schedule(

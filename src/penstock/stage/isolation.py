@@ -25,6 +25,7 @@ class Isolation:
 
     Attributes:
         copied: (name, parameter) of the parameters that other ranks or replicas have copies of.
+        loss: (name, owner, name there) of the buffers of a loss function that other ranks or replicas call, too.
     """
 
     def __init__(
@@ -35,18 +36,29 @@ class Isolation:
         self._before: list[Tensor] = []
         self.copied: Sequence[tuple[str, Tensor]] = ()
         self._versions: list[int] = []
+        self.loss: Sequence[tuple[str, nn.Module, str]] = ()
+        self._loss_before: list[tuple[Tensor, int]] = []
 
     def begin(self) -> None:
         """Start a step."""
         self._before = [owner.get_buffer(name).clone() for _, owner, name in self._buffers]
         self._versions = [parameter._version for _, parameter in self.copied]
+        buffers = (owner.get_buffer(name) for _, owner, name in self.loss)
+        self._loss_before = [(buffer, buffer._version) for buffer in buffers]
 
     def require_constant(self) -> None:
         """Refuse a forward that has changed a shared buffer, or written into a parameter with copies, in this step.
 
         Raises:
-            PenstockError: it has; names the buffer or the parameter.
+            PenstockError: it has, or the loss function has changed a buffer; names the buffer or the parameter.
         """
+        for (name, owner, inner), (buffer, version) in zip(self.loss, self._loss_before, strict=True):
+            now = owner.get_buffer(inner)
+            if now is not buffer or now._version != version:
+                raise PenstockError(
+                    f"the loss function changes its buffer {name}, and each replica or copy of the last stage calls it with "
+                    "microbatches of its own; make it part of the last layer, or use a schedule and mesh without copies"
+                )
         for (name, parameter), version in zip(self.copied, self._versions, strict=True):
             if parameter._version != version:
                 raise PenstockError(
