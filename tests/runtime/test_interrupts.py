@@ -100,7 +100,7 @@ def test_gradients_that_a_rank_adds_after_an_interrupted_step_are_refused(
             assert "did not stop within 0.1 s of the interrupt" in info.value.__notes__[0]
         net.zero_grad()
         layer.go.set()
-        with pytest.raises(PenstockError, match="rank 0 was still in the backward"):
+        with pytest.raises(PenstockError, match=r"rank 0(, 1)? was still in the backward"):
             pipe.step(*plain.batch(1, 4))
         net.zero_grad()
         pipe.step(*plain.batch(1, 4))

@@ -147,7 +147,6 @@ class Pipeline:
         self.mesh = mesh
         settings = make_settings(recompute, memory, offload, autocast, self._random, strict)
         copy_options = make_copy_options(buffers, check_replicas)
-        settings = make_settings(recompute, memory, offload, autocast, self._random, strict)
         self.reduction = require_reduction(reduction)
         world = current_world()
         ranks, processes = resolve_mesh(mesh, ranks, world)
