@@ -36,6 +36,17 @@ class Gates(nn.Module):
         return torch.tanh(self.one(x)) * torch.sigmoid(self.two(x)).float()
 
 
+class Products(nn.Module):
+    """Has operators that call others, which autocast casts: one kernel in torch, and one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x, x))
+
+
 class OwnAutocast(nn.Module):
     """Enters autocast itself."""
 
@@ -52,6 +63,7 @@ class OwnAutocast(nn.Module):
 LAYERS = {
     "weight used twice": (Twice, torch.bfloat16),
     "input used twice": (Gates, torch.bfloat16),
+    "operator that calls others": (Products, torch.bfloat16),
     "autocast within the layer, weight used twice": (lambda: OwnAutocast(Twice()), None),
     "autocast within the layer, input used twice": (lambda: OwnAutocast(Gates()), None),
 }

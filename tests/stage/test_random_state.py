@@ -255,3 +255,26 @@ def test_building_within_building_goes_on_as_if_it_had_not_been():
     first, second = build_seeded(build, 7, "outer")
     whole = build_seeded(lambda: torch.stack([torch.rand(3), torch.rand(3)]), 7, "outer")
     assert torch.equal(torch.stack([first, second]), whole)
+
+
+def test_under_autocast_a_draw_from_a_default_generator_is_refused_by_its_operator():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        test_operators_that_draw_from_the_default_generator_are_refused_by_name()
+        layer = Calls(twice)
+        assert torch.equal(RandomState(7).run("calls", layer, 0, 0, lambda: layer(X)), X * 2)
+
+
+def test_under_autocast_a_draw_of_another_thread_is_no_fault_of_the_layer():
+    layer = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    twin = copy.deepcopy(layer)
+
+    def call() -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.rand, 1).result()
+        return layer(X)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = RandomState(7).run("layer", layer, 0, 0, call)
+        found.sum().backward()
+        assert torch.equal(found, twin(X))
+    assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))

@@ -145,8 +145,7 @@ def _cuda_states() -> tuple[Any, ...]:
 
 def _cuda_generators() -> tuple[torch.Generator, ...]:
     """The default generators of the CUDA devices, once CUDA is in use."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.default_generators if in_use else ()
+    return torch.cuda.default_generators if _cuda_in_use() else ()
 
 
 @dataclass
@@ -256,8 +255,8 @@ class RandomState:
         audit, before = Audit(name), _cuda_states()
         alone = self._auditing if self.in_threads else nullcontext()
         refusing = NoForwardMode(name) if self.in_threads else nullcontext()
-        with alone, refusing, drawing(self.seed, step, microbatch, name, audit.no_checkpoint) as mode, audit:
-            result = call()
+        with alone, refusing, drawing(self.seed, step, microbatch, name, audit.no_checkpoint) as mode:
+            result = _run_watched(key[0], audit, call) if _autocast_is_on() else _run_within(audit, call)
         if _cuda_states() != before:
             raise ConfigError(f"{_wrong(name, 'an extension that torch does not see')}; set its dropout to 0")
         known = self._known.get(key)
@@ -276,6 +275,44 @@ class RandomState:
                 "0, or do not compile it"
             )
         return result
+
+
+def _run_within(audit: Audit, call: Callable[[], T]) -> T:
+    with audit:
+        return call()
+
+
+def _run_watched(layer: object, audit: Audit, call: Callable[[], T]) -> T:
+    """Run a layer under autocast, where the mode would change what it computes.
+
+    What an operator calls within a dispatch mode is not cast any more, such as the multiplications in ``nn.Bilinear``. So it
+    is the default generators that are watched. If they move, the layer runs again within the audit, whose refusal names
+    the operator; where there is none, another thread of the program has drawn.
+    """
+    before = _default_states()
+    result = call()
+    if _default_states() != before:
+        parts = list(layer.modules()) if isinstance(layer, nn.Module) else []
+        kept = [dict(part._buffers) for part in parts]
+        try:
+            # The buffers themselves may have been saved for the backward, which forbids to write to them.
+            for part in parts:
+                part._buffers.update({n: None if b is None else b.clone() for n, b in part._buffers.items()})
+            with torch.no_grad():
+                _run_within(audit, call)
+        finally:
+            for part, buffers in zip(parts, kept, strict=True):
+                part._buffers.clear()
+                part._buffers.update(buffers)
+    return result
+
+
+def _autocast_is_on() -> bool:
+    return torch.is_autocast_enabled("cpu") or (_cuda_in_use() and torch.is_autocast_enabled("cuda"))
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _warn_of_late_draws(name: str) -> None:
