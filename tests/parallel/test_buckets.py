@@ -200,6 +200,10 @@ def split_backwards(reducer, spread: bool):
     net = model()
     stages = [Stage(0, StageModule([Layer("0", lambda: net[:2])]))]
     stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss))
+    x, y = share(0, ROWS, reducer.rank, 2)  # a first microbatch, which checks that the backwards can be split
+    middle = stages[0].forward(0, (Parcel((x,)),), split=True)
+    stages[1].forward_with_loss(0, middle, Ends(y, Share()), split=True)
+    stages[0].backward(0, stages[1].backward(0, None))
     buckets = GradientBuckets(net, reducer, **SMALL)
     buckets.attach()
     for n in range(2):
