@@ -93,7 +93,7 @@ class Boom(nn.Module):
 
     def __init__(self, other: Stuck) -> None:
         super().__init__()
-        self.other, self.armed = other, True
+        self.other, self.armed = [other], True  # in a list: no part of this layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.armed:

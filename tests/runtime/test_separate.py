@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -174,6 +175,14 @@ def test_a_changing_buffer_of_a_part_that_two_layers_use_is_refused_by_name():
         pytest.raises(StageError, match=r"changes buffer \d\.(part|again)\.running_mean"),
     ):
         pipe.step(*batch())
+
+
+def test_a_module_that_cannot_be_copied_is_refused_by_name():
+    part = nn.Linear(WIDTH, WIDTH)
+    part.lock = threading.Lock()
+    net = nn.Sequential(part, nn.Tanh(), part, nn.Tanh())
+    with pytest.raises(ConfigError, match=r"a Linear is to have copies, .* and cannot be copied"):
+        Pipeline(net, F.mse_loss, microbatches=M, ranks=2)
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from penstock.runtime.aliases import require_no_late_hook
 from penstock.schedule.placement import Placement
 from penstock.stage.isolation import Isolation
@@ -44,7 +45,14 @@ def _alias(module: M, memo: dict[int, Any]) -> M:
         for value in vars(part).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach())
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"a {type(module).__name__} is to have copies, for several ranks or replicas that are threads, and cannot be "
+            f"copied ({error}); keep its places on one rank (split=...), keep what cannot be copied out of it, or run one "
+            "process a rank (torchrun)"
+        ) from error
 
 
 class Separated:
