@@ -232,11 +232,7 @@ class Pipeline:
         return self._run(True, x, y, outputs, input_grads, named)
 
     def evaluate(self, x: object, y: object = None, *, outputs: bool = False, **named: object) -> StepResult:
-        """Forward only, in eval mode and without gradients; modes are as before afterwards.
-
-        Args:
-            x, y, outputs, named: as for `step`; without `y` there is no loss.
-        """
+        """Forward only, in eval mode and without gradients. Arguments as for `step`; without `y` there is no loss."""
         self._require_open()
         self._engine.follow_modules()
         modes = [(module, module.training) for part in self._modules() for module in part.modules()]
