@@ -278,3 +278,13 @@ def test_under_autocast_a_draw_of_another_thread_is_no_fault_of_the_layer():
         found.sum().backward()
         assert torch.equal(found, twin(X))
     assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
+
+
+def test_a_microbatch_without_rows_does_not_show_that_a_layer_draws_nothing():
+    layer = nn.Dropout(0.5)
+    state = RandomState(0)
+    x = torch.ones(4, 8)
+    want = RandomState(0).run("layer", layer, 0, 1, lambda: layer(x))
+    state.run("layer", layer, 0, 0, lambda: layer(x[:0]))
+    assert not state.quiet(layer, 0)
+    assert torch.equal(state.run("layer", layer, 0, 1, lambda: layer(x)), want)

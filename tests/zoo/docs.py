@@ -16,6 +16,7 @@ WHERE = {
     "recompute": " (with recompute)",
     "split": " (where the model is cut there)",
     "copies": " (with copies)",
+    "copies or recompute": " (with copies or recompute)",
     "recompute or threads": " (with recompute, and where ranks are threads and two are in it at once)",
 }
 

@@ -74,6 +74,8 @@ class Ties:
     def undo(self) -> None:
         """Give the modules their own parameters back: what was one parameter is one again."""
         for module, name, before in reversed(self._replaced):
+            owner, inner = module.find(name)
+            before.data = getattr(owner, inner).data  # where the model was converted meanwhile, this was not
             set_parameter(module, name, before)
         self._replaced.clear()
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 from penstock.errors import ConfigError
 from penstock.stage.drawing import drawing
 from penstock.stage.seeds import seed_of
+from penstock.stage.values import leaves_of
 
 T = TypeVar("T")
 
@@ -259,6 +260,8 @@ class RandomState:
             result = _run_watched(key[0], audit, call) if _autocast_is_on() else _run_within(audit, call)
         if _cuda_states() != before:
             raise ConfigError(f"{_wrong(name, 'an extension that torch does not see')}; set its dropout to 0")
+        if not mode.drew and any(isinstance(x, Tensor) and x.numel() == 0 for x in leaves_of(result)):
+            return result  # a microbatch without rows shows nothing: the next one is audited as well
         known = self._known.get(key)
         if mode.drew and known is not None and not known.draws and known.settings == settings:
             _warn_of_late_draws(name)

@@ -69,7 +69,7 @@ def require_same(first: Advanced, again: Advanced, layers: Sequence[str]) -> Non
 
 
 def _numbers(found: Advanced) -> list[Tensor]:
-    leaves = [leaf for parcel in found.parcels for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+    leaves = [x for parcel in found.parcels for x in parcel.leaves if isinstance(x, Tensor) and x.numel()]
     if found.report is not None and found.report.loss is not None:
         leaves.append(found.report.loss)
     return leaves

@@ -50,7 +50,11 @@ def embedding_negative_padding():
     return Looked(nn.Embedding(COUNT, WIDTH, padding_idx=-2, scale_grad_by_freq=True))
 
 
-@kind(writes=True, refused=r"the forward writes into parameter", when="copies")
+@kind(
+    writes=True,
+    refused=r"the forward writes into parameter|returns something else",
+    when="copies or recompute",
+)
 def embedding_max_norm():
     """nn.Embedding with max_norm, which writes into its weight in the forward"""
     return Looked(nn.Embedding(COUNT, WIDTH, max_norm=1.0))
