@@ -33,11 +33,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file as `replacing` does.
+    """Write a file as `replacing` does. A link is followed; a device or a pipe is written to and stays what it is.
 
     Raises:
         OSError: the disk did not take it; an earlier file is as it was.
     """
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():
+        with path.open("wb") as there:
+            there.write(data)
+        return
     with replacing(path) as unfinished:
         unfinished.write_bytes(data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,14 @@ def test_auto_starts_a_run_and_goes_on_with_it(tmp_path: Path):
     folder = tmp_path / "runs" / "auto"
     assert f"going on from {folder / 'checkpoints' / 'step-00000004'}" in said
     assert [line["step"] for line in metrics(folder) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path: Path, straight: Path):
+    shutil.rmtree(straight / "checkpoints")
+    before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="is finished and has no checkpoint to go on from"):
+        run(config_of(tmp_path, tmp_path / "text", "straight", 6, "auto", optim={"lr": 1e-3}))
+    assert before == {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
 
 
 def test_a_damaged_checkpoint_is_told_and_set_aside(tmp_path: Path, straight: Path):

@@ -99,6 +99,11 @@ class Keeper:
         if newest is None:
             if train.resume != AUTO:
                 raise ConfigError(f"the run {self._run} has no checkpoint to go on from")
+            if self._fleet.decide(lambda: is_finished(self._run)):
+                raise ConfigError(
+                    f"the run {self._run} is finished and has no checkpoint to go on from; give another train.name, or "
+                    "delete the folder to train it again"
+                )
             self._reporter.say("no checkpoint to go on from: the run starts at its first step")
             self._fleet.decide(lambda: keep_config(self._run, self._config))
             return Standing()
