@@ -195,7 +195,7 @@ def processes(
     }
     started = [
         subprocess.Popen(
-            command, env=inherited | {"OMP_NUM_THREADS": "1"} | one, cwd=ROOT, text=True,
+            command, env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | one, cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for one in environments
