@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+from enum import IntEnum
 
-from penstock.stage.values import slices
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import StageShapeError
+from penstock.runtime.pipeline import Pipeline
+from penstock.stage.values import pack, slices
+
+
+class Mode(IntEnum):
+    FAST = 1
+
+
+class Text(str):
+    __slots__ = ()
 
 
 def test_every_microbatch_is_on_the_device_that_is_asked_for():
@@ -21,3 +36,39 @@ def test_without_a_device_the_microbatches_are_views_of_the_batch():
     assert rows == [2, 2]
     assert first.data_ptr() == x.data_ptr()
     assert torch.equal(second, x[2:])
+
+
+SUBCLASSES = [np.float64(0.5), Mode.FAST, Text("a"), np.str_("b")]
+
+
+@pytest.mark.parametrize("value", SUBCLASSES)
+def test_plain_values_of_subclasses_are_refused_where_they_travel(value: object):
+    with pytest.raises(
+        StageShapeError, match=rf"of the type \w[\w.]*{type(value).__name__} .* hand over \w+\(value\)"
+    ):
+        pack((torch.ones(1), value))
+    assert pack((torch.ones(1), value), travels=False)[0].leaves[1] is value
+
+
+class Scaled(nn.Linear):
+    """Hands on, and takes, a number beside its value."""
+
+    def forward(self, given: Tensor | tuple[Tensor, np.float64]) -> tuple[Tensor, np.float64]:
+        x, scale = given if isinstance(given, tuple) else (given, np.float64(0.5))
+        return super().forward(x) * float(scale), scale
+
+
+def test_they_may_go_from_layer_to_layer_of_one_stage_and_not_from_stage_to_stage():
+    net = nn.Sequential(*[Scaled(4, 4) for _ in range(4)])
+    x = torch.randn(4, 4)
+    for recompute in ("none", "full"):
+        for ranks in (1, 2):
+            with Pipeline(
+                net, lambda y, _: y[0].mean(), microbatches=2, ranks=ranks, recompute=recompute
+            ) as pipe:
+                if ranks == 1:
+                    pipe.step(x, x)
+                    continue
+                with pytest.raises(StageShapeError, match=r"numpy\.float64 .* plain float"):
+                    pipe.step(x, x)
+                assert pipe.steps == 0

@@ -224,7 +224,7 @@ class Runner:
         if context.named:
             context.require_unwritten()
         if segment.stop < len(self.module.layers):
-            parcel, roots = pack(Carried(value, context.named, context.losses))
+            parcel, roots = pack(Carried(value, context.named, context.losses), travels=False)
             return Advanced((parcel,), roots, None)
         if self.loss_fn is None:
             return self._hand_on(value, context)

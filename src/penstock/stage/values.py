@@ -45,8 +45,8 @@ def pack(value: object, *, travels: bool = True) -> tuple[Parcel, tuple[Tensor, 
         travels: whether it is to be handed over, so that its containers must be such as another process can make.
 
     Raises:
-        StageShapeError: a leaf is neither a tensor nor None, bool, int, float or str; or it is in a container that another
-            process could not put together.
+        StageShapeError: a leaf is neither a tensor nor None, bool, int, float or str (of a subclass, if it travels); or it
+            is in a container that another process could not put together.
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
@@ -60,6 +60,8 @@ def pack(value: object, *, travels: bool = True) -> tuple[Parcel, tuple[Tensor, 
                 "tensors, None, bool, int, float and str in tuples, lists, dicts, named tuples and dataclasses that are "
                 "registered (torch.export.register_dataclass)"
             )
+        if travels and not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
+            raise _subclass(leaf)
     if travels:
         require_portable(structure)
     roots = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
@@ -106,6 +108,15 @@ def _strides(tensor: Tensor) -> object:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.layout
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _subclass(leaf: object) -> StageShapeError:
+    kind = type(leaf)
+    base = next(base for base in kind.__mro__ if base in PLAIN).__name__
+    return StageShapeError(
+        f"a stage returned {leaf!r:.80} of the type {kind.__module__}.{kind.__qualname__} among its outputs, which would "
+        f"be a plain {base} in another process; hand over {base}(value), or a tensor"
+    )
 
 
 def unpack(
