@@ -242,6 +242,7 @@ def test_a_tied_hugging_face_model_whose_matrices_are_cut(
         schedule={"name": schedule},
         parallel=parallel,
         train={"steps": STEPS},
+        optim={"lr": 0.004},  # to see it learn; with model.path the default is that of fine-tuning
         runtime={"threads": 1},
     )
     processes.run(4, in_a_process, config)

@@ -328,8 +328,8 @@ def agreed(world: World | None, job: Callable[[], T]) -> T:
     if world is not None:
         texts = world.exchange(None if refusal is None else str(refusal))
         told = next((text for text in texts if text is not None), None)
-        if told is not None and refusal is None:
-            raise ConfigError(told)
+        if told is not None:  # the same words on every rank
+            raise (ConfigError if refusal is None else type(refusal))(told) from refusal
     if refusal is not None:
         raise refusal
     return result
