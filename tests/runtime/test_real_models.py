@@ -344,8 +344,8 @@ def test_tied_weights_stay_one_in_threads(name, p, declared):
 def test_tied_weights_stay_one_in_processes(processes: LocalProcesses, name, declared):
     told = processes.run(2, train_tied, name, 2, declared)
     want, want_norms = plain_tied()
-    # Every process that holds it has it under its first name, so that each one's own state loads again.
-    assert [n for _, _, _, state in told for n in state].count("0.weight") == 2
+    # Every process that holds it has it under its first name, so that each one's own state loads again; with zb-v one does.
+    assert [n for _, _, _, state in told for n in state].count("0.weight") == (1 if name == "zb-v" else 2)
     for names, weights, norms, _ in told:
         torch.testing.assert_close(norms, want_norms)
         for key in names:
