@@ -112,6 +112,8 @@ class Executor:
                     self.shared.begin()
                 for words[ROW], op in self._ops:
                     op()
+                for stage in self.stages.values() if self.trains else ():
+                    stage.end()
                 words[ROW] = END
                 if self.shared is not None:
                     self.shared.finish()

@@ -105,6 +105,15 @@ class Stage:
             self._saved_bytes.clear()
             self._waiting_bytes = None
 
+    def end(self) -> None:
+        """End a step, whose ops have all run.
+
+        Raises:
+            PenstockError: a forward changed what other ranks or replicas have copies of.
+        """
+        if not self.module.before:  # which fills in the parameters' values during the step (ZeRO)
+            self.isolation.require_constant()
+
     def forward(self, microbatch: int, inputs: Parcels, split: bool = False, drop: bool = False) -> Parcels:
         """Run the layers on a microbatch, keep what its backward needs, and return the output.
 
@@ -314,8 +323,6 @@ class Stage:
         if self._first:
             self._runner.in_place.decide()
             self._first = False
-        if not self.module.before:  # which fills in the parameters' values during the step (ZeRO)
-            self.isolation.require_constant()
         if check is not None and queue is not None:
             self.split_checks.end(queue)
         self.held_bytes -= self._saved_bytes.get((queue is not None, drop), 0)
