@@ -35,7 +35,7 @@ def test_zero_is_the_whole_optimizer_with_its_share_of_the_bytes(eight: LocalPro
 
 
 def tied(rank: int, zero: bool) -> torch.Tensor:
-    with Pipeline(model(), loss_fn, microbatches=2, mesh=MeshShape(2, 3, 1), timeout=60) as pipe:
+    with Pipeline(model(), loss_fn, microbatches=2, mesh=MeshShape(2, 3, 1), timeout=300) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, clip=0.5, zero=zero)
         for n in range(3):
             pipe.step(*(torch.cat(parts) for parts in zip(batch(n), batch(n + 9), strict=True)))

@@ -156,10 +156,10 @@ def test_many_ranks_keep_the_page_short():
 
 def test_the_command_runs_and_ends_with_code_2_for_bad_input():
     line = [sys.executable, "-m", "penstock", "simulate", "1f1b", "-p", "2"]
-    bad = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    bad = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert (bad.returncode, bad.stderr) == (2, "penstock: 1f1b is a family, and --microbatches is missing\n")
     good = subprocess.run(
-        [*line, "-m", "3", "--json"], capture_output=True, text=True, timeout=60, check=True
+        [*line, "-m", "3", "--json"], capture_output=True, text=True, timeout=300, check=True
     )
     assert json.loads(good.stdout)["makespan"] == 12
 

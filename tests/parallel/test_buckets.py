@@ -59,7 +59,7 @@ def test_threads_get_the_sum_in_the_order_of_replicas_bit_for_bit(size):
 def train_in_a_group(rank: int, size: int, blocking: bool) -> dict[str, torch.Tensor]:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    buckets = GradientBuckets(net, GroupReducer(blocking=blocking, timeout=30.0), **SMALL)
+    buckets = GradientBuckets(net, GroupReducer(blocking=blocking, timeout=300), **SMALL)
     buckets.attach()
     for n in range(20):
         loss_of(net, *share(n, ROWS, rank, size)).backward()
@@ -454,7 +454,7 @@ def test_a_replica_that_fails_tells_the_others_and_nobody_waits(how, kind, words
 
 def step_after_failure(rank: int) -> tuple[str, dict[str, torch.Tensor]]:
     net = model()
-    buckets = GradientBuckets(net, GroupReducer(timeout=30.0), **SMALL)
+    buckets = GradientBuckets(net, GroupReducer(timeout=300), **SMALL)
     buckets.attach()
     try:
         with buckets.step():
@@ -587,7 +587,7 @@ def leaves_out_a_step(rank: int) -> str:
 
 
 def test_a_process_that_leaves_out_a_step_leaves_nobody_waiting(processes: LocalProcesses):
-    said, nothing = processes.run(2, leaves_out_a_step, timeout=30)
+    said, nothing = processes.run(2, leaves_out_a_step, timeout=300)
     assert "left out a step" in said or "connection to another replica broke" in said
     assert nothing == ""
 

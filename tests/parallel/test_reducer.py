@@ -12,7 +12,7 @@ from penstock.runtime.local import LocalProcesses
 
 
 def broken(rank: int, blocking: bool) -> list[str]:
-    reducer = GroupReducer(timeout=20.0, blocking=blocking)
+    reducer = GroupReducer(timeout=300, blocking=blocking)
     reducer.start(torch.ones(4)).wait()
     if rank == 1:
         dist.destroy_process_group()

@@ -131,7 +131,7 @@ def cut_hugging_face(rank: int, families: list[str]):
 
 def test_hugging_face_models_cut_in_two_compute_the_same(processes: LocalProcesses):
     pytest.importorskip("transformers")
-    for results in processes.run(2, cut_hugging_face, list(HF), timeout=240):
+    for results in processes.run(2, cut_hugging_face, list(HF), timeout=600):
         for family, (loss, cut, found) in zip(HF, results, strict=True):
             net = hugging_face(family)
             x, y = tokens()
@@ -147,7 +147,7 @@ def train_dp_and_tp(rank: int, sequence: bool):
     net = built_in()
     tensor_parallel(named(net), mesh.axis("tp"), sequence=sequence)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    buckets = GradientBuckets(net, GroupReducer(mesh.group("dp"), timeout=60.0), bucket_bytes=2000)
+    buckets = GradientBuckets(net, GroupReducer(mesh.group("dp"), timeout=300), bucket_bytes=2000)
     buckets.attach()
     x, y = tokens()
     rows = replica_rows(4, 2, mesh.coordinate("dp"))
@@ -168,7 +168,7 @@ def train_dp_and_tp(rank: int, sequence: bool):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_buckets_reduce_what_is_cut_and_replicas_stay_bit_identical(processes: LocalProcesses, sequence):
-    results = processes.run(4, train_dp_and_tp, sequence, timeout=240)
+    results = processes.run(4, train_dp_and_tp, sequence, timeout=600)
     net = built_in()
     x, y = tokens()
     next_token_loss(net(x), y).backward()

@@ -79,7 +79,7 @@ def test_threads_take_the_steps_of_the_whole_optimizer_bit_for_bit(kind, size, o
 def train_in_a_group(rank: int, size: int):
     net = model()
     optimizer = ShardedOptimizer(
-        net, torch.optim.AdamW, GroupReducer(timeout=30.0), layers=list(net), **SMALL, **KINDS["AdamW"][1]
+        net, torch.optim.AdamW, GroupReducer(timeout=300), layers=list(net), **SMALL, **KINDS["AdamW"][1]
     )
     train(optimizer, net, 20)
     return weights(net), optimizer.state_dict()

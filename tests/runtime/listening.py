@@ -13,7 +13,7 @@ from tests.runtime import plain
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with penstock.Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, timeout=30) as pipe:
+    with penstock.Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, timeout=300) as pipe:
         result = pipe.step(*plain.batch(0, 8))
         line = f"rank {pipe.rank} of {pipe.ranks}: {result.loss.item()!r} on {sorted(listening())}\n"
         os.write(1, line.encode())

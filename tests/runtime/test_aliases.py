@@ -39,7 +39,7 @@ def batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def pipeline(net: nn.Module, schedule: str, dp: int = 1) -> Pipeline:
     mesh = MeshShape(2, dp, 1)
-    return Pipeline(net, F.mse_loss, microbatches=M // dp, schedule=schedule, mesh=mesh, timeout=60)
+    return Pipeline(net, F.mse_loss, microbatches=M // dp, schedule=schedule, mesh=mesh, timeout=300)
 
 
 def plain_step(net: nn.Module, x: Tensor, y: Tensor) -> None:

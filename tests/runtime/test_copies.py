@@ -65,7 +65,7 @@ def train_plainly(net: nn.Module, frozen_after: int, order: list[int]) -> Tensor
 def trained(rank: int, schedule: str, mesh: MeshShape, momentum: float | None, frozen_after: int):
     net = model(momentum)
     with Pipeline(
-        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=60, check_replicas=1
+        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, check_replicas=1
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for step in range(STEPS):
@@ -101,7 +101,7 @@ def test_copies_of_batch_norm_in_processes(processes: LocalProcesses):
 
 def test_one_copy_has_the_very_buffers_of_plain_pytorch():
     net, other = model(), model()
-    with Pipeline(net, loss_of, microbatches=M, ranks=2, timeout=30) as pipe:
+    with Pipeline(net, loss_of, microbatches=M, ranks=2, timeout=300) as pipe:
         pipe.step(*batch(0))
         x, y = batch(0)
         for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
@@ -130,7 +130,7 @@ def own_buffers(rank: int, schedule: str, mesh: MeshShape, rule: str, persistent
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mean(persistent), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     with Pipeline(
-        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=60, buffers=rule,
+        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, buffers=rule,
         check_replicas=1,
     ) as pipe:  # fmt: skip
         try:
@@ -169,7 +169,7 @@ def test_after_a_failed_step_buffers_are_as_before_it_and_a_loaded_state_is_that
     for schedule, mesh in (DUALPIPE, REPLICAS):
         net = model()
         with Pipeline(
-            net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=30
+            net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300
         ) as pipe:
             pipe.step(*batch(0))
             state = {name: value.clone() for name, value in pipe.state_dict().items()}
@@ -199,7 +199,7 @@ def damage(
     """One process changes a parameter or a buffer of its own; the check comes every second step."""
     net = model()
     with Pipeline(
-        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=60, check_replicas=2
+        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, check_replicas=2
     ) as pipe:
         from penstock.runtime.optimizer import PipelineOptimizer
 
@@ -241,7 +241,7 @@ def test_threads_whose_copies_come_apart_stop_with_the_name():
             microbatches=M // mesh.dp,
             schedule=schedule,
             mesh=mesh,
-            timeout=30,
+            timeout=300,
             check_replicas=2,
         ) as pipe:
             for step in range(2):
@@ -273,7 +273,12 @@ def cut(rank: int, alone: int) -> tuple[str, str]:
     config = ModelConfig(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hidden=32)
     tokens = torch.randint(0, 32, (8, 9), generator=torch.Generator().manual_seed(0))
     with Pipeline(
-        layers(config), next_token_loss, microbatches=2, mesh=MeshShape(1, 2, 2), timeout=60, check_replicas=1
+        layers(config),
+        next_token_loss,
+        microbatches=2,
+        mesh=MeshShape(1, 2, 2),
+        timeout=300,
+        check_replicas=1,
     ) as pipe:
         pipe.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         name, parameter = list(pipe.named_parameters())[2]
@@ -298,7 +303,7 @@ def renormalising(rank: int, mesh: MeshShape | None, schedule: str) -> str:
     net = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4))
     ranks = None if mesh is not None else 2
     with Pipeline(
-        net, nn.functional.mse_loss, microbatches=4, schedule=schedule, mesh=mesh, ranks=ranks, timeout=30
+        net, nn.functional.mse_loss, microbatches=4, schedule=schedule, mesh=mesh, ranks=ranks, timeout=300
     ) as pipe:
         batch = 4 * (mesh.dp if mesh is not None else 1)
         with pytest.raises(PenstockError) as refused:

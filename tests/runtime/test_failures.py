@@ -86,7 +86,7 @@ def test_a_layer_that_raises_in_a_thread_reaches_the_caller_with_its_own_traceba
 def fail_in_process(rank: int, stage: int, backward: bool) -> tuple[str, torch.Tensor]:
     torch.set_num_threads(1)
     net, bomb = failing(stage, 2, backward)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4, timeout=20) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, ranks=4, timeout=300) as pipe:
         try:
             pipe.step(*plain.batch(0, 8))
         except PenstockError as error:
@@ -111,7 +111,7 @@ def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(
 
 def each_rank_has_its_end_of_the_batch(rank: int) -> list[str]:
     texts = []
-    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=20) as pipe:
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
         for rows_in, rows_out in ((3, 8), (7, 8), (7, 7)):
             x, y = plain.batch(0, rows_in)[0], plain.batch(0, rows_out)[1]
             try:
@@ -135,7 +135,7 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank_and_the_next_one_run
 
 
 def dies(rank: int) -> str:
-    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=30) as pipe:
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
         pipe.step(*plain.batch(0, 8))
         if rank == 1:
             import os

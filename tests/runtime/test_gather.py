@@ -49,7 +49,7 @@ def first_of_two(rank: int):
     torch.set_num_threads(1)
     mesh = MeshShape(RANKS, 2, 1)
     with Pipeline(
-        plain.model(8), nn.functional.mse_loss, microbatches=MICROBATCHES, mesh=mesh, timeout=60
+        plain.model(8), nn.functional.mse_loss, microbatches=MICROBATCHES, mesh=mesh, timeout=300
     ) as pipe:
         pipe.step(*plain.batch(0, 4 * MICROBATCHES))
         trace = pipe.gather_trace() if pipe.is_first else None

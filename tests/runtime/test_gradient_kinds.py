@@ -44,7 +44,7 @@ def test_sparse_gradients_of_a_single_copy_have_the_bits_of_plain_pytorch(schedu
         net[1].requires_grad_(False)
         other[1].requires_grad_(False)
     with Pipeline(
-        net, nn.functional.mse_loss, microbatches=M, schedule=schedule, ranks=2, timeout=30
+        net, nn.functional.mse_loss, microbatches=M, schedule=schedule, ranks=2, timeout=300
     ) as pipe:
         optimizers = [
             kind([p for p in module.parameters() if p.requires_grad], lr=0.1) for module in (net, other)
@@ -65,7 +65,7 @@ def test_sparse_gradients_of_a_single_copy_have_the_bits_of_plain_pytorch(schedu
 
 def test_sparse_gradients_are_clipped_scaled_and_looked_at_as_dense_ones_are():
     net, other = sparse(), sparse(False)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=M, ranks=2, timeout=30) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=M, ranks=2, timeout=300) as pipe:
         optimizer = PipelineOptimizer(
             pipe, torch.optim.SGD, lr=0.1, clip=0.01, scaler=GradScaler(init_scale=8.0)
         )
@@ -91,7 +91,7 @@ def test_sparse_gradients_are_clipped_scaled_and_looked_at_as_dense_ones_are():
 def test_a_sparse_gradient_that_is_not_finite_is_refused():
     net = sparse()
     net[0].weight.register_hook(lambda grad: grad * float("inf"))
-    with Pipeline(net, nn.functional.mse_loss, microbatches=M, ranks=2, timeout=30) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=M, ranks=2, timeout=300) as pipe:
         with pytest.raises(NonFiniteError, match="a weight of stage 0 is NaN or infinite"):
             pipe.step(*words(0))
         assert pipe.steps == 0
@@ -103,7 +103,7 @@ def copies_refuse(rank: int, schedule: str, mesh: MeshShape, tied: bool) -> str:
         net = nn.Sequential(*net[:2], nn.Linear(WIDTH, 20, bias=False))
         net[2].weight = net[0].weight
     loss = (lambda out, y: out.square().mean()) if tied else nn.functional.mse_loss
-    with Pipeline(net, loss, microbatches=M, schedule=schedule, mesh=mesh, timeout=60) as pipe:
+    with Pipeline(net, loss, microbatches=M, schedule=schedule, mesh=mesh, timeout=300) as pipe:
         with pytest.raises(PenstockError) as caught:
             pipe.step(*(torch.cat([v, v]) for v in words(0)))
         assert pipe.steps == 0
@@ -155,7 +155,7 @@ def test_complex_gradients_are_checked_in_both_parts(schedule, bad):
     x, y = torch.randn(2 * M, WIDTH, generator=generator), torch.randn(2 * M, WIDTH, generator=generator)
     if bad is not None:
         net[bad].weight.register_hook(lambda grad: torch.complex(grad.real, grad.imag * float("inf")))
-    with Pipeline(net, size_loss, microbatches=M, ranks=3, schedule=schedule, timeout=30) as pipe:
+    with Pipeline(net, size_loss, microbatches=M, ranks=3, schedule=schedule, timeout=300) as pipe:
         if bad is not None:
             with pytest.raises(NonFiniteError, match=f"a weight of stage {bad} is NaN or infinite"):
                 pipe.step(x, y)
@@ -189,7 +189,7 @@ class Bad(nn.Module):
 def test_a_complex_gradient_that_a_stage_hands_back_is_checked_in_both_parts():
     net = nn.Sequential(Spectrum(), nn.Sequential(Bad(), Spectrum()))
     with (
-        Pipeline(net, size_loss, microbatches=M, ranks=2, timeout=30) as pipe,
+        Pipeline(net, size_loss, microbatches=M, ranks=2, timeout=300) as pipe,
         pytest.raises(NonFiniteError, match="the gradient that stage 1 handed back for microbatch 0"),
     ):
         pipe.step(torch.randn(2 * M, WIDTH), torch.randn(2 * M, WIDTH))
@@ -198,7 +198,7 @@ def test_a_complex_gradient_that_a_stage_hands_back_is_checked_in_both_parts():
 def test_numbers_that_only_float64_has_are_finite():
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
     with Pipeline(
-        net, lambda out, y: (out * 1e60).square().mean(), microbatches=M, ranks=2, timeout=30
+        net, lambda out, y: (out * 1e60).square().mean(), microbatches=M, ranks=2, timeout=300
     ) as pipe:
         result = pipe.step(torch.randn(M, WIDTH, dtype=torch.float64), torch.randn(M, WIDTH))
         assert result.losses.dtype == torch.float64

@@ -28,6 +28,13 @@ class Stuck(nn.Module):
         return x
 
 
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """What torch imports in a first step takes longer than the limits here."""
+    with Pipeline(plain.model(2), nn.functional.mse_loss, ranks=2, microbatches=2) as pipe:
+        pipe.step(*plain.batch(0, 4))
+
+
 @pytest.fixture
 def stuck() -> Iterator[list[Stuck]]:
     """One for each of two ranks; let go in the end, so that no thread stays behind."""

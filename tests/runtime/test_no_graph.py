@@ -79,7 +79,7 @@ def refused(rank: int, where: str) -> list[str]:
     net = head_frozen_behind_a_cut() if where == "layer" else plain.model(4)
     loss = detached if where == "loss" else nn.functional.mse_loss
     texts = []
-    with Pipeline(net, loss, microbatches=4, ranks=4, timeout=20) as pipe:
+    with Pipeline(net, loss, microbatches=4, ranks=4, timeout=300) as pipe:
         for _ in range(2):
             try:
                 pipe.step(*plain.batch(0, 8))
@@ -126,7 +126,7 @@ def test_of_two_replicas_one_may_be_without_a_graph(constant, refuses):
 
 def of_processes(rank: int, constant: list[int]) -> str:
     with Pipeline(
-        plain.model(2), Constant(constant), microbatches=2, mesh=MeshShape(pp=2, dp=2), timeout=20
+        plain.model(2), Constant(constant), microbatches=2, mesh=MeshShape(pp=2, dp=2), timeout=300
     ) as pipe:
         try:
             pipe.step(*numbered(4))

@@ -300,7 +300,7 @@ def tokens(step: int) -> tuple[Tensor, Tensor]:
 
 def train_tied(rank: int, name: str, p: int, declared: bool, steps: int = 3) -> tuple:
     model = tied_factories() if declared else tied_model()
-    with Pipeline(model, next_tokens, ranks=p, microbatches=M, schedule=name, timeout=60) as pipe:
+    with Pipeline(model, next_tokens, ranks=p, microbatches=M, schedule=name, timeout=300) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         norms = []
         for step in range(steps):
@@ -451,7 +451,7 @@ def step_spoilt(rank: int, forward: bool) -> list[tuple[str, int, int]]:
     x, y = data(ROWS * M)
     x[2 * ROWS, 0] = 7.0  # of microbatch 2
     found = []
-    with Pipeline(spoilt(forward), F.mse_loss, ranks=2, microbatches=M, timeout=30) as pipe:
+    with Pipeline(spoilt(forward), F.mse_loss, ranks=2, microbatches=M, timeout=300) as pipe:
         for _ in range(2):
             try:
                 pipe.step(x, y, input_grads=True)
@@ -481,7 +481,7 @@ def test_nan_is_refused_on_every_rank_with_stage_and_microbatch(processes: Local
 def skip_in_process(rank: int, name: str) -> tuple:
     net = skipping()
     x, y = data(ROWS * M)
-    with Pipeline(net, F.mse_loss, ranks=4, microbatches=M, schedule=name, timeout=60) as pipe:
+    with Pipeline(net, F.mse_loss, ranks=4, microbatches=M, schedule=name, timeout=300) as pipe:
         first, last = pipe.holds_first, pipe.holds_last
         for _ in range(2):
             result = pipe.step(x if first else None, y if last else None)

@@ -64,7 +64,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def train(rank: int, options: dict, steps: int = 3) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses of all steps, and the weights and buffers at the end."""
     losses = []
-    with Pipeline(model(), F.mse_loss, microbatches=M, seed=5, timeout=60, **options) as pipe:
+    with Pipeline(model(), F.mse_loss, microbatches=M, seed=5, timeout=300, **options) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for step in range(steps):
             losses.append(pipe.step(*batch(step)).losses)

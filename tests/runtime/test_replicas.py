@@ -96,7 +96,7 @@ def uneven(rank: int) -> tuple:
     mesh = MeshShape(1, 2, 1)
     x, y = plain.batch(0, 7)
     net = plain.model(2)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, timeout=60) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, timeout=300) as pipe:
         pipe.reduce_gradients = False
         pipe.step(x, y)
         before = {n: p.grad.clone() for n, p in net.named_parameters()}
@@ -138,7 +138,7 @@ def fails_on_one(rank: int, mark: float) -> tuple[str, str]:
     net = nn.Sequential(Tired(), nn.Linear(plain.WIDTH, plain.WIDTH))
     mesh = MeshShape(2, 2, 1)
     x, y = plain.batch(0, 8)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, timeout=30) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, timeout=300) as pipe:
         pipe.step(x, y)
         marked = x.clone()
         marked[5, 0] = mark  # in the second replica's first microbatch
@@ -172,7 +172,7 @@ def dropout(rank: int, mesh: MeshShape | None, microbatches: int):
     torch.manual_seed(0)
     for p in net.parameters():
         nn.init.normal_(p)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=microbatches, mesh=mesh, timeout=60) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=microbatches, mesh=mesh, timeout=300) as pipe:
         return pipe.step(*plain.batch(0, 8)).losses
 
 
@@ -189,7 +189,7 @@ def refused(rank: int) -> list[str]:
         {"mesh": MeshShape(1, 1, 2), "family": "penstok"},
     ):
         try:
-            Pipeline(layers(CONFIG), next_token_loss, microbatches=2, timeout=30, **options)
+            Pipeline(layers(CONFIG), next_token_loss, microbatches=2, timeout=300, **options)
         except ConfigError as error:
             found.append(str(error))
     return found
@@ -220,7 +220,7 @@ def test_replicas_may_be_threads(name, mesh):
 def test_replicas_as_threads_accumulate_whether_gradients_are_zeroed_or_dropped_and_reduced_or_not():
     net, other = plain.model(4), plain.model(4)
     x, y = plain.batch(0, 16)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=30) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=300) as pipe:
         for zero in (True, False):
             for reduces in (False, True, True):
                 pipe.reduce_gradients = reduces
@@ -244,7 +244,7 @@ def test_when_a_replica_of_threads_fails_the_next_step_is_sound():
     torch.manual_seed(0)
     net = nn.Sequential(Tired(), nn.Linear(plain.WIDTH, plain.WIDTH))
     x, y = plain.batch(0, 8)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=30) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=300) as pipe:
         first = pipe.step(x, y).loss
         marked = x.clone()
         marked[5, 0] = 7.0

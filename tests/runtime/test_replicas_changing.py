@@ -73,7 +73,7 @@ def trained(
     net = model(kind)
     told: list[dict[str, Tensor | None]] = []
     with Pipeline(
-        net, nn.functional.mse_loss, microbatches=2 * M // mesh.dp, schedule=schedule, mesh=mesh, timeout=60,
+        net, nn.functional.mse_loss, microbatches=2 * M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300,
         bucket_bytes=200,
     ) as pipe:  # fmt: skip
         optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, zero=zero)
@@ -152,7 +152,7 @@ def test_zero_freezes_and_refuses_to_unfreeze_what_it_did_not_divide(processes: 
 def thawed(rank: int, mesh: MeshShape) -> str:
     net = model()
     freeze(net, "1")
-    with Pipeline(net, nn.functional.mse_loss, microbatches=M, mesh=mesh, timeout=60) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=M, mesh=mesh, timeout=300) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, zero=True)
         pipe.step(*batch(0))
         optimizer.step()
@@ -166,7 +166,7 @@ def thawed(rank: int, mesh: MeshShape) -> str:
 def frozen_on_one(rank: int, mesh: MeshShape, schedule: str, alone: int) -> tuple[str, str]:
     net = model()
     with Pipeline(
-        net, nn.functional.mse_loss, microbatches=M, mesh=mesh, timeout=60, schedule=schedule
+        net, nn.functional.mse_loss, microbatches=M, mesh=mesh, timeout=300, schedule=schedule
     ) as pipe:
         pipe.step(*batch(0))
         if torch.distributed.get_rank() == alone:

@@ -39,7 +39,7 @@ def tokens(step: int) -> tuple[Tensor, Tensor]:
 def pipe_on(mesh: MeshShape | None, parts: Any = None, schedule: str = "1f1b", **options: Any) -> Pipeline:
     return Pipeline(
         parts or layers(CONFIG), next_token_loss, microbatches=M // (mesh.dp if mesh else 1), schedule=schedule,
-        mesh=mesh, ranks=None if mesh else 1, timeout=60, bucket_bytes=4000, **options,
+        mesh=mesh, ranks=None if mesh else 1, timeout=300, bucket_bytes=4000, **options,
     )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_a_tied_weight_stays_one(processes: LocalProcesses):
 
 def tied_and_divided(rank: int):
     with Pipeline(
-        tied_model(), words_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=60, bucket_bytes=512
+        tied_model(), words_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=300, bucket_bytes=512
     ) as pipe:
         optimizer = PipelineOptimizer(
             pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5, zero="overlap"
@@ -193,7 +193,7 @@ def pair(mesh: MeshShape | None) -> Pipeline:
     torch.manual_seed(0)
     net = nn.Sequential(Poisoned(), nn.Linear(plain.WIDTH, plain.WIDTH))
     ranks = None if mesh else 1
-    return Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, ranks=ranks, timeout=30)
+    return Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, ranks=ranks, timeout=300)
 
 
 def refused(rank: int) -> dict[str, str]:

@@ -27,7 +27,7 @@ def say(text: str) -> None:
 
 
 try:
-    with penstock.Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, timeout=30) as pipe:
+    with penstock.Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, timeout=300) as pipe:
         pipe.step(*plain.batch(0, 8))
         if not again:
             say(f"rank {pipe.rank} has stepped")

@@ -73,7 +73,7 @@ def model(how: str, frozen: bool = False) -> nn.Sequential:
 def steps(net: nn.Sequential, ranks: int, **options: object) -> list[torch.Tensor]:
     """Losses of two steps, gradients and the evaluation's loss."""
     found = []
-    with Pipeline(net, F.mse_loss, microbatches=4, ranks=ranks, timeout=20, **options) as pipe:
+    with Pipeline(net, F.mse_loss, microbatches=4, ranks=ranks, timeout=300, **options) as pipe:
         for n in range(2):
             x, y = plain.batch(n, 8)
             found.append(pipe.step(x, y).losses)

@@ -75,7 +75,7 @@ def trained(rank: int, name: str) -> Tensor | str:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kind = {**CONTAINERS, **{key: kind for key, (kind, _) in REFUSED.items()}}[name]
-    with Pipeline([Makes(kind), Takes(kind)], F.mse_loss, microbatches=2, ranks=2, timeout=20) as pipe:
+    with Pipeline([Makes(kind), Takes(kind)], F.mse_loss, microbatches=2, ranks=2, timeout=300) as pipe:
         try:
             return pipe.step(*plain.batch(0, 4)).losses
         except PenstockError as error:

@@ -96,7 +96,7 @@ def on_a_mesh(root: Path, **parallel: object) -> Config:
     return tiny(
         root,
         text_folder(root),
-        runtime={"threads": 1},
+        runtime={"threads": 1, "timeout": 300.0},
         parallel=parallel,
         train={"steps": STEPS},
     )
@@ -243,7 +243,7 @@ def test_a_tied_hugging_face_model_whose_matrices_are_cut(
         parallel=parallel,
         train={"steps": STEPS},
         optim={"lr": 0.004},  # to see it learn; with model.path the default is that of fine-tuning
-        runtime={"threads": 1},
+        runtime={"threads": 1, "timeout": 300.0},
     )
     processes.run(4, in_a_process, config)
     test_transformers_curve.assert_same_curve(config, falls_to=0.9)

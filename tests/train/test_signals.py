@@ -95,7 +95,7 @@ def test_before_the_first_step_a_signal_ends_it(number: signal.Signals):
         "    threading.Event().wait(60)",
     ]
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == ExitCode.STOPPED
     assert done.stderr == f"penstock: {number.name}: out at once; no step has been done\n"

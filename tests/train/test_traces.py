@@ -106,7 +106,7 @@ def side_by_side(rank: int, folder: Path) -> int:
     torch.set_num_threads(1)
     with (
         Pipeline(
-            plain.model(4), torch.nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=60
+            plain.model(4), torch.nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=300
         ) as pipe,
         Metrics(folder if rank == 0 else None) as metrics,
     ):

@@ -65,7 +65,7 @@ class LocalProcesses:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
-        self, ranks: int, function: Callable[..., Any], *args: object, timeout: float = 120.0
+        self, ranks: int, function: Callable[..., Any], *args: object, timeout: float = 600.0
     ) -> list[Any]:
         """Run ``function(rank, *args)`` in `ranks` processes that form one group.
 

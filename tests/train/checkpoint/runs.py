@@ -42,7 +42,7 @@ def pipeline(
     """A pipeline of it: over the mesh's processes, or of threads."""
     replicas = 1 if mesh is None else mesh.dp
     return Pipeline(
-        model(dropout), next_token_loss, microbatches=MICROBATCHES // replicas, ranks=ranks, mesh=mesh, timeout=60,
+        model(dropout), next_token_loss, microbatches=MICROBATCHES // replicas, ranks=ranks, mesh=mesh, timeout=300,
         **options,
     )  # fmt: skip
 
