@@ -288,3 +288,44 @@ def test_a_microbatch_without_rows_does_not_show_that_a_layer_draws_nothing():
     state.run("layer", layer, 0, 0, lambda: layer(x[:0]))
     assert not state.quiet(layer, 0)
     assert torch.equal(state.run("layer", layer, 0, 1, lambda: layer(x)), want)
+
+
+def test_an_encoder_in_evaluation_takes_the_path_it_takes_in_plain_pytorch():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True).eval()
+    calls: list[int] = []
+    native = torch._transformer_encoder_layer_fwd
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(1)
+        return native(*args)
+
+    x, state = torch.randn(2, 5, 8), RandomState(0)
+    state.in_threads = True
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+        expected = layer(x)
+        assert len(calls) == 1, "torch has a path of its own for it"
+        for microbatch in range(2):
+            assert torch.equal(state.run("encoder", layer, 0, microbatch, lambda: layer(x)), expected)
+    assert len(calls) == 3
+
+
+def test_a_layer_that_draws_beside_attention_in_evaluation_draws_what_its_name_gives_it():
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.attention(x, x, x)[0], 0.5, training=True)
+
+    layer, x, before = Noisy().eval(), torch.randn(2, 5, 8), torch.get_rng_state()
+    with torch.no_grad():
+        once, again = (
+            [state.run("noisy", layer, 0, m, lambda: layer(x)) for m in range(2)]
+            for state in (RandomState(3), RandomState(3))
+        )
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    assert not torch.equal(*once)
+    assert torch.equal(torch.get_rng_state(), before)

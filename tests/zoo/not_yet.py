@@ -10,12 +10,7 @@ from tests.zoo.kind import KINDS
 NOT_YET: dict[str, str] = {}
 """Kinds, with the reason."""
 
-TOGETHER: list[tuple[str, Callable[[Case], bool]]] = [
-    (
-        "bfloat16: nn.TransformerEncoderLayer takes another path in a pipeline's first evaluation",
-        lambda c: c.autocast and c.habit == "evaluate" and "encoder_layer" in c.kinds,
-    ),
-]
+TOGETHER: list[tuple[str, Callable[[Case], bool]]] = []
 """What fails in company, with the reason."""
 
 

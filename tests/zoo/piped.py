@@ -16,7 +16,7 @@ from tests.zoo.habits import HABITS, LOSSES
 from tests.zoo.record import Raised, Run, Step, copied, same
 from tests.zoo.subject import as_model, counts, layer_names, make_batch, make_layers, make_optimizer
 
-TIMEOUT = 20.0
+TIMEOUT = 120.0
 
 
 class Piped:

@@ -200,10 +200,17 @@ class Terms(Plain):
                 if parameter.grad is None:
                     continue
                 whole = self.where[f"{name}.{inner}"]
-                grad = dense(parameter.grad.detach()).to(wide(parameter.dtype))
-                self.total[whole] = self.total.get(whole, 0) + grad
-                self.absolute[whole] = self.absolute.get(whole, 0) + grad.abs()
-                self.terms[whole] = self.terms.get(whole, 0) + 1
+                grad, terms = parameter.grad.detach().to(wide(parameter.dtype)), 1
+                absolute = dense(grad).abs()
+                if grad.is_sparse and not grad.is_coalesced():
+                    # Its rows are added when it is coalesced, with those of other microbatches, in any order.
+                    absolute = dense(
+                        torch.sparse_coo_tensor(grad._indices(), grad._values().abs(), grad.shape)
+                    )
+                    terms = int(torch.bincount(grad._indices()[0]).max()) if grad._nnz() else 1
+                self.total[whole] = self.total.get(whole, 0) + dense(grad)
+                self.absolute[whole] = self.absolute.get(whole, 0) + absolute
+                self.terms[whole] = self.terms.get(whole, 0) + terms
 
     def take(self, gradients: dict[str, Tensor | None], buffers: dict[str, Tensor]) -> None:
         """Gradients and buffers that were found to be as they should."""

@@ -253,8 +253,14 @@ class RandomState:
         microbatch: int,
         call: Callable[[], T],
     ) -> T:
-        audit, before = Audit(name), _cuda_states()
         alone = self._auditing if self.in_threads else nullcontext()
+        if _has_fast_path(key[0]):
+            with alone:
+                result, drew = _run_without_modes(call)
+            if not drew:
+                self._known[key] = _Known(settings, False, step)
+                return result
+        audit, before = Audit(name), _cuda_states()
         refusing = NoForwardMode(name) if self.in_threads else nullcontext()
         with alone, refusing, drawing(self.seed, step, microbatch, name, audit.no_checkpoint) as mode:
             result = _run_watched(key[0], audit, call) if _autocast_is_on() else _run_within(audit, call)
@@ -278,6 +284,27 @@ class RandomState:
                 "0, or do not compile it"
             )
         return result
+
+
+def _has_fast_path(layer: object) -> bool:
+    """Tell whether modules of a layer take another path, with other roundings, where any mode is on."""
+    return isinstance(layer, nn.Module) and any(
+        isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) and not part.training
+        for part in layer.modules()
+    )
+
+
+def _run_without_modes(call: Callable[[], T]) -> tuple[T, bool]:
+    """Run a layer as it is; return its result, and whether it drew. If so, the default generators are set back."""
+    before = torch.get_rng_state(), [(g, g.get_offset()) for g in _cuda_generators()]
+    states = _default_states()
+    result = call()
+    drew = _default_states() != states
+    if drew:
+        torch.set_rng_state(before[0])
+        for generator, offset in before[1]:
+            generator.set_offset(offset)
+    return result, drew
 
 
 def _run_within(audit: Audit, call: Callable[[], T]) -> T:
