@@ -109,7 +109,10 @@ def _nonfinite(numbers: Iterable[tuple[int, Tensor]]) -> list[int]:
     pairs = list(numbers)
     if not pairs:
         return []
-    finite = torch.stack([_narrowed(number) for _, number in pairs]).isfinite().tolist()
+    values = [number for _, number in pairs]
+    if any(value.dtype is not torch.float32 for value in values):
+        values = [_narrowed(value) for value in values]
+    finite = torch.stack(values).isfinite().tolist()
     return [n for (n, _), good in zip(pairs, finite, strict=True) if not good]
 
 

@@ -7,7 +7,6 @@ the gradients that later stages hand back (or from the loss), and nothing crosse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -314,7 +313,10 @@ class Stage:
             graph = self._again(part, microbatch, queue) if isinstance(part, Dropped) else part
             collecting = graph.collecting
             collecting.caught.clear()
-            with check.capturing() if isinstance(check, SplitCheck) else nullcontext():
+            if isinstance(check, SplitCheck):
+                with check.capturing():
+                    self._run_backward(microbatch, graph.roots, given)
+            else:
                 self._run_backward(microbatch, graph.roots, given)
             given = collecting.grads
             if self._first:
@@ -331,7 +333,7 @@ class Stage:
             if self._waiting_bytes is None:
                 self._waiting_bytes = Footprint(self.module).of(queue.tensors())
             self.held_bytes += self._waiting_bytes
-        found = gradients(collecting.grads, ports)
+        found = gradients(given or (), ports)
         for parcel in found:
             self.suspects += [(microbatch, finite_sum(g)) for g in parcel.leaves if g is not None]
         return found

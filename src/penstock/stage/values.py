@@ -93,6 +93,8 @@ class Collecting(NamedTuple):
     def grads(self) -> list[Tensor | None]:
         """The gradients; None where there is none."""
         caught = self.caught
+        if not caught:
+            return [leaf.grad for leaf in self.leaves]
         return [caught.get(id(leaf), leaf.grad) for leaf in self.leaves]
 
     @property
@@ -301,6 +303,8 @@ def same_numbers(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:
 
 def finite_sum(gradient: Tensor) -> Tensor:
     """A real number that is finite if the gradient is, as good as ever: half precision would overflow on the way."""
+    if gradient.dtype is torch.float32:
+        return gradient.sum()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
     return gradient.sum(dtype=torch.float32 if gradient.element_size() < 4 else None)
