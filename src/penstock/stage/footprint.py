@@ -54,14 +54,14 @@ class Footprint:
         without, from the same buffers, and counts nothing.
         """
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
             self.add(tensor)
             # Detached, so that an output that is saved does not keep its own graph alive.
-            return tensor.detach()
+            return tensor.detach(), tensor._version
 
         buffers = [(owner, name, b, b.clone()) for owner, name, b in _buffers(self._module)]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 return call()
         except RuntimeError as error:
             if not refuses_hooks(error):
@@ -71,6 +71,17 @@ class Footprint:
             buffer.copy_(value)
         self._seen.clear()
         return call()
+
+
+def _unpack(saved: tuple[Tensor, int]) -> Tensor:
+    """What was saved, if it is still what it was; autograd looks only where no hooks are set."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+        )
+    return tensor
 
 
 def refuses_hooks(error: RuntimeError) -> bool:

@@ -167,20 +167,19 @@ class Runner:
 
     def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, Collecting]:
         """The parcels put together for a segment; returns the value, and what of it collects a gradient."""
-        caught: dict[int, Tensor] = {}
+        collecting = Collecting()
         hand, training = None, self.module.training
         known = (segment.start, segment.stop, training) in self.in_place.as_they_are
         # A compiled module would be compiled once for copies, and again for what it gets from then on.
         if (not known or segment.recompute) and self.module.compiled is None:
             hand = self.in_place.handing(segment, training, inputs)
-        value, collecting = unpack(inputs[0], hand, caught)
+        value = unpack(inputs[0], hand, collecting)
         state = value if isinstance(value, Carried) else Carried(value, {}, {})
         for parcel in inputs[1:]:
-            named, more = unpack(parcel, hand, caught)
+            named = unpack(parcel, hand, collecting)
             assert isinstance(named, dict)
             state = Carried(state.value, state.named | named, state.losses)
-            collecting += more
-        return state, Collecting(collecting, caught)
+        return state, collecting
 
     def advance(
         self, segment: Segment, microbatch: int, state: Carried, ends: Ends | None, queue: Queue | None
@@ -317,4 +316,4 @@ class Runner:
 
 def _detached(value: object) -> object:
     packed = pack(value, travels=False)[0]
-    return unpack(packed._replace(needs_grad=(False,) * len(packed.leaves)))[0]
+    return unpack(packed._replace(needs_grad=(False,) * len(packed.leaves)))

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import PenstockError
 from penstock.stage.footprint import Footprint
+from penstock.stage.input_hooks import follow_hooks
 from penstock.stage.isolation import Isolation, graph_of
 from penstock.stage.module import StageModule
 from penstock.stage.recompute import Buffers, Segment, chosen, nothing_saved, segments
@@ -180,7 +181,7 @@ class Stage:
         footprint: Footprint | None,
     ) -> tuple[Graph | Dropped, Advanced]:
         if not segment.recompute:
-            collecting = Collecting((), {})
+            collecting = Collecting()
 
             def keep() -> Advanced:
                 nonlocal collecting
@@ -258,6 +259,7 @@ class Stage:
             return self._graph(collecting, found)
 
     def _graph(self, collecting: Collecting, found: Advanced) -> Graph:
+        collecting.ran()
         if self._first:
             graph = graph_of(found.roots)
             self.isolation.require_own_leaves(graph)
@@ -307,12 +309,14 @@ class Stage:
         del self._saved[microbatch]
         drop = len(parts) == 1 and isinstance(parts[0], Dropped) and parts[0].segment == self._whole
         given: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
+        hooked: Sequence[bool] = () if grads is None else [h for p in grads for h in p.needs_grad]
         check = queue.check if queue is not None else None
         while parts:
             part = parts.pop()
             graph = self._again(part, microbatch, queue) if isinstance(part, Dropped) else part
             collecting = graph.collecting
             collecting.caught.clear()
+            hooked = follow_hooks(graph.roots, hooked, collecting)
             if isinstance(check, SplitCheck):
                 with check.capturing():
                     self._run_backward(microbatch, graph.roots, given)
@@ -333,7 +337,7 @@ class Stage:
             if self._waiting_bytes is None:
                 self._waiting_bytes = Footprint(self.module).of(queue.tensors())
             self.held_bytes += self._waiting_bytes
-        found = gradients(given or (), ports)
+        found = gradients(given or (), ports, hooked)
         for parcel in found:
             self.suspects += [(microbatch, finite_sum(g)) for g in parcel.leaves if g is not None]
         return found

@@ -29,7 +29,8 @@ class Parcel(NamedTuple):
     Attributes:
         leaves: tensors and plain values; for a gradient, a tensor or None for each leaf that needed one.
         structure: how to put the leaves together (a pytree spec); None for one bare leaf, and for gradients.
-        needs_grad: for every leaf, whether a gradient for it is to come back.
+        needs_grad: for every leaf, whether a gradient for it is to come back; of a gradient, whether a layer has set a hook
+            on what it belongs to.
     """
 
     leaves: tuple[Any, ...]
@@ -77,17 +78,36 @@ def pack(value: object, *, travels: bool = True) -> tuple[Parcel, tuple[Tensor, 
     )
 
 
-class Collecting(NamedTuple):
+class Collecting:
     """The tensors of a stage's input that collect a gradient.
 
     Attributes:
         leaves: as they came.
         caught: by a leaf's id, the gradient on its way to it. A leaf's own ``.grad`` is laid out as the leaf is, and the
             kernels of the backward that goes on from there, and so its last bits, depend on the layout.
+        nodes: for each leaf, the node of what the layers were handed in its place, or None; empty if nothing was.
+        hooked: for each leaf, whether a layer has set a hook on it; empty if no layer has.
     """
 
-    leaves: tuple[Tensor, ...]
-    caught: dict[int, Tensor]
+    __slots__ = ("caught", "handed", "hooked", "leaves", "nodes")
+
+    def __init__(self) -> None:
+        self.leaves: tuple[Tensor, ...] = ()
+        self.caught: dict[int, Tensor] = {}
+        self.handed: list[Tensor] = []
+        self.nodes: tuple[Any, ...] = ()
+        self.hooked: tuple[bool, ...] = ()
+
+    def ran(self) -> None:
+        """The layers have run: look for hooks, and keep nothing of what they were handed but its nodes."""
+        given = self.handed or self.leaves
+        for tensor in given:
+            if tensor._backward_hooks:
+                self.hooked = tuple(bool(each._backward_hooks) for each in given)
+                break
+        if self.handed:
+            self.nodes = tuple(tensor.grad_fn for tensor in self.handed)
+            self.handed.clear()
 
     @property
     def grads(self) -> list[Tensor | None]:
@@ -122,32 +142,36 @@ def _subclass(leaf: object) -> StageShapeError:
 
 
 def unpack(
-    parcel: Parcel, hand: Callable[[Tensor], Tensor] | None = None, caught: dict[int, Tensor] | None = None
-) -> tuple[object, tuple[Tensor, ...]]:
+    parcel: Parcel, hand: Callable[[Tensor], Tensor] | None = None, into: Collecting | None = None
+) -> object:
     """Put a parcel together.
 
     Args:
         parcel: what it is made of.
         hand: makes of each tensor the one that the value has; by default it is the parcel's own.
-        caught: receives, with `hand`, the gradients of the parcel's tensors; see `Collecting`.
+        into: is told of the tensors that collect a gradient.
 
     Returns:
-        The value, and the parcel's tensors that now collect a gradient.
+        The value.
     """
     leaves = parcel.leaves
-    collecting = tuple(
+    collecting = [
         leaf.requires_grad_() for leaf, needed in zip(leaves, parcel.needs_grad, strict=True) if needed
-    )
+    ]
+    if into is not None:
+        into.leaves += tuple(collecting)
     if hand is not None:
         handed = tuple(hand(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        if caught is not None:
-            for leaf, other in zip(leaves, handed, strict=True):
+        if into is not None:
+            for leaf, other, needed in zip(leaves, handed, parcel.needs_grad, strict=True):
                 if isinstance(other, Tensor) and other is not leaf and other.grad_fn is not None:
-                    other.grad_fn.register_prehook(partial(_catch, caught, id(leaf)))
+                    other.grad_fn.register_prehook(partial(_catch, into.caught, id(leaf)))
+                if needed:
+                    into.handed.append(other)
         leaves = handed
     if parcel.structure is None:
-        return leaves[0], collecting
-    return _pytree.tree_unflatten(list(leaves), parcel.structure), collecting
+        return leaves[0]
+    return _pytree.tree_unflatten(list(leaves), parcel.structure)
 
 
 def _catch(caught: dict[int, Tensor], leaf: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
@@ -188,15 +212,20 @@ def describe(parcel: Parcel) -> str:
     )
 
 
-def gradients(grads: Sequence[Tensor | None], ports: Sequence[int]) -> tuple[Parcel, ...]:
+def gradients(
+    grads: Sequence[Tensor | None], ports: Sequence[int], hooked: Sequence[bool] = ()
+) -> tuple[Parcel, ...]:
     """The gradients that a stage's inputs have collected, as parcels for the stages that made them.
 
     Args:
         grads: by input that needs one.
         ports: how many of them came through each port, in order.
+        hooked: whether a layer has set a hook on the input, which travels as the parcels' `needs_grad`; empty if none has.
     """
-    rest = iter(grads)
-    return tuple(Parcel(tuple(islice(rest, n)), None, (False,) * n) for n in ports)
+    rest, there = iter(grads), iter(hooked)
+    if not hooked:
+        return tuple(Parcel(tuple(islice(rest, n)), None, (False,) * n) for n in ports)
+    return tuple(Parcel(tuple(islice(rest, n)), None, tuple(islice(there, n))) for n in ports)
 
 
 class Carried(NamedTuple):

@@ -117,9 +117,9 @@ def exchange(rank: int, way: str) -> int:
             assert channel.recv(1, 7).leaves[0] == step
         else:
             late, early = channel.recv(0, 6), channel.recv(0, 5)  # taken out of order
-            assert same(unpack(early)[0], value), step
-            assert same(unpack(late)[0], value), step
-            kept = [*kept[-3:], (step, unpack(late)[0], value)]  # what is still in use is not written over
+            assert same(unpack(early), value), step
+            assert same(unpack(late), value), step
+            kept = [*kept[-3:], (step, unpack(late), value)]  # what is still in use is not written over
             assert all(same(a, b) for _, a, b in kept)
             channel.send(0, 7, Parcel((step,)))
         channel.finish()

@@ -41,7 +41,7 @@ def backward_hook_on_the_layer():
     return net
 
 
-@kind()
+@kind(refused=r"layers of the stage before use that tensor", when="split")
 class TensorHook(nn.Module):
     """a hook on an activation, and one on the layer's input"""
 
