@@ -39,9 +39,9 @@ def follow_hooks(
     uses = Counter(edges) + Counter(_edges_behind(edges))
     if any(uses[edge] > 1 for edge in wanted):
         raise PenstockError(
-            "a layer sets a hook on a tensor that it is given (tensor.register_hook), and layers of the stage before use that "
-            "tensor, too (in an auxiliary loss, or as a second output): the hook would be called with a part of its gradient. "
-            "Set the hook in the layer that makes the tensor, or keep both layers on one stage (split=...)"
+            "a layer sets a hook on a tensor that it is given (tensor.register_hook), and layers of the stage before use "
+            "that tensor, too (in an auxiliary loss, or as a second output): the hook would be called with a part of its "
+            "gradient. Set the hook in the layer that makes the tensor, or keep both layers on one stage (split=...)"
         )
     nodes = collecting.nodes or (None,) * len(collecting.leaves)
     passed = [
