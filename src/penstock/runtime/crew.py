@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import monotonic
-from typing import Any
 
 import torch
 
 from penstock.errors import HangError, PeerError, WaitTimeoutError
+from penstock.runtime.caller import Job, with_settings
 from penstock.runtime.hang import GRACE, RANK_THREAD, SHORT_GRACE, TICK, Judge, dump_stacks
 from penstock.runtime.limit import Limit
 from penstock.runtime.streams import Streams
-
-Job = Callable[[], Any]
 
 
 class _Ends:
@@ -116,7 +111,7 @@ class Crew:
         failures: list[BaseException] = []
         began = failed = monotonic()
         try:
-            self._hand_out(_with_settings(jobs))
+            self._hand_out(with_settings(jobs))
         except BaseException as error:
             self._interrupted(error, stop, judge)
             raise
@@ -260,19 +255,3 @@ def _first(failures: Sequence[BaseException]) -> BaseException:
 def _named(ranks: set[int]) -> str:
     numbers = ", ".join(map(str, sorted(ranks)))
     return f"the thread of rank {numbers} is" if len(ranks) == 1 else f"the threads of ranks {numbers} are"
-
-
-def _with_settings(jobs: Sequence[Job]) -> list[Job]:
-    """Give each job what belongs to the caller's thread: its context variables, and autocast, which torch keeps itself."""
-    states = [
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    ]
-
-    def run(job: Job) -> None:
-        with contextlib.ExitStack() as stack:
-            for kind, dtype in states:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            job()
-
-    # A context for each job, since two threads cannot be in one at a time.
-    return [partial(contextvars.copy_context().run, run, job) for job in jobs]

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.parallel.shards import Shards
 from penstock.parallel.threads import thread_reducers
 from penstock.runtime.batch import Cut
@@ -77,7 +77,7 @@ class Engine:
         self._reduced = False
         self._reductions = 0
         self._step = 0
-        self._failed = False
+        self._failed = self._busy = False
         self._late = LateRanks()
         self._traced: list[Executor] | None = None
         schedule = parts.schedule
@@ -135,11 +135,17 @@ class Engine:
 
         Raises:
             ConfigError: what `cut` raised; the other ranks are told.
+            PenstockError: a step of this pipeline is under way.
             ReplicaError: copies of a parameter or buffer are no longer the same; every rank raises it.
             PenstockError: a rank added to gradients after an earlier step had failed; see `LateRanks`.
             StageError: no loss has a graph, though there is something to train.
             PenstockError: as `Executor.run`.
         """
+        if self._busy:
+            raise PenstockError(
+                "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
+                "a hook, the loss function or another thread; call it between two steps"
+            )
         if self._crew is not None:
             self._crew.settle()
         if trains:
@@ -153,6 +159,7 @@ class Engine:
         executors = self._ready(trains)
         if self._watch is not None:
             self._watch.judge.program = executors[0].program
+        self._busy = True
         try:
             with self._limited(trains):
                 self._copies.before_step(trains, self.settle)
@@ -169,6 +176,8 @@ class Engine:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
                 self._executors.clear()
             raise
+        finally:
+            self._busy = False
         self._failed = False
         require_graph(reduce(or_, (work.flags for work in works)), self._step)
         self._traced = executors[: len(self.local_ranks)]
