@@ -18,8 +18,11 @@ from penstock.errors import (
     StageError,
     WaitTimeoutError,
 )
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.batch import digest_of
 from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.stage.values import Microbatches
 from tests.runtime import plain
 
 
@@ -134,6 +137,40 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank_and_the_next_one_run
         assert texts[2] == "ok"
 
 
+def each_rank_shuffles(rank: int, mesh: MeshShape) -> list[str]:
+    texts = []
+    options = {"microbatches": 2, "mesh": mesh, "timeout": 300}
+    with Pipeline(plain.model(4), nn.functional.mse_loss, **options) as pipe:
+        for seed in (0, rank, 0):
+            try:
+                pipe.step(*plain.batch(seed, 8))
+                texts.append("ok")
+            except PenstockError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(2, 1, 1), MeshShape(2, 2, 1)], ids=str)
+def test_ranks_that_are_given_different_batches_refuse_the_step_and_the_next_one_runs(processes, mesh):
+    for texts in processes.run(mesh.ranks, each_rank_shuffles, mesh):
+        assert [texts[0], texts[2]] == ["ok", "ok"]
+        assert texts[1].startswith(
+            "BatchError: step 2: the processes of a pipeline were given different batches"
+        )
+
+
+def test_batches_are_told_apart_by_their_bytes_and_shapes():
+    x, y = plain.batch(0, 8)
+    assert digest_of((x, y)) == digest_of((x.clone(), y.clone()))
+    others = [(y, x), (x[:7], y), (x.double(), y), ({"a": x, "b": x}, y), (Microbatches((x, y)), y)]
+    assert len({digest_of(given) for given in [(x, y), *others]}) == 1 + len(others)
+    changed = x.clone()
+    changed[-1, -1] += 1
+    assert digest_of((changed, y)) != digest_of((x, y))
+    assert digest_of((None, "text")) is None
+    assert digest_of((torch.tensor([1 + 2j]).conj(), torch.empty(0))) is not None
+
+
 def dies(rank: int) -> str:
     with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, timeout=300) as pipe:
         pipe.step(*plain.batch(0, 8))
@@ -192,6 +229,10 @@ def test_a_shape_the_next_stage_cannot_take_is_named():
         ({"microbatches": 2, "ranks": 0}, "ranks must be"),
         ({"microbatches": 2, "virtual_stages": 0}, "virtual_stages must be"),
         ({"microbatches": 2, "timeout": 0}, "timeout must be a positive number of seconds"),
+        (
+            {"microbatches": 2, "timeout": 1e10},
+            "timeout must be a positive number of seconds, at most 31536000",
+        ),
         ({"microbatches": 2, "ranks": 5}, "5 stages but only 4 layer"),
         ({"microbatches": 2, "ranks": 2, "schedule": "1f1c"}, "did you mean '1f1b'"),
         ({"microbatches": 2, "schedule": "no/such.csv"}, "cannot read the schedule no/such.csv"),

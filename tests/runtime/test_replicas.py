@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -269,3 +273,23 @@ def test_pipelines_on_several_meshes_follow_one_another_in_the_same_processes():
     for losses in told:
         for found in losses:
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def leaves_nothing(rank: int) -> tuple[list[bool], int]:
+    net = plain.model(2)
+    mesh = MeshShape(1, 2, 1)
+    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=mesh, timeout=300) as pipe:
+        pipe.step(*plain.batch(0, 8))
+    hooks = [bool(p._post_accumulate_grad_hooks) for p in net.parameters()]
+    del pipe
+    gc.collect()
+    threads = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    return hooks, threads.count("gloo_tcp_loop\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux tells them")
+def test_a_closed_pipeline_leaves_no_hooks_and_no_communicators(processes: LocalProcesses):
+    first, second = processes.run(2, leaves_nothing), processes.run(2, leaves_nothing)
+    for (hooks, before), (_, after) in zip(first, second, strict=True):
+        assert not any(hooks)
+        assert after <= before

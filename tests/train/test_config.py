@@ -43,6 +43,11 @@ def vars_of(config: Config) -> dict[str, dict[str, object]]:
         ({"data": {"held_out": 1.0}}, "data.held_out must be between 0 and 1"),
         ({"data": {"path": ["a"]}}, "data.path must be text in quotes"),
         ({"data": {"path": "a\0b"}}, "without NUL"),
+        (
+            {"runtime": {"timeout": 1e10}},
+            r"runtime.timeout must be more than 0 and at most 31536000 \(a year\)",
+        ),
+        ({"train": {"name": " "}}, "train.name must be a plain name without a path"),
         ({"train": {"name": "../up"}}, "train.name must be a plain name without a path"),
         ({"parallel": {"pp": 0}}, "parallel.pp must be at least 1"),
         ({"runtime": {"timeout": -1.0}}, "runtime.timeout must be more than 0"),

@@ -186,6 +186,12 @@ def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(
     assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == before
 
 
+def test_data_that_was_moved_is_the_same_data(tmp_path: Path, straight: Path):
+    text = (tmp_path / "text").rename(tmp_path / "elsewhere")
+    said = run(config_of(tmp_path, text, "straight", 8, str(straight)))
+    assert any(line.startswith("going on from") for line in said)
+
+
 def grown(text: Path) -> str:
     (text / "more.txt").write_text("def value\n" * 20)
     return "the (training|held-out) file 'more.txt' is new"

@@ -52,6 +52,11 @@ def test_top_k_draws_only_among_the_likeliest():
     assert {(b - a) % 1000 for a, b in itertools.pairwise(tokens)} == {1, 2}
 
 
+def test_no_temperature_is_too_low_or_too_high():
+    assert follow(Counting(10), temperature=1e-320) == follow(Counting(10), temperature=0.0)
+    assert len(follow(Counting(10), temperature=1e300)) == 5
+
+
 def test_a_lower_temperature_strays_less():
     def strays(temperature: float) -> int:
         tokens = follow(Counting(50, steep=0.5), length=300, temperature=temperature, context=1)

@@ -362,10 +362,10 @@ class Engine:
     def _end(self) -> None:
         self._executors.clear()
         self.parts.undo()
-        if self._world is None:
-            for part in (self.parts, *self.twins):
-                for replicas in part.replicas.values():
-                    replicas.detach()
+        # Hooks on the parameters would keep the reducers, and with them the communicators, as long as the model.
+        for part in (self.parts, *self.twins):
+            for replicas in part.replicas.values():
+                replicas.detach(wait=self._world is None or not self._failed)
         if self._crew is not None:
             self._crew.close()
         if self._watch is not None:

@@ -24,7 +24,17 @@ from penstock.runtime.fixed import FixedModules
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.shared import Shared
 from penstock.runtime.status import END, ROW, STEP, WAITS, new_words
-from penstock.runtime.step_end import COUNTED, GRAPH, TRAINABLE, Finding, agree, explain, find_nonfinite
+from penstock.runtime.step_end import (
+    COUNTED,
+    GRAPH,
+    TRAINABLE,
+    Finding,
+    agree,
+    compare_marks,
+    explain,
+    find_nonfinite,
+    marks_of,
+)
 from penstock.runtime.streams import device_of
 from penstock.runtime.transport.base import Channel, Failure
 from penstock.runtime.work import Work
@@ -174,7 +184,7 @@ class Executor:
             flags = COUNTED if any(work.losses.weights.values()) else 0
             flags |= GRAPH if work.has_graph else 0
             flags |= TRAINABLE if any(stage.module.trains_any for stage in stages) else 0
-        return agree(
+        finding, flags = agree(
             self.channel,
             self.rank,
             self._collector,
@@ -182,8 +192,9 @@ class Executor:
             self.program.tags,
             work.losses,
             finding,
-            flags,
+            flags | marks_of(work.digest),
         )
+        return compare_marks(flags, finding)
 
     # Compilation: one closure an op, made of what precedes its RUN, the RUN, and what follows it.
 

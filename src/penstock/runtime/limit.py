@@ -10,6 +10,10 @@ FIRST_TIMEOUT = 600.0
 """Seconds; the first steps compile, import and allocate, and not every rank takes equally long for that."""
 
 
+YEAR = 365 * 24 * 3600
+"""Seconds; the longest limit. Clocks and locks count in 64 bits, and sums of limits must not overflow."""
+
+
 class Limit:
     """What every wait asks when it begins.
 

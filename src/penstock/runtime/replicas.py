@@ -127,11 +127,15 @@ class Replicas:
         if self.buckets is not None:
             self.buckets.reducer.limit(seconds)
 
-    def detach(self) -> None:
-        """Let go of the parameters."""
+    def detach(self, wait: bool = True) -> None:
+        """Let go of the parameters.
+
+        Args:
+            wait: for what is still under way; not after a failure, of which other processes may never hear.
+        """
         if self.buckets is not None:
             self.buckets.detach()
-        if self.shards is not None:
+        if self.shards is not None and wait:
             self.shards.wait_all()
         for module in self._modules.values():
             module.before = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from penstock.parallel.mesh import MeshShape, require_fit
 from penstock.runtime.buffers import require_rule
 from penstock.runtime.copies import CopyOptions
 from penstock.runtime.launch_environment import own_device
+from penstock.runtime.limit import YEAR
 from penstock.runtime.replicas import BucketBytes
 from penstock.runtime.world import World
 from penstock.schedule.families import FAMILIES, build_schedule
@@ -40,10 +40,12 @@ def require_bucket_bytes(value: object) -> BucketBytes:
 
 
 def require_timeout(timeout: object, name: str = "timeout") -> float:
-    """Refuse anything but a positive, finite number of seconds."""
-    if isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0:
+    """Refuse anything but a positive number of seconds, of at most a year."""
+    if isinstance(timeout, int | float) and 0 < timeout <= YEAR:
         return float(timeout)
-    raise ConfigError(f"{name} must be a positive number of seconds, not {timeout!r}")
+    raise ConfigError(
+        f"{name} must be a positive number of seconds, at most {YEAR} (a year), not {timeout!r}"
+    )
 
 
 def require_loss(loss_fn: object) -> None:

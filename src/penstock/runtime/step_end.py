@@ -21,7 +21,7 @@ from penstock.runtime.transport.base import Channel
 from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 
-_ROWS, _LOSS, _GRADIENT, _WEIGHT = range(4)
+_GIVEN, _ROWS, _LOSS, _GRADIENT, _WEIGHT = range(5)
 
 TRAINABLE, COUNTED, GRAPH = 1, 2, 4
 """What a rank saw in a step: a parameter that requires gradients, a loss that counts, such a loss with a graph."""
@@ -32,8 +32,8 @@ class Finding(NamedTuple):
     """Why a step is refused on every rank; the smaller one of two is nearer to where it began.
 
     Attributes:
-        kind: rows of input and target that differ, or NaN or infinity in a loss, a gradient handed back, or a
-            weight's gradient.
+        kind: batches that differ over the ranks, rows of input and target that differ, or NaN or infinity in a loss, a
+            gradient handed back, or a weight's gradient.
         depth: how many stages before the last one.
         microbatch: which; -1 for a weight.
     """
@@ -123,6 +123,12 @@ def _narrowed(number: Tensor) -> Tensor:
 
 def explain(finding: Finding, losses: Losses, last: int, step: int) -> PenstockError:
     """The error that every rank raises."""
+    if finding.kind == _GIVEN:
+        return BatchError(
+            f"step {step}: the processes of a pipeline were given different batches; the first stage's rank takes its x and "
+            "the last one's its y, which must belong together. Seed the shuffling alike on every process, or give x and y "
+            "only where they are needed and None elsewhere. No weight was changed; zero the gradients before the next step"
+        )
     if finding.kind == _ROWS:
         return BatchError(
             f"step {step}: the target's microbatches have {list(losses.rows_out)} rows, the input's "
@@ -183,6 +189,23 @@ def agree(
     for r in others:
         channel.send(r, tag, _pack(told, verdict, flags))
     return verdict, flags
+
+
+_SEEN, _BITS = 3, 28  # of flags: how many come first, and how many a digest and its complement have
+
+
+def marks_of(digest: int | None) -> int:
+    """Flags that, put together with those of another digest, show that it is another one; 0 of None."""
+    if digest is None:
+        return 0
+    mask = (1 << _BITS) - 1
+    return (digest & mask | (~digest & mask) << _BITS) << _SEEN
+
+
+def compare_marks(flags: int, finding: Finding | None) -> tuple[Finding | None, int]:
+    """The finding that some rank was given another batch, or the one there was; and the flags without the marks."""
+    one, other = flags >> _SEEN & (1 << _BITS) - 1, flags >> _SEEN + _BITS
+    return Finding(_GIVEN, 0, 0) if one & other else finding, flags & (1 << _SEEN) - 1
 
 
 def require_graph(flags: int, step: int) -> None:

@@ -26,6 +26,7 @@ class Work:
         turn: training steps done before.
         first_microbatch: the number in the global batch of what is microbatch 0 here.
         reduces: whether gradients are to be reduced over replicas in this step.
+        digest: of the batch that the process was given, if others of the pipeline may have been given another.
         has_graph: whether a loss that counts has had a graph to start a backward from.
         flags: what all ranks have seen, at the end; see `penstock.runtime.step_end.require_graph`.
         losses: of all ranks at the end.
@@ -41,6 +42,7 @@ class Work:
     turn: int = 0
     first_microbatch: int = 0
     reduces: bool = True
+    digest: int | None = None
     has_graph: bool = False
     flags: int = 0
     losses: Losses = field(default_factory=Losses)

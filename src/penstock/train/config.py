@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, nearest
 from penstock.parallel.layout import BUCKET_BYTES
+from penstock.runtime.limit import YEAR
 from penstock.schedule.families import FAMILIES
 from penstock.train.codec import BYTES
 from penstock.train.limits import require_memory
@@ -27,8 +28,10 @@ class Allowed:
     words: str
 
 
-# What each takes to be installed.
-LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
+LOGGERS = {
+    "tensorboard": ("tensorboard", "matplotlib"),
+    "wandb": ("wandb", "matplotlib"),
+}  # and what each takes
 
 
 def logger_names(text: str) -> list[str]:
@@ -40,6 +43,7 @@ COUNT = Allowed(lambda v: 1 <= v < 2**31, "at least 1 and below 2^31")
 NOT_NEGATIVE = Allowed(lambda v: 0 <= v < 2**31, "0 or more and below 2^31")
 THREADS = Allowed(lambda v: 0 <= v <= 1024, "from 0 to 1024")
 POSITIVE = Allowed(lambda v: v > 0, "more than 0")
+SECONDS = Allowed(lambda v: 0 < v <= YEAR, f"more than 0 and at most {YEAR} (a year)")
 FRACTION = Allowed(lambda v: 0 < v < 1, "between 0 and 1, both excluded")
 SHARE = Allowed(lambda v: 0 <= v <= 1, "from 0 to 1")
 MOMENTUM = Allowed(lambda v: 0 <= v < 1, "from 0 to 1, 1 excluded")
@@ -55,7 +59,7 @@ _LONGEST_NAME = 255  # bytes that a file system takes
 def _is_name(text: str) -> bool:
     if text in (".", "..") or len(text.encode("utf-8", "replace")) > _LONGEST_NAME:
         return False
-    return text.isprintable() and not set(text) & {"/", "\\"}
+    return text.isprintable() and text == text.strip() and not set(text) & {"/", "\\"}
 
 
 FOLDER_NAME = Allowed(_is_name, f"a plain name without a path, of at most {_LONGEST_NAME} bytes")
@@ -260,8 +264,8 @@ class RuntimeConfig:
 
     device: str = _key("")
     threads: int = _key(0, THREADS)
-    timeout: float = _key(60.0, POSITIVE)
-    first_timeout: float = _key(600.0, POSITIVE)
+    timeout: float = _key(60.0, SECONDS)
+    first_timeout: float = _key(600.0, SECONDS)
 
 
 @dataclass(frozen=True)
@@ -282,8 +286,7 @@ def from_mapping(tables: dict[str, Any]) -> Config:
     """Check ``{section: {key: value}}`` and fill what is not given with the defaults.
 
     Raises:
-        ConfigError: a section or key that does not exist (with the nearest that does), a value of the wrong
-            type or outside its range, or values that do not go together.
+        ConfigError: no such section or key (with the nearest), a value of the wrong type or range, or values that clash.
     """
     kinds = {part.name: type(part.default) for part in dataclasses.fields(Config)}
     sections = {}

@@ -136,6 +136,8 @@ class Keeper:
 
     def _require_same(self, loaded: Loaded) -> None:
         before, now = read_manifest(loaded.path).config, asdict(self._config)
+        if "data" in loaded.extra:  # its digest says whether data that lies elsewhere now is the same
+            del now["data"]["path"]
         changed = [
             f"{section}.{key} was {_words(before, section, key)} and is {value!r}"
             for section in ("model", "data", "optim", "train")

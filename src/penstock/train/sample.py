@@ -133,5 +133,7 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
     if temperature == 0:
         return int(logits.argmax())
     best, tokens = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
-    chosen = torch.multinomial(torch.softmax(best / temperature, 0), 1, generator=generator)
+    # As distances from the best one, in double precision, so that no temperature makes them infinite.
+    scores = (best - best[0]).double() / temperature
+    chosen = torch.multinomial(torch.softmax(scores, 0), 1, generator=generator)
     return int(tokens[chosen])
