@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.errors import ConfigError
-from penstock.train.config import LOGGERS, Config, logger_names
+from penstock.train.allowed import LOGGERS, logger_names
+from penstock.train.config import Config
 
 
 class Logger(Protocol):

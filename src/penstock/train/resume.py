@@ -11,9 +11,10 @@ from typing import Any, Self
 from penstock.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
+from penstock.train.allowed import ACCEPT, REFUSE
 from penstock.train.checkpoint.checkpoints import Checkpoints, Loaded
 from penstock.train.checkpoint.find import FOLDER, is_checkpoint, is_whole, path_of, read_manifest, steps_in
-from penstock.train.config import ACCEPT, REFUSE, Config
+from penstock.train.config import Config
 from penstock.train.data_digest import DataDigest
 from penstock.train.fleet import Fleet
 from penstock.train.metrics import is_finished

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.train import config_file
+from penstock.train.allowed import REFUSE
 from penstock.train.checkpoint.find import FOLDER, is_checkpoint
-from penstock.train.config import REFUSE, Config, TrainConfig
+from penstock.train.config import Config, TrainConfig
 from penstock.train.run_lock import LOCK
 from penstock.writing import write_text
 
