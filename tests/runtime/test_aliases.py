@@ -127,6 +127,26 @@ def test_hooks_registered_and_removed_between_steps_work_on_copies(schedule: str
             compare({n: p.grad for n, p in pipe.named_parameters()}, names_and_grads(reference))
 
 
+@pytest.mark.parametrize(("schedule", "dp"), COPIED)
+def test_a_weight_with_a_hook_may_be_frozen_and_thawed(schedule: str, dp: int):
+    net, reference = model(), model()
+    for one in (net, reference):
+        one[1][0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3) * 2)
+        one[1][0].weight.requires_grad_(False)
+    with pipeline(net, schedule, dp) as pipe:
+        for step in range(3):
+            for one in (net, reference):
+                one[1][0].weight.requires_grad_(step != 0)
+            x, y = batch(step, torch.float32)
+            pipe.step(x, y)
+            plain_step(reference, x, y)
+            compare(
+                {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None},
+                {n: g for n, g in names_and_grads(reference).items() if g is not None},
+            )
+            assert (net[1][0].weight.grad is None) == (step == 0)
+
+
 def test_copies_that_were_given_different_data_are_refused_by_name():
     net = model("tied")
     x, y = batch(0, torch.float32)

@@ -61,7 +61,7 @@ class _Group:
             if p.data_ptr() != at or p.dtype != dtype or p.shape != shape or p.stride() != strides:
                 moved = True
         found = first._backward_hooks
-        if self.hooked and (found or hooks) and tuple((found or {}).values()) != hooks:
+        if flag and self.hooked and (found or hooks) and tuple((found or {}).values()) != hooks:
             self._hook()
         if getattr(first, "_post_accumulate_grad_hooks", None):
             require_no_late_hook(self.name, first)
