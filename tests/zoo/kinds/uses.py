@@ -176,7 +176,10 @@ def input_without_gradient():
     )
 
 
-@kind(writes=True, refused="modified by an inplace operation|the forward writes into parameter")
+@kind(
+    writes=True,
+    refused="modified by an inplace operation|modifying its input in place|the forward writes into parameter",
+)
 def weight_written_in_the_forward():
     """a weight that the forward clamps in place under no_grad"""
 
