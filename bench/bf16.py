@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from bench.compare import alternate, emit, machine, ratio
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import Layer
-from penstock.train.config import ModelConfig
-from penstock.train.models.llama import layers, next_token_loss
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
 
 RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 4, 2, 64
 CONFIG = ModelConfig(vocabulary=512, width=128, layers=4, heads=4, kv_heads=2, hidden=384)

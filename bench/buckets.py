@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.compare import alternate, emit, machine, ratio
 from bench.peer import Job
 from bench.sleep import nap_until, oversleep
-from penstock.parallel.buckets import GradientBuckets
-from penstock.parallel.reducer import GroupReducer, Handle
-from penstock.runtime.local import LocalProcesses
+from penstock.parallel.data.buckets import GradientBuckets
+from penstock.parallel.data.reducer import GroupReducer, Handle
+from penstock.runtime.workers.pool import LocalProcesses
 
 RANKS = 2
 LAYERS, ELEMENTS = 24, 1 << 16

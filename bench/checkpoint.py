@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from bench.compare import emit, machine
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.checkpoint.find import read_manifest
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.checkpoint.checkpoints import Checkpoints
-from penstock.train.checkpoint.find import read_manifest
 
 
 def measure(folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:

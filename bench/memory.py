@@ -25,12 +25,12 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.memory import peak
-from penstock.stage.runner import Ends
-from penstock.stage.stage import Stage
+from penstock.stage.compute.runner import Ends
+from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Parcel
-from penstock.train.config import ModelConfig
-from penstock.train.models.llama import layers
-from penstock.train.models.subject import next_token_loss
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers
+from penstock.train.model.verify_target import next_token_loss
 
 RANKS, SEQUENCE, ROWS = 4, 64, 2
 NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "v-min")
@@ -109,7 +109,7 @@ def instrument(executor: Executor, peaks: list[int], within: list[int] | None = 
 
         return run
 
-    executor._ops = [wrap(op) for op in executor._ops]
+    executor._ops = [(row, wrap(op)) for row, op in executor._ops]
 
 
 def one_microbatch(stage: Stage, x: Parcel, target: Tensor | None, split: bool) -> tuple[Parcel, int, int]:

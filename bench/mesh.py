@@ -23,14 +23,14 @@ from torch import Tensor
 
 from bench.compare import emit, machine
 from penstock.errors import ConfigError
-from penstock.parallel.local import whole
+from penstock.parallel.dtensor import whole
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.local import LocalProcesses
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES, build_schedule
-from penstock.train.config import ModelConfig
-from penstock.train.models.llama import layers, next_token_loss
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=8, heads=4, kv_heads=2, hidden=32)
 WIDER = ModelConfig(vocabulary=32, width=64, layers=8, heads=4, kv_heads=2, hidden=176)

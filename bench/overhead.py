@@ -18,8 +18,8 @@ from torch import nn
 
 from bench.compare import alternate, emit, machine, ratio
 from bench.peer import Job, race, single_step, torchgpipe_step
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 
 MICROBATCHES, RANKS = 32, 2
 CASES = (("interleaved-1f1b", 4), ("1f1b", 1))

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from bench.compare import alternate, emit, machine, ratio
 from bench.memory import Live, instrument
 from penstock.runtime.pipeline import Pipeline
+from penstock.stage.compute.recompute import Policy
 from penstock.stage.module import StageModule
-from penstock.stage.recompute import Policy
-from penstock.train.config import ModelConfig
-from penstock.train.models.llama import layers, next_token_loss
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
 
 RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 8, 4, 128
 CONFIG = ModelConfig(width=128, layers=8, heads=4, kv_heads=4, hidden=352)

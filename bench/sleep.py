@@ -23,15 +23,15 @@ from torch.distributed.pipelining import PipelineStage
 
 from bench.compare import emit, machine
 from bench.peer import SCHEDULES
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.program import lower
 from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
+from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 from penstock.trace.bubbles import makespan
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from bench.compare import alternate, emit, machine, ratio
+from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
-from penstock.train.config import ModelConfig
-from penstock.train.models.llama import Block
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import Block
 
 MICROBATCHES = 8
 

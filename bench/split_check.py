@@ -16,9 +16,9 @@ import torch
 
 from bench.compare import alternate, emit, machine
 from bench.split import MICROBATCHES, mid_size, tiny
+from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.stage import Stage
 from penstock.stage.values import Parcel
 
 STEPS = 1000

@@ -22,7 +22,7 @@ from time import perf_counter
 
 from bench.compare import emit, machine, ratio
 from bench.peer import SCHEDULES, Job, race, single_step
-from penstock.runtime.local import LocalProcesses
+from penstock.runtime.workers.pool import LocalProcesses
 
 RANKS = 2
 

@@ -29,8 +29,8 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.engine import simulate
 from penstock.trace.events import Trace
 from penstock.trace.folder import save_step
-from penstock.train.config import Config
-from penstock.train.models.llama import layers, next_token_loss
+from penstock.train.config.config import Config
+from penstock.train.model.llama import layers, next_token_loss
 
 RANKS = 2
 REPEATS = 20_000

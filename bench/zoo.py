@@ -26,7 +26,7 @@ from tests.zoo.piped import piped, piped_many
 from tests.zoo.shrink import shrink
 
 from bench.compare import emit, machine
-from penstock.runtime.local import LocalProcesses
+from penstock.runtime.workers.pool import LocalProcesses
 
 LIMIT = 90.0
 BATCH = 12

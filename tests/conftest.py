@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def processes() -> Iterator[object]:
     """Four worker processes, started on first use and reused by every test."""
-    from penstock.runtime.local import LocalProcesses
+    from penstock.runtime.workers.pool import LocalProcesses
 
     with LocalProcesses(4) as pool:
         yield pool

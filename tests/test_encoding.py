@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from penstock.encoding import decode, encode, sendable
 from penstock.errors import TransportError
-from penstock.parallel.piece import Piece
-from penstock.runtime.local import LocalProcesses
-from penstock.runtime.world import current_world
-from penstock.train.checkpoint.manifest import StoredFile
+from penstock.parallel.data.shard_slice import Piece
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.runtime.workers.world import current_world
+from penstock.tensor_file import StoredFile
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=9)
@@ -148,7 +148,7 @@ def test_only_records_with_fields_can_be_marked():
 
 def exchange(rank: int, folder: str) -> list[str]:
     """Rank 1 sends a pickle that makes a folder when it is read, in the place of its value."""
-    import penstock.parallel.exchange as at
+    import penstock.parallel.data.exchange as at
 
     world = current_world()
     assert world is not None

@@ -18,7 +18,7 @@ def prepare_dcp(folder: Path) -> Callable[[Path], None]:
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from penstock.train.checkpoint.dcp_read import read_dcp
+    from penstock.checkpoint.dcp.dcp_read import read_dcp
 
     state = {
         "model": {"a.weight": torch.randn(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)},

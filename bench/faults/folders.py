@@ -25,11 +25,11 @@ Read = Callable[[Path], None]
 def prepare_checkpoint(folder: Path) -> Read:
     import torch
 
-    from penstock.runtime.optimizer import PipelineOptimizer
+    from penstock.checkpoint.checkpoints import Checkpoints
+    from penstock.huggingface import weights
+    from penstock.huggingface.folder import stored_tensors
+    from penstock.runtime.optim.optimizer import PipelineOptimizer
     from penstock.runtime.pipeline import Pipeline
-    from penstock.train import weights
-    from penstock.train.checkpoint.checkpoints import Checkpoints
-    from penstock.train.models.transformers.checkpoint import stored_tensors
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -101,7 +101,7 @@ def spoil_checkpoint(rng: Random, folder: Path, sprung: Path) -> bool:
     else:
         change(rng, rng.choice((table, table["values"], table["tensors"], table["files"])))
     if rng.random() < 0.7 and isinstance(table.get("config"), dict):
-        from penstock.train.checkpoint.manifest import digest_of_config
+        from penstock.checkpoint.format.manifest import digest_of_config
 
         table["config_sha256"] = digest_of_config(table["config"])
     rest = to_json(rng, table)[1:]

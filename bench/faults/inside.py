@@ -10,8 +10,8 @@ from pathlib import Path
 from bench.faults.fault import Fault
 from bench.faults.runs import Ended, Victim
 from bench.faults.table import Checks, Outcome, Row
-from penstock.train.checkpoint.find import path_of, read_manifest
-from penstock.train.exit_codes import ExitCode
+from penstock.checkpoint.find import path_of, read_manifest
+from penstock.launch.exit_codes import ExitCode
 
 
 def told(ended: Ended) -> float:

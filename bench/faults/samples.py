@@ -30,8 +30,8 @@ class Kind(NamedTuple):
 def _prepare_config(folder: Path) -> Read:
     from penstock.schedule.placement import Placement
     from penstock.simulate.cost_file import read_costs
-    from penstock.train.config import Config, resolve
-    from penstock.train.config_file import dump, load
+    from penstock.train.config.config import Config, resolve
+    from penstock.train.config.file import dump, load
 
     (folder / "run.toml").write_text(dump(Config()))
     (folder / "costs.toml").write_text(
@@ -80,10 +80,10 @@ def _toml(rng: Random) -> str:
 def _prepare_data(folder: Path) -> Read:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from penstock.train.codec import words_of
-    from penstock.train.config import DataConfig
-    from penstock.train.corpus import open_corpora
-    from penstock.train.data import check_tokens, train_batch
+    from penstock.train.config.config import DataConfig
+    from penstock.train.data.batches import check_tokens, train_batch
+    from penstock.train.data.corpus import open_corpora
+    from penstock.train.data.tokenizer import words_of
 
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("one two three " * 20)

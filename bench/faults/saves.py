@@ -17,17 +17,17 @@ from torch import Tensor
 
 from bench.faults.runs import Victim
 from bench.faults.table import Checks, Outcome, Row
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.checkpoint.find import damage, path_of, read_manifest, steps_in
+from penstock.checkpoint.read import Reader
+from penstock.checkpoint.snapshot import Snapshot
+from penstock.checkpoint.together import Together
+from penstock.checkpoint.write import Facts, prune, write_checkpoint
 from penstock.errors import DataError
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.checkpoint.checkpoints import Checkpoints
-from penstock.train.checkpoint.find import damage, path_of, read_manifest, steps_in
-from penstock.train.checkpoint.read import Reader
-from penstock.train.checkpoint.snapshot import Snapshot
-from penstock.train.checkpoint.together import Together
-from penstock.train.checkpoint.write import Facts, prune, write_checkpoint
-from penstock.train.config import ModelConfig
-from penstock.train.models.llama import layers, next_token_loss
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
 
 TRIALS = 20
 

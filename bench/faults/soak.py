@@ -25,7 +25,7 @@ from typing import Any
 from bench.compare import emit, machine
 from bench.faults.dying import weights
 from bench.faults.runs import Ended, Victim
-from penstock.train.config_file import load
+from penstock.train.config.file import load
 
 PROCESSES = 2
 SETTINGS: dict[str, object] = {

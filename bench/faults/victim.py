@@ -20,11 +20,11 @@ def install(injector: Injector) -> None:
     """Put the fault, and the taking of notes, around what it may strike."""
     import torch
 
-    from penstock.parallel.bucket import Bucket
+    from penstock.checkpoint.checkpoints import Checkpoints
+    from penstock.parallel.data.bucket import Bucket
     from penstock.runtime.pipeline import Pipeline
-    from penstock.stage.stage import Stage
+    from penstock.stage.compute.stage import Stage
     from penstock.train import loop
-    from penstock.train.checkpoint.checkpoints import Checkpoints
 
     for name in ("forward", "forward_with_loss"):
         setattr(Stage, name, injector.around("F", getattr(Stage, name)))

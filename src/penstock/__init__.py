@@ -11,20 +11,26 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from penstock.checkpoint.dcp.dcp_read import read_dcp as read_dcp
     from penstock.errors import PenstockError as PenstockError
-    from penstock.parallel.buckets import GradientBuckets as GradientBuckets
+    from penstock.huggingface.loss import causal_lm_loss as causal_lm_loss
+    from penstock.huggingface.loss import valid_tokens as valid_tokens
+    from penstock.huggingface.save import save_transformers as save_transformers
+    from penstock.huggingface.split import from_transformers as from_transformers
+    from penstock.parallel.data.buckets import GradientBuckets as GradientBuckets
+    from penstock.parallel.data.order import parameter_order as parameter_order
+    from penstock.parallel.data.reducer import GroupReducer as GroupReducer
+    from penstock.parallel.data.threads import thread_reducers as thread_reducers
+    from penstock.parallel.data.zero import ShardedOptimizer as ShardedOptimizer
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
-    from penstock.parallel.order import parameter_order as parameter_order
-    from penstock.parallel.reducer import GroupReducer as GroupReducer
-    from penstock.parallel.tensor import tensor_parallel as tensor_parallel
-    from penstock.parallel.threads import thread_reducers as thread_reducers
-    from penstock.parallel.zero import ShardedOptimizer as ShardedOptimizer
-    from penstock.runtime.grad_scaler import GradScaler as GradScaler
-    from penstock.runtime.optimizer import OptimizerStep as OptimizerStep
-    from penstock.runtime.optimizer import PipelineOptimizer as PipelineOptimizer
+    from penstock.parallel.tensor.plan import tensor_parallel as tensor_parallel
+    from penstock.runtime.batch.result import StepResult as StepResult
+    from penstock.runtime.optim.grad_scaler import GradScaler as GradScaler
+    from penstock.runtime.optim.optimizer import OptimizerStep as OptimizerStep
+    from penstock.runtime.optim.optimizer import PipelineOptimizer as PipelineOptimizer
     from penstock.runtime.pipeline import Pipeline as Pipeline
-    from penstock.runtime.result import StepResult as StepResult
     from penstock.schedule.check import check as check
     from penstock.schedule.families import build_schedule as build_schedule
     from penstock.schedule.ops import Kind as Kind
@@ -41,49 +47,43 @@ if TYPE_CHECKING:
     from penstock.stage.named import give as give
     from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
-    from penstock.train.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from penstock.train.checkpoint.dcp_read import read_dcp as read_dcp
-    from penstock.train.models.transformers.loss import causal_lm_loss as causal_lm_loss
-    from penstock.train.models.transformers.loss import valid_tokens as valid_tokens
-    from penstock.train.models.transformers.save import save_transformers as save_transformers
-    from penstock.train.models.transformers.split import from_transformers as from_transformers
 
 _HOME = {
-    "Checkpoints": "penstock.train.checkpoint.checkpoints",
-    "GradScaler": "penstock.runtime.grad_scaler",
-    "GradientBuckets": "penstock.parallel.buckets",
-    "GroupReducer": "penstock.parallel.reducer",
+    "Checkpoints": "penstock.checkpoint.checkpoints",
+    "GradScaler": "penstock.runtime.optim.grad_scaler",
+    "GradientBuckets": "penstock.parallel.data.buckets",
+    "GroupReducer": "penstock.parallel.data.reducer",
     "Kind": "penstock.schedule.ops",
     "Layer": "penstock.stage.layers",
     "MeshShape": "penstock.parallel.mesh",
     "Microbatches": "penstock.stage.values",
     "Op": "penstock.schedule.ops",
-    "OptimizerStep": "penstock.runtime.optimizer",
+    "OptimizerStep": "penstock.runtime.optim.optimizer",
     "Pair": "penstock.schedule.ops",
     "PenstockError": "penstock.errors",
     "Pipeline": "penstock.runtime.pipeline",
-    "PipelineOptimizer": "penstock.runtime.optimizer",
+    "PipelineOptimizer": "penstock.runtime.optim.optimizer",
     "Placement": "penstock.schedule.placement",
     "Program": "penstock.schedule.program",
     "Schedule": "penstock.schedule.schedule",
-    "ShardedOptimizer": "penstock.parallel.zero",
-    "StepResult": "penstock.runtime.result",
+    "ShardedOptimizer": "penstock.parallel.data.zero",
+    "StepResult": "penstock.runtime.batch.result",
     "Trace": "penstock.trace.events",
     "add_loss": "penstock.stage.named",
     "build_schedule": "penstock.schedule.families",
-    "causal_lm_loss": "penstock.train.models.transformers.loss",
+    "causal_lm_loss": "penstock.huggingface.loss",
     "check": "penstock.schedule.check",
-    "from_transformers": "penstock.train.models.transformers.split",
+    "from_transformers": "penstock.huggingface.split",
     "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",
     "make_mesh": "penstock.parallel.mesh",
-    "parameter_order": "penstock.parallel.order",
+    "parameter_order": "penstock.parallel.data.order",
     "read_csv": "penstock.schedule.text",
-    "read_dcp": "penstock.train.checkpoint.dcp_read",
-    "save_transformers": "penstock.train.models.transformers.save",
-    "tensor_parallel": "penstock.parallel.tensor",
-    "thread_reducers": "penstock.parallel.threads",
-    "valid_tokens": "penstock.train.models.transformers.loss",
+    "read_dcp": "penstock.checkpoint.dcp.dcp_read",
+    "save_transformers": "penstock.huggingface.save",
+    "tensor_parallel": "penstock.parallel.tensor.plan",
+    "thread_reducers": "penstock.parallel.data.threads",
+    "valid_tokens": "penstock.huggingface.loss",
     "write_csv": "penstock.schedule.text",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -91,3 +92,8 @@ def _number(path: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return value if value >= 0 else None
+
+
+def to_stderr(text: str) -> None:
+    """A line of the launcher's, or of a run that has no reporter yet."""
+    print(f"penstock: {text}", file=sys.stderr, flush=True)

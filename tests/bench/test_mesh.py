@@ -9,10 +9,10 @@ import torch
 from bench.mesh import MESHES, deviation, zero_rows
 
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.local import LocalProcesses
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from tests.runtime.test_optimizer_ties import batch, loss_fn, model
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.runtime.optim.test_optimizer_ties import batch, loss_fn, model
 
 
 @pytest.fixture(scope="module")

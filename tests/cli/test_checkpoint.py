@@ -9,13 +9,13 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.checkpoint.find import steps_in
 from penstock.cli import group
-from penstock.train.checkpoint.checkpoints import Checkpoints
-from penstock.train.checkpoint.find import steps_in
 from penstock.train.loop import train
-from penstock.train.progress import Silent
+from penstock.train.report.progress import Silent
+from tests.checkpoint.runs import adamw, equal, pipeline, state_of, steps
 from tests.train import hf
-from tests.train.checkpoint.runs import adamw, equal, pipeline, state_of, steps
 from tests.train.tiny import text_folder, tiny
 
 

@@ -6,11 +6,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import group, main
+from penstock.huggingface.weights import save_part
 from penstock.stage.module import StageModule
-from penstock.train import config_file
-from penstock.train.config import from_mapping
-from penstock.train.models.llama import layers
-from penstock.train.weights import save_part
+from penstock.train.config import file as config_file
+from penstock.train.config.config import from_mapping
+from penstock.train.model.llama import layers
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from penstock.cli import group
 from penstock.errors import ConfigError
-from penstock.runtime.verify import Subject
+from penstock.verify import Subject
 
 
 def run(*args: str):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.parallel.buckets import GradientBuckets
-from penstock.parallel.reducer import GroupReducer
-from penstock.parallel.zero import ShardedOptimizer
+from penstock.parallel.data.buckets import GradientBuckets
+from penstock.parallel.data.reducer import GroupReducer
+from penstock.parallel.data.zero import ShardedOptimizer
 from tests.parallel.replicas import WIDTH, gradients, loss_of, model, share, together
 
 pytestmark = [

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from penstock.errors import BatchError, ConfigError
 from penstock.parallel.mesh import AXES, MeshShape, make_mesh, replica_rows, require_fit
-from penstock.runtime.local import LocalProcesses
+from penstock.runtime.workers.pool import LocalProcesses
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart():

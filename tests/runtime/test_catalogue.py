@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from penstock.errors import ScheduleError
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.verify import Difference, verify
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.verify import Difference, verify
 from tests.runtime import plain
 
-SUBJECT = "penstock.train.models.subject:small_llama"
+SUBJECT = "penstock.train.model.verify_target:small_llama"
 COUNTS = {p: [p, 2 * p, 2 * p + 3] for p in (2, 4)}
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from tests.runtime import plain
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float32)

@@ -12,9 +12,9 @@ from torch import nn
 
 from penstock.errors import StageError
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.local import LocalProcesses
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 
 LIMIT = 30.0  # seconds, of what takes none
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
+from penstock.runtime.workers.pool import LocalProcesses
 from tests.runtime import plain
 
 FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b"]

@@ -19,9 +19,9 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.batch import digest_of
-from penstock.runtime.local import LocalProcesses
+from penstock.runtime.batch.splitter import digest_of
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches
 from tests.runtime import plain
 

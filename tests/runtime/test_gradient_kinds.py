@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from penstock.errors import NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.grad_scaler import GradScaler
-from penstock.runtime.local import LocalProcesses
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.optim.grad_scaler import GradScaler
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 
 WIDTH, M = 6, 4
 

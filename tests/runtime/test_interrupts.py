@@ -14,8 +14,8 @@ from torch import nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime import crew
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers import rank_threads as crew
 from tests.runtime import plain
 
 

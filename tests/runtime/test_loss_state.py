@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError, StageError
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from tests.runtime import plain
 
 COPIED = [("dualpipe", 1), ("chimera", 1), ("1f1b", 2)]

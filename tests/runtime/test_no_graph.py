@@ -8,8 +8,8 @@ from torch import nn
 
 from penstock.errors import PenstockError, StageError
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from tests.runtime import plain
 
 

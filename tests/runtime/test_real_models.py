@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import BatchError, ConfigError, NonFiniteError, PenstockError, SplitError, StageError
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 
 WIDTH, ROWS, M = 8, 2, 4
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe"]

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ConfigError, StageError
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.schedule import Schedule

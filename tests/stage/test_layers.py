@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError, ScheduleError, SplitError, StageError
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
-from penstock.stage.functions import FunctionLayer
 from penstock.stage.layers import as_layers
 from penstock.stage.module import StageModule
+from penstock.stage.split_backward.functions import FunctionLayer
 from tests.runtime import plain
 
 WIDTH = plain.WIDTH
@@ -166,7 +166,7 @@ def test_a_builder_that_is_refused_on_one_rank_is_refused_on_all(processes: Loca
 
 
 def test_a_model_of_hugging_face_gets_the_hint_that_helps():
-    from tests.train.models.transformers import tiny
+    from tests.huggingface import tiny
 
     with pytest.raises(SplitError, match=r"penstock.from_transformers.*Pipeline\(from_transformers\(model\)"):
         as_layers(tiny.model("llama", tied=False))

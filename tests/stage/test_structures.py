@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 
 from penstock.errors import PenstockError, StageShapeError, TransportError
-from penstock.runtime.local import LocalProcesses
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.structures import dumps, loads, require_portable
 from tests.runtime import plain
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.train.models.transformers import tiny
+from tests.huggingface import tiny
 from tests.train.tiny import WORDS
 
 END, UNKNOWN = 0, 1

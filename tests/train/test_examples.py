@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.train.config_file import load
+from penstock.train.config.file import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.checkpoint.find import steps_in
 from penstock.errors import PenstockError, StoppedError
-from penstock.train.checkpoint.find import steps_in
 from penstock.train.loop import train
-from penstock.train.metrics import Metrics
+from penstock.train.report.metrics import Metrics
 from tests.train.test_loop import lines
 from tests.train.test_resume import Said, config_of, run, stopped_at
 from tests.train.tiny import text_folder

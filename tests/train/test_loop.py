@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, DataError, NonFiniteError
-from penstock.runtime.local import LocalProcesses
+from penstock.huggingface import weights
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
 from penstock.stage.module import StageModule
-from penstock.train import weights
-from penstock.train.config import Config
-from penstock.train.config_file import load
-from penstock.train.language import language_of
+from penstock.train.config.config import Config
+from penstock.train.config.file import load
+from penstock.train.data.text import batch_of, bigram_of, open_text
 from penstock.train.loop import train
-from penstock.train.models import llama
-from penstock.train.models.llama import layers, next_token_loss
-from penstock.train.progress import Silent
-from penstock.train.text import batch_of, bigram_of, open_text
+from penstock.train.model import llama
+from penstock.train.model.llama import layers, next_token_loss
+from penstock.train.model.trainable import language_of
+from penstock.train.report.progress import Silent
 from tests.train.tiny import text_folder, tiny
 from tests.train.unsplit import adamw
 

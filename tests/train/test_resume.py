@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.checkpoint.find import damage, read_manifest, steps_in
+from penstock.checkpoint.format.manifest import MANIFEST, dump
 from penstock.errors import ConfigError, DataError
-from penstock.runtime.local import LocalProcesses
-from penstock.train import weights
-from penstock.train.checkpoint.find import damage, read_manifest, steps_in
-from penstock.train.checkpoint.manifest import MANIFEST, dump
-from penstock.train.config import Config
+from penstock.huggingface import weights
+from penstock.run_lock import LOCK
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.config import Config
 from penstock.train.loop import train
-from penstock.train.progress import Silent
-from penstock.train.run_lock import LOCK
+from penstock.train.report.progress import Silent
 from tests.train.tiny import text_folder, tiny
 
 TIMES = ("tokens_per_second", "bubble", "seconds")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.train.config import Config, TrainConfig
-from penstock.train.config_file import load
-from penstock.train.metrics import Metrics, go_back, is_finished
+from penstock.run_lock import LOCK
+from penstock.train.config.config import Config, TrainConfig
+from penstock.train.config.file import load
+from penstock.train.report.metrics import Metrics, go_back, is_finished
 from penstock.train.run_folder import choose, create
-from penstock.train.run_lock import LOCK
 
 
 def test_choosing_writes_nothing(tmp_path: Path):

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import NonFiniteError
-from penstock.runtime.local import LocalProcesses
+from penstock.huggingface import weights
 from penstock.runtime.pipeline import Pipeline
-from penstock.train import loop, weights
-from penstock.train.config import Config
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train import loop
+from penstock.train.config.config import Config
 from tests.train.test_loop import lines, unsplit
 from tests.train.test_resume import Said, config_of, same, stopped_at
 from tests.train.tiny import text_folder, tiny

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.runtime.local import LocalProcesses
-from penstock.train.config import Config
-from penstock.train.language import language_of
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.config import Config
+from penstock.train.data.text import batch_of, open_text
 from penstock.train.loop import train
-from penstock.train.progress import Silent
-from penstock.train.text import batch_of, open_text
+from penstock.train.model.trainable import language_of
+from penstock.train.report.progress import Silent
 from tests.train import hf
 from tests.train.tiny import WORDS, text_folder, tiny
 from tests.train.unsplit import adamw

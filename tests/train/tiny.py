@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.train.config import Config, from_mapping
+from penstock.train.config.config import Config, from_mapping
 
 WORDS = ("def", "return", "self", "value", "for", "in", "range", "if", "not", "None")
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.train.config import OptimConfig
-from penstock.train.optim import decays, lr_factor
+from penstock.train.config.config import OptimConfig
+from penstock.train.config.optim import decays, lr_factor
 
 
 def adamw(

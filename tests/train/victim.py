@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.cli import main
-from penstock.train import signals, steps
+from penstock.launch import signals
+from penstock.train import steps
 from tests.runtime.listening import listening
 
 PLAN = "VICTIM"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.stage.named import Context, enter, names_taken
-from penstock.stage.seeds import seed_of
+from penstock.stage.rng.seeds import seed_of
 from tests.zoo.case import Case
 from tests.zoo.habits import HABITS, LOSSES
 from tests.zoo.record import copied, dense

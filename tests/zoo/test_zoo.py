@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.runtime.local import LocalProcesses
+from penstock.runtime.workers.pool import LocalProcesses
 from tests.zoo.case import Case, draw, read
 from tests.zoo.judge import judge
 from tests.zoo.kind import KINDS

@@ -22,8 +22,8 @@ from penstock.errors import (
     StoppedError,
     TransportError,
 )
-from penstock.train.exit_codes import ExitCode, of_signal
-from penstock.train.follow import record_failure
+from penstock.launch.exit_codes import ExitCode, of_signal
+from penstock.launch.parent_death import record_failure
 
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",
@@ -103,7 +103,7 @@ def _end(code: int, at_once: bool = False) -> NoReturn:
         code: its exit code.
         at_once: without Python's own clean-up, which would wait for messages of a process that is gone or stopped.
     """
-    from penstock.runtime.hang import RANK_THREAD
+    from penstock.runtime.health.hang import RANK_THREAD
 
     if at_once or any(thread.name.startswith(RANK_THREAD) for thread in threading.enumerate()):
         sys.stdout.flush()

@@ -25,8 +25,8 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def list_(run: Path, as_json: bool) -> None:
     """Show the checkpoints of a RUN, the newest first; looks at manifests and sizes only."""
+    from penstock.checkpoint.find import folder_of, missing, read_manifest, steps_in
     from penstock.errors import DataError
-    from penstock.train.checkpoint.find import folder_of, missing, read_manifest, steps_in
 
     rows: list[dict[str, Any]] = []
     for step, path in steps_in(folder_of(run)):
@@ -63,8 +63,8 @@ def list_(run: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def verify(path: Path, as_json: bool) -> None:
     """Read every byte of a checkpoint, or of all of a run, and compare digests; exit code 1 if one is damaged."""
+    from penstock.checkpoint.find import damage, folder_of, is_checkpoint, read_manifest, steps_in
     from penstock.errors import DataError
-    from penstock.train.checkpoint.find import damage, folder_of, is_checkpoint, read_manifest, steps_in
 
     paths = [path] if is_checkpoint(path) else [found for _, found in steps_in(folder_of(path))]
     rows: list[dict[str, Any]] = []
@@ -107,9 +107,9 @@ def convert(
     Loading needs no conversion: every checkpoint loads at any split. TARGET is called step-NUMBER as the checkpoint is,
     if it is to be loaded.
     """
-    from penstock.train.checkpoint.convert import resplit
-    from penstock.train.checkpoint.dcp import export
-    from penstock.train.checkpoint.dcp_import import bring_in
+    from penstock.checkpoint.convert import resplit
+    from penstock.checkpoint.dcp.dcp import export
+    from penstock.checkpoint.dcp.dcp_import import bring_in
 
     if (stages is not None) + to_dcp + from_dcp != 1:
         raise click.UsageError("give one of --stages, --to-dcp and --from-dcp")
@@ -132,7 +132,7 @@ def convert(
 @click.argument("target", type=click.Path(path_type=Path))
 def export_hf(source: Path, target: Path) -> None:
     """Write the weights of a CHECKPOINT of a Hugging Face model so that from_pretrained reads the folder TARGET."""
-    from penstock.train.checkpoint.convert import export_transformers
+    from penstock.checkpoint.convert import export_transformers
 
     export_transformers(source, target)
     click.echo(f"written: {target}")

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from penstock.runtime.doctor.examine import Report
+    from penstock.doctor.examine import Report
 
 MATRIX = 12
 """Up to so many ranks links are a table of all pairs; beyond that those between neighbours are shown."""
@@ -44,8 +44,8 @@ def command(ranks: int | None, folder: Path | None, timeout: float, as_json: boo
     Looked at are versions, devices, cores, memory, limits, the links between every pair of ranks, the clocks, whether a
     wait ends when told, and a shared folder. Exit code 0: sound; 1: something will not work; 2: bad input.
     """
-    from penstock.runtime.doctor.examine import examine_here, examine_together
-    from penstock.runtime.world import current_world
+    from penstock.doctor.examine import examine_here, examine_together
+    from penstock.runtime.workers.world import current_world
 
     world = current_world()
     if world is None or world.size == 1:

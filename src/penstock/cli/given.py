@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from penstock.bounded_io import parse_json
 from penstock.errors import ConfigError
-from penstock.reading import parse_json
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule

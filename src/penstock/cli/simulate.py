@@ -123,7 +123,7 @@ def command(
 def _exposed(schedule: Schedule, trace: Trace, seconds: float) -> dict[str, object]:
     """What of the reduction of gradients is exposed, by how finely they are cut."""
     from penstock.schedule.program import lower
-    from penstock.trace.reduction import fewest_buckets, reduce_gradients
+    from penstock.simulate.reduction import fewest_buckets, reduce_gradients
 
     program = lower(schedule)
     each = [seconds * schedule.ranks / schedule.stages] * schedule.stages

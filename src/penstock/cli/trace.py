@@ -87,9 +87,9 @@ def _write(
 
 def _figures(run: Run, step: int, trace: Trace) -> dict[str, Any]:
     from penstock.show.page_data import look_at
-    from penstock.simulate.memory import peaks
     from penstock.trace.bubbles import bubble_fraction
     from penstock.trace.join import present
+    from penstock.trace.memory import peaks
 
     seen = look_at(f"step {step}", trace)
     advice = seen.advice
@@ -119,7 +119,7 @@ def _show(run: Run, step: int, trace: Trace) -> None:
 
     from penstock.show.page_data import amount, look_at, unit_of
     from penstock.show.terminal import bubble_table, draw_terminal
-    from penstock.simulate.memory import peaks
+    from penstock.trace.memory import peaks
 
     console = Console(highlight=False)
     seen = look_at(f"step {step}", trace)

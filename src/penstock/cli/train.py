@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.output import outlive_readers
-from penstock.train.follow import follow_launcher
+from penstock.launch.parent_death import follow_launcher
 
 if TYPE_CHECKING:
-    from penstock.train.config import Config
+    from penstock.train.config.config import Config
 
 
 @click.command(
@@ -88,11 +88,11 @@ def command(
     """
     launched = follow_launcher()
     outlive_readers()
-    from penstock.runtime.launch_environment import find_launch
-    from penstock.train.config_file import load
+    from penstock.launch.signals import Interrupts
+    from penstock.runtime.start.launch_environment import find_launch
+    from penstock.train.config.file import load
     from penstock.train.loop import train
-    from penstock.train.progress import reporter
-    from penstock.train.signals import Interrupts
+    from penstock.train.report.progress import reporter
 
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
@@ -131,8 +131,8 @@ def command(
 
 
 def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> int:
-    from penstock.runtime.launch_environment import find_launch
-    from penstock.train.launch import supervise
+    from penstock.launch.supervise import supervise
+    from penstock.runtime.start.launch_environment import find_launch
 
     if "RANK" in os.environ or find_launch() is not None:
         raise click.UsageError(

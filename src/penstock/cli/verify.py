@@ -13,9 +13,9 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.runtime.verify import Difference
+    from penstock.verify import Difference
 
-DEFAULT_SUBJECT = "penstock.train.models.subject:small_llama"
+DEFAULT_SUBJECT = "penstock.train.model.verify_target:small_llama"
 
 
 @click.command(
@@ -61,7 +61,7 @@ DEFAULT_SUBJECT = "penstock.train.models.subject:small_llama"
     "--model",
     default=DEFAULT_SUBJECT,
     show_default=True,
-    help="MODULE:FUNCTION returning a penstock.runtime.verify.Subject.",
+    help="MODULE:FUNCTION returning a penstock.verify.Subject.",
 )
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
@@ -80,8 +80,8 @@ def command(
     A few optimizer steps are trained unsplit, through threads and through gloo processes; the table shows the largest
     difference of losses, weights and gradients. Exit code 1 if a difference is not 0 where it has to be.
     """
-    from penstock.runtime.verify import verify
     from penstock.schedule.families import FAMILIES
+    from penstock.verify import verify
 
     families = list(FAMILIES) if "all" in schedules else list(schedules)
     chosen = [

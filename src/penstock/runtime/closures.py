@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.stage.runner import Parcels
+from penstock.stage.compute.runner import Parcels
 from penstock.stage.values import Parcel
 
 Take = Callable[[], Parcel]

@@ -12,27 +12,27 @@ from typing import TypeVar
 import torch
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.parallel.shards import Shards
-from penstock.parallel.threads import thread_reducers
-from penstock.runtime.batch import Cut
-from penstock.runtime.build import Assembly
-from penstock.runtime.copies import Copies, CopyOptions
-from penstock.runtime.crew import Crew
+from penstock.parallel.data.shards import Shards
+from penstock.parallel.data.threads import thread_reducers
+from penstock.runtime.batch.splitter import Cut
+from penstock.runtime.batch.work import Work
+from penstock.runtime.consensus import require_graph
+from penstock.runtime.copies.copies import Copies, CopyOptions
 from penstock.runtime.executor import Executor
-from penstock.runtime.gather import gather_trace
-from penstock.runtime.hang import Judge
-from penstock.runtime.late import LateRanks
-from penstock.runtime.limit import Limit
-from penstock.runtime.memory import choose_recompute
-from penstock.runtime.recorder import measured_trace
-from penstock.runtime.shared import equalise
-from penstock.runtime.step_end import require_graph
-from penstock.runtime.streams import Streams
-from penstock.runtime.transport.base import Channel, Failure
+from penstock.runtime.health.hang import Judge
+from penstock.runtime.health.late import LateRanks
+from penstock.runtime.health.watchdog import Watch
+from penstock.runtime.local_stages import Assembly
+from penstock.runtime.tracing.gather import gather_trace
+from penstock.runtime.tracing.recorder import measured_trace
+from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
-from penstock.runtime.watch import Watch
-from penstock.runtime.work import Work
-from penstock.runtime.world import World
+from penstock.runtime.weights.recompute_choice import choose_recompute
+from penstock.runtime.weights.shared import equalise
+from penstock.runtime.workers.rank_threads import Crew
+from penstock.runtime.workers.streams import Streams
+from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.world import World
 from penstock.trace.events import Trace
 
 T = TypeVar("T")

@@ -17,14 +17,9 @@ import torch
 
 from penstock.errors import PeerError
 from penstock.runtime.backwards import Backwards
-from penstock.runtime.blame import explained
-from penstock.runtime.clocks import clock
+from penstock.runtime.batch.work import Work
 from penstock.runtime.closures import Give, GiveAll, Take, TakeAll, all_given, all_taken, one_after_another
-from penstock.runtime.fixed import FixedModules
-from penstock.runtime.replicas import Replicas
-from penstock.runtime.shared import Shared
-from penstock.runtime.status import END, ROW, STEP, WAITS, new_words
-from penstock.runtime.step_end import (
+from penstock.runtime.consensus import (
     COUNTED,
     GRAPH,
     TRAINABLE,
@@ -35,13 +30,18 @@ from penstock.runtime.step_end import (
     find_nonfinite,
     marks_of,
 )
-from penstock.runtime.streams import device_of
-from penstock.runtime.transport.base import Channel, Failure
-from penstock.runtime.work import Work
+from penstock.runtime.copies.fixed import FixedModules
+from penstock.runtime.health.failure_report import explained
+from penstock.runtime.health.progress import END, ROW, STEP, WAITS, new_words
+from penstock.runtime.tracing.clocks import clock
+from penstock.runtime.transport.channel import Channel, Failure
+from penstock.runtime.weights.replicas import Replicas
+from penstock.runtime.weights.shared import Shared
+from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action, Instruction, Program
-from penstock.stage.runner import Ends, Parcels, Report
-from penstock.stage.stage import Stage
+from penstock.stage.compute.runner import Ends, Parcels, Report
+from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Parcel
 
 

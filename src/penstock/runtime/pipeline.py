@@ -13,18 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.parallel.layout import BUCKET_BYTES
+from penstock.parallel.data.layout import BUCKET_BYTES
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime import norms
-from penstock.runtime.batch import Cut, Cutter, Reduction, require_no_graph, require_reduction
-from penstock.runtime.buffers import Rule
-from penstock.runtime.build import Assembly, TensorOptions
+from penstock.runtime.batch.result import StepResult, step_result
+from penstock.runtime.batch.splitter import Cut, Cutter, Reduction, require_no_graph, require_reduction
+from penstock.runtime.copies.buffers import Rule
 from penstock.runtime.engine import Engine
-from penstock.runtime.holdings import Holdings
-from penstock.runtime.limit import FIRST_TIMEOUT, Limit
-from penstock.runtime.replicas import BucketBytes
-from penstock.runtime.result import StepResult, step_result
-from penstock.runtime.setup import (
+from penstock.runtime.local_stages import Assembly, TensorOptions
+from penstock.runtime.optim import grad_norm as norms
+from penstock.runtime.validation import (
     LossScale,
     local_device,
     make_copy_options,
@@ -38,14 +35,17 @@ from penstock.runtime.setup import (
     resolve_mesh,
     resolve_schedule,
 )
-from penstock.runtime.world import current_world
+from penstock.runtime.weights.parameters import Holdings
+from penstock.runtime.weights.replicas import BucketBytes
+from penstock.runtime.workers.timeout import FIRST_TIMEOUT, Limit
+from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
+from penstock.stage.compute.recompute import Policy
+from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Container, as_layers
 from penstock.stage.module import StageModule
-from penstock.stage.random_state import RandomState
-from penstock.stage.recompute import Policy
-from penstock.stage.runner import LossFunction
+from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
 
@@ -85,7 +85,7 @@ class Pipeline:
         mesh: several such pipelines side by side (dp), each with matrices cut over processes (tp); a step then takes the
             global batch, dp * microbatches microbatches, on every process, and each pipeline does its part.
         family, sequence_parallel: which model it is that is cut, and whether also along the sequence; see
-            `penstock.parallel.tensor.tensor_parallel`.
+            `penstock.parallel.tensor.plan.tensor_parallel`.
         bucket_bytes: gradients are reduced over the pipelines in buckets of so many bytes, while the backward runs. "auto"
             chooses for each stage after the second step: one bucket where the reduction hides, more where it shows.
         buffers: what to do where copies of a stage change a persistent buffer differently, other than the statistics of

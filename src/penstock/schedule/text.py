@@ -7,8 +7,8 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
+from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ScheduleError
-from penstock.reading import MEGABYTE, read_bytes
 from penstock.schedule.ops import Op, Pair, parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule

@@ -19,8 +19,8 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.show.colours import KINDS
-from penstock.simulate.memory import memory_curve
 from penstock.trace.events import Activity, Trace
+from penstock.trace.memory import memory_curve
 from penstock.trace.messages import givers
 
 _GROUPS = (

@@ -12,10 +12,10 @@ import numpy as np
 from penstock.show.advice import over_plan
 from penstock.show.colours import BUSY, CAUSES, KINDS
 from penstock.show.page_data import MOST_CURVES, Step, Unit, amount
-from penstock.simulate.memory import peaks
 from penstock.trace.bubbles import bubble_fraction
 from penstock.trace.events import Activity
 from penstock.trace.join import present
+from penstock.trace.memory import peaks
 
 MOST_ROWS = 64
 

@@ -12,10 +12,10 @@ from penstock.errors import PenstockError
 from penstock.show.advice import Advice, advise, where_it_went
 from penstock.show.colours import BUSY, CAUSES, KINDS
 from penstock.show.planned import Plan, plan
-from penstock.simulate.memory import memory_curve, peaks
 from penstock.trace.bubbles import CAUSES as ALL_CAUSES
 from penstock.trace.bubbles import Bubbles, bubbles, idle_spans
 from penstock.trace.events import Activity, Trace
+from penstock.trace.memory import memory_curve, peaks
 
 MOST_CURVES = 12
 MESSAGES = (Activity.SEND, Activity.RECV, Activity.REDUCE)

@@ -13,12 +13,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from penstock.atomic import write_text
 from penstock.errors import ConfigError
 from penstock.show.page import body
 from penstock.show.page_data import look_at, palette, step_data, unit_of
 from penstock.show.policy import policy
 from penstock.trace.events import Trace
-from penstock.writing import write_text
 
 MOST_BLOCKS = 150_000
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.errors import ConfigError, DataError
-from penstock.reading import MEGABYTE, parse_json, read_bytes
 from penstock.show.report import write
 from penstock.trace.events import Trace
 from penstock.trace.folder import read_file, read_folder

@@ -27,8 +27,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ConfigError, nearest
-from penstock.reading import MEGABYTE, read_bytes
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link
 

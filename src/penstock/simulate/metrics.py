@@ -19,9 +19,9 @@ from penstock.schedule.memory import peak
 from penstock.schedule.schedule import Schedule
 from penstock.simulate.bounds import bound_of
 from penstock.simulate.costs import Costs, Table
-from penstock.simulate.memory import peaks
 from penstock.trace.bubbles import bubbles, longest
 from penstock.trace.events import Trace
+from penstock.trace.memory import peaks
 
 
 @dataclass(frozen=True, eq=False)

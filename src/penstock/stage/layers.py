@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import SplitError
-from penstock.stage.functions import FunctionLayer, takes_a_value
+from penstock.stage.split_backward.functions import FunctionLayer, takes_a_value
 
 Role = Literal["embedding", "block", "head"]
 

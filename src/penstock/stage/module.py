@@ -12,7 +12,7 @@ from torch import nn
 from penstock.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer, require_initialized
 from penstock.stage.named import Context, Draw, enter, names_given, names_taken
-from penstock.stage.random_state import build_seeded
+from penstock.stage.rng.random_state import build_seeded
 
 
 class StageModule(nn.Module):

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from penstock.bounded_io import DAMAGED_ARRAY, MEGABYTE, require_regular
 from penstock.errors import DataError
-from penstock.reading import DAMAGED_ARRAY, MEGABYTE, require_regular
 
 FORMAT = 1
 _COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")

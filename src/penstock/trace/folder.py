@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.atomic import replacing
 from penstock.errors import DataError
 from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
 from penstock.trace.join import join, present
-from penstock.writing import replacing
 
 FOLDER = "traces"
 _CELLS, _SPARSE = 1 << 22, 256  # a trace that lacks most of its ranks can still be shown

@@ -9,31 +9,32 @@ from pathlib import Path
 
 import torch
 
+from penstock.atomic import write_text
 from penstock.errors import DataError
-from penstock.runtime.launch_environment import host_advice
+from penstock.host import to_stderr
+from penstock.huggingface.save import save_transformers
+from penstock.huggingface.weights import own_state, save_together
+from penstock.run_lock import locked, may_be_restart
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.world import current_world
+from penstock.runtime.start.launch_environment import host_advice
+from penstock.runtime.workers.run_group import Fleet
+from penstock.runtime.workers.world import current_world
 from penstock.trace.folder import drop_after
 from penstock.train import run_folder
-from penstock.train.config import Config, resolve
-from penstock.train.fleet import Fleet
-from penstock.train.language import Language, language_of
-from penstock.train.loggers import Logger, open_loggers, require_loggers
-from penstock.train.machine import choose_device, sharing_cores
-from penstock.train.mesh import describe, shape_of
-from penstock.train.metrics import Metrics, go_back
-from penstock.train.models.transformers.save import save_transformers
-from penstock.train.optim import build_optimizer
-from penstock.train.profile import Profile
-from penstock.train.progress import Reporter, to_stderr
+from penstock.train.config.config import Config, resolve
+from penstock.train.config.mesh import describe, shape_of
+from penstock.train.config.optim import build_optimizer
+from penstock.train.data.text import Text, bigram_of, open_text
+from penstock.train.model.sample import sample_run
+from penstock.train.model.trainable import Language, language_of
+from penstock.train.report.loggers import Logger, open_loggers, require_loggers
+from penstock.train.report.machine import choose_device, sharing_cores
+from penstock.train.report.metrics import Metrics, go_back
+from penstock.train.report.profile import Profile
+from penstock.train.report.progress import Reporter
+from penstock.train.report.traces import Traces, write_page
 from penstock.train.resume import Keeper
-from penstock.train.run_lock import locked, may_be_restart
-from penstock.train.sample import sample_run
 from penstock.train.steps import Result, Run, Steps, Stopping
-from penstock.train.text import Text, bigram_of, open_text
-from penstock.train.traces import Traces, write_page
-from penstock.train.weights import own_state
-from penstock.writing import write_text
 
 MakeReporter = Callable[[int, bool], Reporter]
 
@@ -82,7 +83,7 @@ def train(
         make_reporter: ``make_reporter(steps, leads)``.
         profile: whether one step is seen by torch's profiler, too; see `Profile`.
         stopping: asked before every step, whether this process shall stop; given to every process or to none. All stop at
-            the same step if one shall, as `penstock.train.signals.Interrupts` says after a signal.
+            the same step if one shall, as `penstock.launch.signals.Interrupts` says after a signal.
         lock: whether the leading process locks the run's folder; False where the launcher holds the lock.
 
     Returns:
@@ -204,7 +205,7 @@ def _save(language: Language, pipe: Pipeline, path: Path, fleet: Fleet) -> None:
     if language.source is not None:
         save_transformers(pipe, path, language.source)
         return
-    fleet.save(pipe, own_state(pipe), path)
+    save_together(fleet, pipe, own_state(pipe), path)
 
 
 def build_pipeline(config: Config, language: Language, device: torch.device) -> Pipeline:

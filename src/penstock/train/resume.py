@@ -8,17 +8,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from penstock.checkpoint.checkpoints import Checkpoints, Loaded
+from penstock.checkpoint.find import FOLDER, is_checkpoint, is_whole, path_of, read_manifest, steps_in
 from penstock.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.allowed import ACCEPT, REFUSE
-from penstock.train.checkpoint.checkpoints import Checkpoints, Loaded
-from penstock.train.checkpoint.find import FOLDER, is_checkpoint, is_whole, path_of, read_manifest, steps_in
-from penstock.train.config import Config
-from penstock.train.data_digest import DataDigest
-from penstock.train.fleet import Fleet
-from penstock.train.metrics import is_finished
-from penstock.train.progress import Reporter
+from penstock.runtime.workers.run_group import Fleet
+from penstock.train.config.allowed import ACCEPT, REFUSE
+from penstock.train.config.config import Config
+from penstock.train.data.digest import DataDigest
+from penstock.train.report.metrics import is_finished
+from penstock.train.report.progress import Reporter
 from penstock.train.run_folder import AUTO, keep_config
 
 SET_ASIDE = ".set-aside"

@@ -7,13 +7,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.atomic import write_text
+from penstock.checkpoint.find import FOLDER, is_checkpoint
 from penstock.errors import ConfigError
-from penstock.train import config_file
-from penstock.train.allowed import REFUSE
-from penstock.train.checkpoint.find import FOLDER, is_checkpoint
-from penstock.train.config import Config, TrainConfig
-from penstock.train.run_lock import LOCK
-from penstock.writing import write_text
+from penstock.run_lock import LOCK
+from penstock.train.config import file as config_file
+from penstock.train.config.allowed import REFUSE
+from penstock.train.config.config import Config, TrainConfig
 
 AUTO = "auto"
 """What ``train.resume`` may be beside a path."""

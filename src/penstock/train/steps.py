@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from penstock.errors import NonFiniteError
-from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.run_group import Fleet
 from penstock.trace.bubbles import busy
-from penstock.train.config import Config
-from penstock.train.fleet import Fleet
-from penstock.train.language import Language
-from penstock.train.metrics import Metrics
-from penstock.train.profile import Profile
-from penstock.train.progress import Reporter
+from penstock.train.config.config import Config
+from penstock.train.data.text import Text, batch_of, held_out_bits
+from penstock.train.model.trainable import Language
+from penstock.train.report.metrics import Metrics
+from penstock.train.report.profile import Profile
+from penstock.train.report.progress import Reporter
+from penstock.train.report.traces import Traces
 from penstock.train.resume import Keeper, Standing
-from penstock.train.text import Text, batch_of, held_out_bits
-from penstock.train.traces import Traces
 
 Stopping = Callable[[], bool]
 """Whether this process has been asked to stop; one that has is enough."""

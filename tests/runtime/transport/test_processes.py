@@ -9,12 +9,12 @@ import torch
 from torch import distributed as dist
 
 from penstock.errors import PeerError, PenstockError, TransportError, WaitTimeoutError
-from penstock.runtime.local import LocalProcesses
+from penstock.runtime.health.peers import supported
 from penstock.runtime.transport import processes as transport
-from penstock.runtime.transport.base import Failure
-from penstock.runtime.transport.roster import supported
+from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.shared_memory import SharedIncoming
-from penstock.runtime.world import World
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.stage.values import Parcel, pack, unpack

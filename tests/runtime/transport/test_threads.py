@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from penstock.runtime.limit import Limit
 from penstock.runtime.transport.threads import thread_channels
+from penstock.runtime.workers.timeout import Limit
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
 from penstock.stage.values import Parcel

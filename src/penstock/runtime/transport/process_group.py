@@ -31,9 +31,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import PeerError, TransportError, WaitTimeoutError
-from penstock.runtime.limit import Limit
-from penstock.runtime.transport.base import Failure
-from penstock.runtime.transport.wire import (
+from penstock.runtime.transport.channel import Failure
+from penstock.runtime.transport.frame import (
     DEVICE,
     FAILURE,
     FRAME_BYTES,
@@ -47,6 +46,7 @@ from penstock.runtime.transport.wire import (
     Views,
     aligned,
 )
+from penstock.runtime.workers.timeout import Limit
 from penstock.stage.values import Parcel
 
 _FRAME, _PAYLOAD, _EXTRA = 1, 2, 3  # tags of the three kinds of message on an edge

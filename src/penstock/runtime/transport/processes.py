@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from torch import distributed as dist
 
 from penstock.errors import PeerError, TransportError
-from penstock.runtime.limit import Limit
-from penstock.runtime.status import WAITS, Words
-from penstock.runtime.transport.base import Failure
+from penstock.runtime.health.peers import Roster, supported
+from penstock.runtime.health.progress import WAITS, Words
+from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
-from penstock.runtime.transport.roster import Roster, supported
 from penstock.runtime.transport.shared_memory import Bell, Host, SharedIncoming, SharedOutgoing
+from penstock.runtime.workers.timeout import Limit
 from penstock.stage.values import Parcel
 
 SWITCH = "PENSTOCK_SHARED_MEMORY"

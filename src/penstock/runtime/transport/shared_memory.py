@@ -32,10 +32,9 @@ from torch import Tensor
 
 from penstock.encoding import sendable
 from penstock.errors import PeerError, TransportError, WaitTimeoutError
-from penstock.runtime.limit import Limit
-from penstock.runtime.transport.base import Failure
-from penstock.runtime.transport.roster import Roster, machine
-from penstock.runtime.transport.wire import (
+from penstock.runtime.health.peers import Roster, machine
+from penstock.runtime.transport.channel import Failure
+from penstock.runtime.transport.frame import (
     FAILURE,
     FRAME_BYTES,
     HEADER_BYTES,
@@ -47,6 +46,7 @@ from penstock.runtime.transport.wire import (
     Views,
     aligned,
 )
+from penstock.runtime.workers.timeout import Limit
 from penstock.stage.values import Parcel
 
 _TAKEN, _RECEIVER_SLEEPS, _SENDER_SLEEPS = 0, 8, 16  # places of the ring's counters, in 8-byte words

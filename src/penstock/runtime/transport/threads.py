@@ -14,10 +14,10 @@ import queue
 from collections.abc import Sequence
 
 from penstock.errors import PeerError, WaitTimeoutError
-from penstock.runtime.limit import Limit
-from penstock.runtime.status import WAITS, Words, new_words
-from penstock.runtime.streams import Events, Streams
-from penstock.runtime.transport.base import Failure
+from penstock.runtime.health.progress import WAITS, Words, new_words
+from penstock.runtime.transport.channel import Failure
+from penstock.runtime.workers.streams import Events, Streams
+from penstock.runtime.workers.timeout import Limit
 from penstock.schedule.program import Program
 from penstock.stage.values import Parcel
 

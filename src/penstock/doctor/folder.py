@@ -1,0 +1,102 @@
+"""A folder that all ranks share: can each write there, does each see what the others wrote, and how long does it take."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from penstock.doctor.rounds import Answer, Rounds
+from penstock.errors import PenstockError
+
+BYTES = 1 << 20
+"""That each rank writes."""
+
+_SEEN = 5.0  # seconds that a network file system may take to show what another machine wrote
+
+
+def look_at_folder(rounds: Rounds, folder: Path) -> list[Answer]:
+    """Write, see to the disk, rename and read; every rank calls it. What was written is deleted.
+
+    Returns:
+        By rank: ``write``, ``fsync``, ``rename`` and ``see`` in seconds; ``unseen``, the ranks whose files are not to be
+        seen; ``free``, bytes.
+    """
+    made = rounds.each("folder made", lambda: _make(folder) if rounds.rank == 0 else "")
+    if made[0].trouble:
+        # Without the leader's folder each rank still says what it can do.
+        return rounds.each("folder tried", lambda: _write(folder, rounds.rank, keep=False))
+    place = folder / made[0].value
+    wrote = rounds.each("folder written", lambda: _write(place, rounds.rank, keep=True))
+    there = [rank for rank, answer in enumerate(wrote) if not answer.trouble]
+    seen = rounds.each("folder seen", lambda: _see(place, there))
+    if rounds.rank == 0:
+        shutil.rmtree(place, ignore_errors=True)
+    return [
+        Answer({**one.value, **other.value}, "")
+        if not one.trouble and not other.trouble
+        else Answer(None, one.trouble or other.trouble)
+        for one, other in zip(wrote, seen, strict=True)
+    ]
+
+
+def _make(folder: Path) -> str:
+    place = folder / f".penstock-doctor-{os.getpid()}-{time.time_ns()}"
+    try:
+        place.mkdir()
+    except OSError as error:
+        raise PenstockError(f"cannot write in {folder}: {error.strerror}") from error
+    return place.name
+
+
+def _write(place: Path, rank: int, *, keep: bool) -> dict[str, Any]:
+    unfinished = place / f".penstock-doctor-rank-{rank}.unfinished"
+    times = [time.perf_counter()]
+    try:
+        with unfinished.open("xb") as file:
+            file.write(_content(rank))
+            file.flush()
+            times.append(time.perf_counter())
+            os.fsync(file.fileno())
+        times.append(time.perf_counter())
+        path = _path(place, rank)
+        unfinished.rename(path)
+        times.append(time.perf_counter())
+        free = shutil.disk_usage(place).free
+        if not keep:
+            path.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise PenstockError(f"cannot write in {place}: {error.strerror}") from error
+    took = [b - a for a, b in pairwise(times)]
+    return {"write": took[0], "fsync": took[1], "rename": took[2], "free": free, "unseen": [], "see": 0.0}
+
+
+def _see(place: Path, there: list[int]) -> dict[str, Any]:
+    began = time.perf_counter()
+    unseen = list(there)
+    while unseen and time.perf_counter() - began < _SEEN:
+        unseen = [rank for rank in unseen if not _is_right(place, rank)]
+        if unseen:
+            time.sleep(0.05)
+    return {"see": time.perf_counter() - began, "unseen": unseen}
+
+
+def _is_right(place: Path, rank: int) -> bool:
+    try:
+        return _path(place, rank).read_bytes() == _content(rank)
+    except OSError:
+        return False
+
+
+def _path(place: Path, rank: int) -> Path:
+    return place / f".penstock-doctor-rank-{rank}"
+
+
+def _content(rank: int) -> bytes:
+    return rank.to_bytes(8, "little") * (BYTES // 8)

@@ -1,0 +1,141 @@
+"""Links between ranks, measured over the edges that a run uses: how long a message takes, how many bytes a second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from penstock.doctor.machine import open_now
+from penstock.errors import PenstockError, WaitTimeoutError
+from penstock.runtime.transport.processes import ProcessChannel
+from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.world import World
+from penstock.stage.values import Parcel
+
+BYTES = 4 << 20
+"""Of the message that shows the bandwidth."""
+
+ALONE = 8
+"""Up to so many ranks one pair is measured at a time; with more, as many at once as there are."""
+
+_WARM, _TRIPS, _LARGE = 5, 25, 3
+_PING, _PONG = 1, 2
+
+
+def pairs(size: int) -> list[list[tuple[int, int]]]:
+    """Every pair of ranks once, in rounds of pairs without a common rank (the circle method of tournaments)."""
+    seats: list[int | None] = list(range(size)) + [None] * (size % 2)
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        met = [
+            (min(a, b), max(a, b))
+            for a, b in zip(seats[:half], reversed(seats[half:]), strict=True)
+            if a is not None and b is not None
+        ]
+        found += [[pair] for pair in met] if size <= ALONE else [met]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def measure(world: World, timeout: float) -> dict[str, Any]:
+    """This rank's end of all its links; every rank calls it.
+
+    Returns:
+        ``links``: for every other rank ``to``, ``way``, ``latency`` (seconds, half a round trip) and ``bandwidth`` (bytes a
+        second, from here to there), or ``trouble``; ``open_files``: how many files were open with all links.
+    """
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    found: list[dict[str, Any]] = []
+    with _Opened(world, dict.fromkeys(others, (2, 2)), timeout) as channel:
+        ways = channel.ways
+        for number, at_once in enumerate(pairs(world.size), 1):
+            channel.open(number)
+            for pair in at_once:
+                if world.rank in pair:
+                    peer = pair[0] if world.rank == pair[1] else pair[1]
+                    found.append({"to": peer, "way": ways[peer], **_try(channel, peer, world.rank < peer)})
+            world.exchange(None)  # nobody begins the next one before all have ended this one
+        files = open_now()
+    return {"links": sorted(found, key=lambda link: int(link["to"])), "open_files": files}
+
+
+def _try(channel: ProcessChannel, peer: int, first: bool) -> dict[str, Any]:
+    try:
+        there = _there_and_back(channel, peer, torch.zeros(1), _WARM, _TRIPS, first)
+        latency = statistics.median(there) / 2
+        large = torch.zeros(BYTES, dtype=torch.uint8)
+        mine = _there_and_back(channel, peer, large, 1, _LARGE, first)
+        theirs = _there_and_back(channel, peer, large, 1, _LARGE, not first)
+        channel.finish()
+    except PenstockError as error:
+        return {"trouble": str(error)}
+    took = statistics.median(mine if first else theirs)
+    return {"latency": latency, "bandwidth": BYTES / max(took - latency, 1e-9)}
+
+
+def _there_and_back(
+    channel: ProcessChannel, peer: int, what: torch.Tensor, warm: int, trips: int, first: bool
+) -> list[float]:
+    """Seconds of round trips, whose way back is always short; the second rank's own count from its answer on."""
+    times = []
+    answer = Parcel((torch.zeros(1),))
+    for trip in range(warm + trips):
+        began = time.perf_counter()
+        if first:
+            channel.send(peer, _PING, Parcel((what,)))
+            channel.recv(peer, _PONG)
+        else:
+            channel.recv(peer, _PING)
+            channel.send(peer, _PONG, answer)
+        if trip >= warm:
+            times.append(time.perf_counter() - began)
+    return times
+
+
+def unanswered(world: World, limit: float) -> float:
+    """Wait for a message that nobody sends, and give how long that took, in seconds; every rank calls it.
+
+    Args:
+        world: joined, with at least two ranks.
+        limit: for the wait, in seconds.
+
+    Raises:
+        PenstockError: the wait ended otherwise than by its limit.
+    """
+    last, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    with _Opened(world, {last: (1, 1), following: (1, 1)}, limit) as channel:
+        channel.open(1)
+        began = time.perf_counter()
+        try:
+            channel.recv(last, _PING)
+        except WaitTimeoutError:
+            took = time.perf_counter() - began
+        else:
+            raise PenstockError(f"a message came from rank {last}, which sent none")
+        world.exchange(None)  # until then all are there, and say nothing
+    return took
+
+
+class _Opened:
+    """Edges to and from some ranks, in a group of their own; a context manager."""
+
+    def __init__(self, world: World, peers: dict[int, tuple[int, int]], timeout: float) -> None:
+        self._world, self._peers, self._timeout = world, peers, timeout
+
+    def __enter__(self) -> ProcessChannel:
+        limit = timedelta(seconds=self._timeout)
+        self._group = dist.new_group(backend="gloo", timeout=limit)
+        exchange: Callable[[Any], list[Any]] = self._world.exchange
+        self._channel = ProcessChannel(self._group, exchange, self._peers, self._peers, Limit(self._timeout))
+        return self._channel
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+        dist.destroy_process_group(self._group)

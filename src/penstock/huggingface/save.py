@@ -1,0 +1,150 @@
+"""A pipeline's weights as a folder that ``AutoModelForCausalLM.from_pretrained`` and `from_transformers` read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.huggingface.families import FAMILIES, HEAD, require_library
+from penstock.huggingface.folder import CONFIG, read_json
+from penstock.huggingface.split import config_from, local_folder, on_meta, tied_names
+from penstock.huggingface.weights import own_state, save_together
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.run_group import Fleet
+
+T = TypeVar("T")
+
+_MOST_NAMED = 12
+
+CARRIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+"""What a folder's copy takes along beside config and weights."""
+
+
+def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: object) -> None:
+    """Write a pipeline's weights in Hugging Face's layout; in processes every rank calls it and writes its own part.
+
+    The folder gets ``config.json``, ``model.safetensors`` (from processes one file a rank and an index), and where
+    `like` has them the generation config and the tokenizer's files. Weights of an earlier save there are replaced.
+
+    Args:
+        pipe: made of what `from_transformers` gave.
+        folder: made if it is not there.
+        like: what `from_transformers` was given: the model, the config, the folder or the file.
+
+    Raises:
+        ConfigError: `like` is none of these, the folder cannot be made, or the pipeline's weights are not those of the
+            architecture (adapters have been added, say), so that the folder would load with new weights; on every process,
+            and nothing has been written.
+    """
+    require_library()
+    path = Path(folder).expanduser()
+    config = config_of(like)
+    state = _as_stored(pipe, config)
+    fleet = Fleet.of(pipe)
+    parts = fleet.each(lambda: {name: tuple(value.shape) for name, value in state.items()})
+    require_loadable({name: shape for part in parts for name, shape in part.items()}, config)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
+    save_together(fleet, pipe, state, path)
+    fleet.decide(lambda: write_beside(path, config, state, like))
+
+
+def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The pipeline's state by the names in files, without those that are another parameter's second ones."""
+    second = {f"{layer.name}.{inner}" for layer in pipe.layers for inner in layer.tied}
+    state = {name: value for name, value in own_state(pipe).items() if name not in second}
+    return stored_names(state, config)
+
+
+def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]:
+    """Weights by whole-model name, by their names in files of the config's family."""
+    head = FAMILIES[config["model_type"]].stored_head
+    return {f"{head}.weight" if name == f"{HEAD}.weight" else name: value for name, value in state.items()}
+
+
+def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]) -> None:
+    """Refuse weights that the architecture of a config would not load whole.
+
+    Args:
+        shapes: of all weights, by their names in files.
+        config: as JSON holds it.
+
+    Raises:
+        ConfigError: names that are missing, unknown, or of another shape; all are listed.
+    """
+    pattern = on_meta(config_from(dict(config), CONFIG))
+    wanted = stored_names(dict(pattern.state_dict()), config)
+    second = stored_names(dict.fromkeys(tied_names(pattern)), config)
+    problems = [f"{n} is missing" for n in wanted if n not in shapes and n not in second]
+    for name, shape in shapes.items():
+        if name not in wanted:
+            problems.append(f"{name} is unknown")
+        elif shape != tuple(wanted[name].shape):
+            problems.append(f"{name} has shape {shape}, not {tuple(wanted[name].shape)}")
+        elif name in second:
+            problems.append(f"{name} is a weight of its own, which the config ties to another")
+    if problems:
+        more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        raise ConfigError(
+            f"these weights are not those of the {config.get('model_type')} model the config describes, so transformers "
+            f"would load the folder with newly initialised ones: {'; '.join(problems[:_MOST_NAMED])}{more}. Merge adapters "
+            "into the weights and put the original modules back first (peft: merge_and_unload), or keep the weights with "
+            "penstock.Checkpoints"
+        )
+
+
+def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor], like: object) -> None:
+    """Write what belongs to the weights: the config with their dtype, and the files that `like` has."""
+    dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), None)
+    config.pop("torch_dtype", None)
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+    generation = getattr(like, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    if isinstance(like, str | os.PathLike):
+        source = _config_file(like).parent
+        for name in CARRIED:
+            if (source / name).is_file() and source.resolve() != folder.resolve():
+                shutil.copyfile(source / name, folder / name)
+
+
+def config_of(like: object) -> dict[str, Any]:
+    """The config as JSON holds it, with the class that reads it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+    if isinstance(like, str | os.PathLike):
+        return read_json(_config_file(like))
+    config = like.config if isinstance(like, PreTrainedModel) else like
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(
+            f"like must be the model, the config or the folder that the layers came from, not {like!r}"
+        )
+    found: dict[str, Any] = config.to_diff_dict()
+    found["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    return found
+
+
+def _config_file(like: str | os.PathLike[str]) -> Path:
+    path = Path(like).expanduser()
+    return path if path.is_file() else local_folder(like) / CONFIG

@@ -1,0 +1,302 @@
+"""Tensor parallelism: which matrices of a model are cut how, for torch's ``parallelize_module``.
+
+In attention and feed-forward the first matrices are cut by columns (whole heads stay together) and the last one by rows,
+so that a block talks twice in a forward (1909.08053, section 3). The token table and the head are cut by vocabulary.
+With sequence parallelism (2205.05198, section 4.2.2) what is between the blocks is cut along the sequence, and so are the
+norms; it is here for the built-in model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from penstock.errors import BatchError, ConfigError, nearest
+from penstock.parallel.tensor.conv1d import cut_columns, cut_rows, cut_side_by_side
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How a family's modules are cut; each is a regular expression that the whole end of a module's name matches.
+
+    Attributes:
+        heads: cut by columns, whole heads together.
+        columns, rows: cut by columns, by rows.
+        table, head: the token table and the matrix that makes logits, cut by vocabulary.
+        within_heads: not cut, but used on a rank's own heads, so that their gradients are in parts.
+        norms, gathered: for sequence parallelism, the norms, and the modules before which the sequence is put together.
+        inputs_first: whether matrices other than table and head are kept as (in, out); a linear layer's is (out, in).
+        qkv: query, key and value have matrices of their own; or are in one, each head's three together; or all queries,
+            then all keys, then all values.
+        width: where they are side by side, the attribute of the matrix's parent that says how wide each is.
+    """
+
+    heads: str
+    columns: str
+    rows: str
+    table: str
+    head: str
+    within_heads: str = r"(?!)"
+    norms: str = r"(?!)"
+    gathered: str = r"(?!)"
+    inputs_first: bool = False
+    qkv: Literal["apart", "by head", "side by side"] = "apart"
+    width: str = ""
+
+
+_LLAMA = TensorPlan(
+    heads=r"self_attn\.[qkv]_proj",
+    columns=r"mlp\.(gate|up)_proj",
+    rows=r"self_attn\.o_proj|mlp\.down_proj",
+    table=r"embed_tokens",
+    head=r"lm_head",
+    within_heads=r"self_attn\.[qk]_norm",
+)
+
+PLANS = {
+    "penstock": TensorPlan(
+        heads=r"attention\.(query|key|value)",
+        columns=r"feed_forward\.(gate|up)",
+        rows=r"attention\.output|feed_forward\.down",
+        table=r"embedding",
+        head=r"head\.output",
+        norms=r"attention_norm|feed_forward_norm|head\.norm",
+        gathered=r"attention|feed_forward",
+    ),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _LLAMA
+    ),
+    "gpt_neox": TensorPlan(
+        heads=r"attention\.query_key_value",
+        columns=r"mlp\.dense_h_to_4h",
+        rows=r"attention\.dense|mlp\.dense_4h_to_h",
+        table=r"embed_in",
+        head=r"lm_head",
+        qkv="by head",
+    ),
+    "gpt2": TensorPlan(
+        heads=r"attn\.c_attn",
+        columns=r"mlp\.c_fc",
+        rows=r"attn\.c_proj|mlp\.c_proj",
+        table=r"wte",
+        head=r"lm_head",
+        inputs_first=True,
+        qkv="side by side",
+        width="split_size",
+    ),
+}  # fmt: skip
+"""By family: the built-in model, and Hugging Face's by their config's ``model_type``."""
+
+
+def tensor_parallel(
+    layers: nn.Module | Iterable[tuple[str, nn.Module]],
+    mesh: DeviceMesh,
+    family: str = "penstock",
+    sequence: bool = False,
+) -> None:
+    """Cut a model's matrices over a mesh, in place; every rank of the mesh calls it, with the same values.
+
+    Args:
+        layers: a module, or (name in the whole model, layer) pairs, as a pipeline rank holds them.
+        mesh: one-dimensional; `penstock.parallel.mesh.Mesh.axis` ("tp").
+        family: which model it is.
+        sequence: also sequence parallelism; sequences must divide over the mesh.
+
+    Raises:
+        ConfigError: a family without a plan, or heads or widths that do not divide over the mesh. Nothing is cut then.
+    """
+    plan = plan_of(family, sequence)
+    named = [("", layers)] if isinstance(layers, nn.Module) else list(layers)
+    modules = [
+        (".".join(part for part in (name, inner) if part), module)
+        for name, layer in named
+        for inner, module in layer.named_modules()
+    ]
+    size = mesh.size()
+    parents = dict(modules)
+    for name, module in modules:
+        _require_divisible(plan, name, module, parents.get(name.rpartition(".")[0]), size)
+    if size == 1:
+        return
+    done: dict[int, nn.Parameter] = {}
+    for name, module in modules:
+        _apply(plan, name, module, mesh, sequence, done)
+        if plan.qkv == "side by side" and _is(plan.heads, name):
+            parent = parents[name.rpartition(".")[0]]
+            setattr(parent, plan.width, getattr(parent, plan.width) // size)
+
+
+def plan_of(family: str, sequence: bool = False) -> TensorPlan:
+    """The plan of a family.
+
+    Raises:
+        ConfigError: there is none, or none for sequence parallelism.
+    """
+    if family not in PLANS:
+        raise ConfigError(
+            f"there is no plan for tensor parallelism of {family!r}{nearest(family, list(PLANS))}; there is one for "
+            f"{', '.join(PLANS)}"
+        )
+    if sequence and family != "penstock":
+        raise ConfigError(
+            f"sequence parallelism is there for the built-in model, not for {family!r}, whose blocks make their positions "
+            "from the length of what they are given; leave it off"
+        )
+    return PLANS[family]
+
+
+def _is(pattern: str, name: str) -> bool:
+    return re.search(rf"(^|\.)({pattern})$", name) is not None
+
+
+def _require_divisible(
+    plan: TensorPlan, name: str, module: nn.Module, parent: nn.Module | None, size: int
+) -> None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return
+    outputs, inputs = (1, 0) if plan.inputs_first else (0, 1)
+    axis, what = None, ""
+    if _is(plan.heads, name):
+        each = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
+        if not isinstance(each, int):
+            raise ConfigError(f"{name}: its module does not say how wide a head is (head_dim or head_size)")
+        heads = weight.shape[outputs] // (each if plan.qkv == "apart" else 3 * each)
+        if heads % size:
+            raise ConfigError(
+                f"{name} has {heads} heads of width {each}, which do not divide over tp = {size}; "
+                f"take a tp that divides {heads}"
+            )
+    elif _is(plan.columns, name):
+        axis, what = outputs, "outputs"
+    elif _is(f"{plan.table}|{plan.head}", name):
+        axis, what = 0, "words of vocabulary"
+    elif _is(plan.rows, name):
+        axis, what = inputs, "inputs"
+    if axis is not None and weight.shape[axis] % size:
+        raise ConfigError(
+            f"{name} has {weight.shape[axis]} {what}, which do not divide over tp = {size}; "
+            f"take a tp that divides {weight.shape[axis]}"
+        )
+
+
+def _apply(
+    plan: TensorPlan,
+    name: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sequence: bool,
+    done: dict[int, nn.Parameter],
+) -> None:
+    if _is(plan.within_heads, name):
+        for parameter in module.parameters():
+            parameter.register_hook(_AddUp(mesh.get_group()))  # type: ignore[no-untyped-call]
+    cut = _by_columns_and_rows(plan, name) if plan.inputs_first else None
+    cut = cut or _by_style(plan, name, sequence)
+    if cut is None:
+        return
+    before = dict(module.named_parameters(recurse=False))
+    cut(module, mesh)
+    for key, parameter in before.items():
+        # A parameter that two modules share is still one.
+        now = done.setdefault(id(parameter), getattr(module, key))
+        module.register_parameter(key, now)
+    if _is(plan.table, name) and sequence:
+        module.register_forward_pre_hook(_RequireSequence(mesh.size()))
+    if before:
+        module.register_forward_hook(_arrived)
+
+
+def _by_columns_and_rows(plan: TensorPlan, name: str) -> Callable[[nn.Module, DeviceMesh], object] | None:
+    """How a matrix kept as (in, out) is cut; None for other modules."""
+    if _is(plan.heads, name) and plan.qkv == "side by side":
+        return partial(cut_side_by_side, parts=3)
+    if _is(f"{plan.heads}|{plan.columns}", name):
+        return cut_columns
+    return cut_rows if _is(plan.rows, name) else None
+
+
+def _by_style(
+    plan: TensorPlan, name: str, sequence: bool
+) -> Callable[[nn.Module, DeviceMesh], object] | None:
+    """How torch cuts a module; None for one that stays as it is."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    between = Shard(1) if sequence else Replicate()
+    style: Any = None
+    if _is(f"{plan.heads}|{plan.columns}", name):
+        style = ColwiseParallel()
+    elif _is(plan.rows, name):
+        style = RowwiseParallel(output_layouts=between)
+    elif _is(plan.table, name):
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    elif _is(plan.head, name):
+        style = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+    elif sequence and _is(plan.norms, name):
+        style = SequenceParallel()
+    elif sequence and _is(plan.gathered, name):
+        style = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    return None if style is None else partial(parallelize_module, parallelize_plan=style)
+
+
+class _AddUp:
+    """A parameter's gradient is the sum of what the ranks' heads give."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        total = grad.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+def sums_gradients(hook: object) -> bool:
+    """Whether a parameter's hook is one of `tensor_parallel`, which only adds gradients up over ranks."""
+    return isinstance(hook, _AddUp)
+
+
+class _RequireSequence:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        length = args[0].shape[1]
+        if length % self.size:
+            raise BatchError(
+                f"a sequence of {length} does not divide over tp = {self.size}, which sequence parallelism needs; "
+                f"take a multiple of {self.size}"
+            )
+
+
+def _arrived(module: nn.Module, args: Any, output: Any) -> Any:
+    """Outputs are plain tensors, which can be handed to another stage; torch leaves some still under way."""
+    return _Arrive.apply(output) if hasattr(output, "trigger_wait") else output  # type: ignore[no-untyped-call]
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Any) -> Tensor:
+        tensor: Tensor = output.trigger_wait()
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

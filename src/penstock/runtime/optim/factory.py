@@ -1,0 +1,137 @@
+"""What a PipelineOptimizer makes of what it is given, and refuses: torch optimizers, schedules, dtypes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from penstock.errors import ConfigError, nearest
+from penstock.parallel.data.zero import NOT_ELEMENTWISE
+from penstock.runtime.optim.groups import Named
+from penstock.runtime.optim.main_weights import MainWeights
+
+if TYPE_CHECKING:
+    from penstock.runtime.pipeline import Pipeline
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+def build(
+    make: MakeOptimizer,
+    main: MainWeights,
+    parts: list[Named],
+    options: list[dict[str, Any]],
+    defaults: dict[str, Any],
+) -> torch.optim.Optimizer:
+    """One rank's optimizer.
+
+    Args:
+        make: makes it.
+        main: what it updates in place of parameters.
+        parts: (name, parameter) by group.
+        options: of the groups.
+        defaults: of the optimizer.
+
+    Raises:
+        ConfigError: it cannot be made so, or is none that takes a step by itself.
+    """
+    groups = [
+        {"params": [main.of(name, p) for name, p in part], **chosen}
+        for part, chosen in zip(parts, options, strict=True)
+    ]
+    name = getattr(make, "__name__", "the optimizer")
+    try:
+        made = make(groups, **defaults)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} cannot be made with these options and groups: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"{make!r} made a {type(made).__name__}, not a torch.optim.Optimizer")
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{name} runs the model itself, several times a step, through a closure; a pipeline cannot give it one"
+        )
+    allowed = sorted(set(made.defaults) | {"lr"})
+    problems = [
+        f"groups[{n}] has {key!r}, which is no option of {name}{nearest(key, allowed)}; it has {', '.join(allowed)}"
+        for n, chosen in enumerate(options)
+        for key in chosen
+        if key not in allowed
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return made
+
+
+def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The schedule of one rank's optimizer.
+
+    Raises:
+        ConfigError: it is none that goes by the step alone.
+    """
+    made = make(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(
+            f"lr_scheduler must make a torch.optim.lr_scheduler.LRScheduler; it made a {type(made).__name__}. For a "
+            "function of the step, use lr_factor"
+        )
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau wants a measurement at every step; change the learning rates in `optimizers` yourself"
+        )
+    if made.optimizer is not optimizer:
+        raise ConfigError("lr_scheduler must make a scheduler of the optimizer it is given")
+    return made
+
+
+def require_elementwise(pipe: Pipeline, optimizer: torch.optim.Optimizer, zero: bool) -> None:
+    """Refuse an optimizer of whole matrices where it gets parts of them.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    kind = type(optimizer).__name__
+    if kind in NOT_ELEMENTWISE and (zero or pipe.tensor_ranks > 1):
+        who, instead = ("tensor parallelism", "tp = 1") if pipe.tensor_ranks > 1 else ("ZeRO", "zero=False")
+        raise ConfigError(
+            f"{kind} does not update every element by itself, and {who} gives it parts of matrices; use an "
+            f"elementwise optimizer, such as AdamW or SGD, or {instead}"
+        )
+
+
+def require_zero(pipe: Pipeline, zero: object) -> None:
+    """Refuse what `PipelineOptimizer` takes for no way to divide, and pipelines it cannot divide.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    if zero not in (False, True, "overlap"):
+        raise ConfigError(f"zero must be False, True or 'overlap', not {zero!r}")
+    if zero and pipe.bucket_bytes == "auto" and pipe.replicas > 1:
+        raise ConfigError(
+            f"zero={zero!r} keeps the buckets that it begins with, since parameters live in them; give bucket_bytes a "
+            "number instead of 'auto'"
+        )
+
+
+def require_no_fp16(pipe: Pipeline) -> None:
+    """Refuse gradients in fp16 for a scaler.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    found = [
+        name
+        for name, p in pipe.named_parameters()
+        if p.requires_grad and p.dtype == torch.float16 and getattr(p, "grad_dtype", p.dtype) == torch.float16
+    ]
+    if found:
+        raise ConfigError(
+            f"{', '.join(found[:3])}{' and others' if len(found) > 3 else ''}: unscaling gradients kept in fp16 would "
+            "lose what the scale has saved; use main_weights=True, or fp32 parameters under autocast"
+        )

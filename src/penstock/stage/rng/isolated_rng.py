@@ -1,0 +1,211 @@
+"""Random numbers of a layer, drawn from a generator of its own.
+
+torch's default generators belong to the whole process: what a layer draws from them depends on what else has drawn,
+which other layers share the process, and, in threads, on chance. Within `drawing` every function of torch that draws
+does so from a generator seeded by (seed, step, microbatch, layer) alone. Functions that take a generator are given
+it; the others are computed from its draws (`stage.dropout`).
+
+On a CPU a layer within `drawing` gives bit for bit what it would give alone in a process after ``torch.manual_seed`` of
+the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from penstock.stage.rng.dropout import COMPUTED, Replacement
+from penstock.stage.rng.seeds import seed_of
+
+
+class drawing(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
+    """Within it, random draws come from generators of this key alone, one a device, made at the first draw.
+
+    It may be entered within or around ``weight_grad.deferring``, in any thread. Entered anew with the same key it
+    gives the same draws in the same order, which is what running a forward again needs. A generator that a layer
+    passes itself is left alone, and so are tensors on the meta device.
+
+    Args:
+        seed: of the model.
+        step, microbatch: which; the microbatch's number in the whole batch.
+        layer: its name in the whole model.
+        on_draw: called before every draw.
+    """
+
+    def __init__(
+        self, seed: int, step: int, microbatch: int, layer: str, on_draw: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__()
+        self._key = (seed, step, microbatch, layer)
+        self._on_draw = on_draw
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        replace = _REPLACED.get(func)
+        if replace is not None:
+            return replace(self, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    @property
+    def drew(self) -> bool:
+        """Whether there has been a draw."""
+        return bool(self._generators)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """This key's generator on a device (with its index, as a tensor's)."""
+        if self._on_draw is not None:
+            self._on_draw()
+        found = self._generators.get(device)
+        if found is None:
+            found = self._generators[device] = torch.Generator(device).manual_seed(seed_of(*self._key))
+        return found
+
+
+# Functions that take a generator.
+
+
+def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("generator") is not None or any(isinstance(arg, torch.Generator) for arg in args)
+
+
+def _place(kwargs: dict[str, Any]) -> torch.device:
+    """Where a new tensor will be."""
+    out = kwargs.get("out")
+    if out is not None:
+        device: torch.device = out.device
+        return device
+    named = kwargs.get("device")
+    device = torch.get_default_device() if named is None else torch.device(named)
+    return device if device.type in ("cpu", "meta") else torch.empty(0, device=device).device
+
+
+def _draw(
+    mode: drawing, device: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if device.type == "meta" or _has_generator(args, kwargs):
+        return func(*args, **kwargs)
+    return func(*args, **{**kwargs, "generator": mode.generator(device)})
+
+
+def _new(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.rand and its kin, which make a tensor from nothing."""
+    return _draw(mode, _place(kwargs), func, args, kwargs)
+
+
+def _from_tensor(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tensor.normal_, torch.bernoulli and their kin; torch.normal may have no tensor."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return _draw(mode, value.device, func, args, kwargs)
+    return _new(mode, func, args, kwargs)
+
+
+def _generator_last(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `_from_tensor`, for functions whose last positional argument may be the generator."""
+    return _from_tensor(mode, func, args[:-1] if args[-1:] == (None,) else args, kwargs)
+
+
+def _like(fill: Callable[..., Tensor]) -> Replacement:
+    """torch.rand_like and its kin: an empty tensor, then `fill(tensor, *rest, generator=...)`."""
+
+    def replaced(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _has_generator(args, kwargs):
+            return func(*args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
+        requires_grad = options.pop("requires_grad", False)
+        empty = torch.empty_like(*args[:1], **options)
+        if empty.device.type == "meta":
+            return func(*args, **kwargs)
+        bounds = [*args[1:], *(kwargs[name] for name in _BOUNDS if kwargs.get(name) is not None)]
+        return fill(empty, *bounds, generator=mode.generator(empty.device)).requires_grad_(requires_grad)
+
+    return replaced
+
+
+_BOUNDS = ("low", "high", "generator")  # in the order in which randint_like takes them
+
+
+def _fill_integers(empty: Tensor, *bounds: Any, generator: torch.Generator) -> Tensor:
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    return empty.random_(int(low), int(high), generator=generator)
+
+
+# Functions of Python whose bodies draw.
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _through(func: Any) -> Replacement:
+    """Runs the function's body with the mode still on.
+
+    Such a function first asks whether a mode is on and, if so, hands itself to the mode, which then is off for all
+    that it calls. Here its body runs in a copy that does not ask.
+    """
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**func.__globals__, **dict.fromkeys(names, _never)}
+    body = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+
+    def replaced(mode: drawing, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode:
+            return body(*args, **kwargs)
+
+    return replaced
+
+
+_REPLACED: dict[Any, Replacement] = {
+    **COMPUTED,
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.randperm), _new),
+    **dict.fromkeys(
+        (
+            torch.normal,
+            torch.bernoulli,
+            torch.multinomial,
+            torch.rrelu,
+            torch.rrelu_,
+            Tensor.bernoulli,
+            Tensor.multinomial,
+            Tensor.bernoulli_,
+            Tensor.uniform_,
+            Tensor.normal_,
+            Tensor.exponential_,
+            Tensor.geometric_,
+            Tensor.cauchy_,
+            Tensor.log_normal_,
+            Tensor.random_,
+            nn.init.uniform_,
+            nn.init.normal_,
+            nn.init.kaiming_uniform_,
+        ),
+        _from_tensor,
+    ),
+    **dict.fromkeys(
+        (torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet), _generator_last
+    ),
+    torch.rand_like: _like(Tensor.uniform_),
+    torch.randn_like: _like(Tensor.normal_),
+    torch.randint_like: _like(_fill_integers),
+    **{
+        func: _through(func)
+        for func in (
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.alpha_dropout,
+            F.feature_alpha_dropout,
+            F.rrelu,
+            F.gumbel_softmax,
+            F.multi_head_attention_forward,
+        )
+    },
+}

@@ -1,0 +1,294 @@
+"""I, the half of a split backward that computes input gradients and leaves the weight gradients in a queue for W.
+
+While a stage runs its forward, `deferring` intercepts the functions that own weights (linear, addmm, convolution,
+embedding). It calls each with its weights detached, so that autograd computes the gradient of the input only, and hooks
+the function's node in the graph: the hook queues what the weight gradient needs, the input and the output's gradient. I
+is then one ordinary backward without a walk over the graph, and W works off the queue. Weights used in any other way
+(norms, custom functions) get their gradients in I.
+
+The formulas of W are those of PyTorch's own backward (derivatives.yaml: mm, addmm, convolution, embedding), so the
+gradients are bit-identical. `split_check` verifies that on the first microbatch of every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from penstock.errors import PenstockError
+from penstock.stage.split_backward.weight_grad import Queue, Use, Weights
+
+
+class deferring(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
+    """Within it, functions that own weights put their weight gradients into `queue`.
+
+    The mode steps aside where a later recomputation or another derivative would not see its detached weights: under hooks
+    on saved tensors that were set within it (``torch.utils.checkpoint``, ``save_on_cpu``), within ``torch.func``
+    transforms, without gradients, and for complex weights. Those uses get their weight gradients in I.
+
+    Args:
+        queue: of the microbatch; parameters that are used in any other way are added to its `excluded`.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self.queue = queue
+        self._saved_hooks: object = None
+
+    def __enter__(self) -> deferring:
+        self._saved_hooks = _saved_tensor_hooks()
+        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        find = _USES.get(func)
+        if find is not None:
+            use = find(*args, **(kwargs or {}))
+            if use is not None and self._takes(use):
+                return self._defer(use)
+        if func not in _HARMLESS:
+            self._exclude(args)
+            if kwargs:
+                self._exclude(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+    def _exclude(self, args: Any) -> None:
+        """Never defer these parameters from now on: the bits of a sum depend on the order of its terms."""
+        for arg in args:
+            if isinstance(arg, nn.Parameter):
+                self.queue.excluded.add(id(arg))
+            elif type(arg) is list or type(arg) is tuple:
+                self._exclude(arg)
+
+    def _takes(self, use: Use) -> bool:
+        """Whether a use can be deferred: leaves that want a gradient, in a context that will not be run again."""
+        weight, bias, excluded = use.weight, use.bias, self.queue.excluded
+        return (
+            torch.is_grad_enabled()
+            and weight.is_leaf
+            and weight.requires_grad
+            and id(weight) not in excluded
+            and (bias is None or (bias.is_leaf and bias.requires_grad and id(bias) not in excluded))
+            and not weight.is_complex()
+            and _saved_tensor_hooks() == self._saved_hooks
+            and not _in_transform()
+        )
+
+    def _defer(self, use: Use) -> Tensor:
+        queue = self.queue
+        if queue.check is not None:
+            output = queue.check.run(use)
+        else:
+            output = use.call(use.x, use.weight.detach(), None if use.bias is None else use.bias.detach())
+            if not output.requires_grad:
+                anchor = torch.empty(0, requires_grad=True, device=output.device)
+                output = _Anchor.apply(output, anchor)  # type: ignore[no-untyped-call]
+        if queue.note is not None:
+            queue.note(use.x)
+        node = output.grad_fn
+        assert node is not None, "the output of a function whose weights or input want a gradient"
+        # A hook of the node, not of the tensor: it sees the gradient after all hooks of the tensor have changed it.
+        node.register_prehook(partial(_queue_up, queue, use.weights, use.x, use.x._version, use.weight))
+        return output
+
+
+def _queue_up(
+    queue: Queue, weights: Weights, x: Tensor, version: int, weight: Tensor, grads: tuple[Tensor | None, ...]
+) -> None:
+    (grad,) = grads
+    if grad is None:
+        return
+    if not queue.running:
+        queue.pending.append((weights, x, version, grad, grad._version))
+    elif queue.check is not None:
+        queue.check.reject(weight)
+    else:
+        queue.excluded.add(id(weight))
+        raise PenstockError(
+            f"a layer computed gradients in its forward (torch.autograd.grad) through a weight of shape "
+            f"{tuple(weight.shape)} in this microbatch, but not in the first one, so its backward was split. The weight "
+            "is not split from now on: zero the gradients and run the step again, or use a schedule without W ops"
+        )
+
+
+class _Anchor(torch.autograd.Function):
+    """Gives an output a node in the graph where its input has none."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+# Neither state has a public reader; both readers are C++ functions that torch's own Python code calls.
+
+
+def _saved_tensor_hooks() -> object:
+    """The innermost hooks on saved tensors of this thread; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _in_transform() -> bool:
+    """Whether a ``torch.func`` transform is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _pairs(
+    weight: Tensor, bias: Tensor | None, weight_gradient: Tensor, bias_gradient: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """The gradients beside their parameters, in the dtype they were computed in."""
+    if bias is None or bias_gradient is None:
+        return [(weight, weight_gradient)]
+    return [(weight, weight_gradient), (bias, bias_gradient)]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Use | None:
+    """y = x Wᵀ + b, any number of leading dimensions."""
+    # Whether matmul folds an input that is not contiguous into a matrix depends on whether the weight wants a gradient
+    # (should_fold in ATen's LinearAlgebra.cpp), and with it the last bits of the result.
+    folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
+    if not folds or weight.dim() != 2:
+        return None
+    return Use(input, weight, bias, F.linear, partial(_linear_weights, weight, bias))
+
+
+def _linear_weights(
+    weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    flat = _rows(grad)
+    product = flat.t().mm(_rows(x.to(grad.dtype)))
+    return _pairs(weight, bias, product, None if bias is None else flat.sum(0))
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Use | None:
+    """y = x W + b, as Hugging Face's GPT-2 writes its layers."""
+    if options or input.dim() != 1:
+        return None
+    return Use(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input))
+
+
+def _call_addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert bias is not None
+    return torch.addmm(bias, x, weight)
+
+
+def _addmm_weights(weight: Tensor, bias: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return _pairs(weight, bias, x.to(grad.dtype).t().mm(grad), grad.sum(0))
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Use | None:
+    """Rows of a table; the input has no gradient."""
+    if max_norm is not None or sparse:
+        return None
+
+    def call(x: Tensor, table: Tensor, _: Tensor | None) -> Tensor:
+        return F.embedding(x, table, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return Use(input, weight, None, call, partial(_embedding_weights, weight, padding, scale_grad_by_freq))
+
+
+def _embedding_weights(
+    weight: Tensor, padding: int, scale: bool, x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    table = torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], padding, scale)
+    return _pairs(weight, None, table, None)
+
+
+def _convolution(dimensions: int, function: Any) -> Callable[..., Use | None]:
+    """A convolution of one, two or three dimensions."""
+
+    def find(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Use | None:
+        if input.dim() != dimensions + 2 or isinstance(padding, str):
+            return None
+
+        def call(x: Tensor, kernel: Tensor, added: Tensor | None) -> Tensor:
+            output: Tensor = function(x, kernel, added, stride, padding, dilation, groups)
+            return output
+
+        sizes = [[v] * dimensions if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
+        options = (*sizes, False, [0] * dimensions, groups)
+        return Use(input, weight, bias, call, partial(_convolution_weights, weight, bias, options))
+
+    return find
+
+
+def _convolution_weights(
+    weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    sizes = None if bias is None else list(bias.shape)
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        grad,
+        x.to(grad.dtype),
+        weight.detach().to(grad.dtype),
+        sizes,
+        *options,
+        [False, True, bias is not None],
+    )
+    return _pairs(weight, bias, of_weight, of_bias)
+
+
+_USES: dict[Any, Callable[..., Use | None]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    F.embedding: _embedding,
+    F.conv1d: _convolution(1, F.conv1d),
+    F.conv2d: _convolution(2, F.conv2d),
+    F.conv3d: _convolution(3, F.conv3d),
+}
+
+_HARMLESS: set[Any] = {
+    # What reads a parameter's properties is no use of its value.
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "requires_grad",
+            "shape",
+            "dtype",
+            "device",
+            "is_leaf",
+            "grad",
+            "ndim",
+            "layout",
+            "is_nested",
+        )
+    ),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.stride,
+    Tensor.detach,
+    Tensor.is_floating_point,
+    Tensor.numel,
+    torch.is_floating_point,
+}

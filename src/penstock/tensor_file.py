@@ -1,0 +1,274 @@
+"""Files of tensors in safetensors' format, written with their digest and read with ordinary reads.
+
+The format: 8 bytes with the header's length, the header as JSON, the numbers. It is written here and not by the library
+because the digest is taken of the bytes on their way to the disk, not of what a disk gives back, because other threads
+train on meanwhile (hashing and writing large pieces lets go of the interpreter), and because the library gives its files
+the mode 0600. It is read here because the library maps files into memory: its tensors are the file's pages until they are
+copied, and a file that is cut short meanwhile ends the process with SIGBUS, which Python cannot catch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import Tensor
+
+from penstock.bounded_io import open_regular
+from penstock.encoding import sendable
+from penstock.errors import ConfigError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_PIECE = 8 << 20
+_MOST_HEADER = 100_000_000  # bytes, the library's limit
+
+
+@sendable
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of tensors.
+
+    Attributes:
+        bytes: its size.
+        sha256: of its bytes, in hexadecimal digits.
+    """
+
+    bytes: int
+    sha256: str
+
+
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """A tensor's dtype as safetensors writes it.
+
+    Raises:
+        ConfigError: it has none there.
+    """
+    if tensor.dtype not in DTYPES:
+        raise ConfigError(
+            f"{name} is of {tensor.dtype}, which a checkpoint cannot keep; it keeps "
+            + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        )
+    return DTYPES[tensor.dtype]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> StoredFile:
+    """Write a file of tensors and see it on the disk.
+
+    Args:
+        path: of a file that is not there yet.
+        tensors: by name; those on a GPU are copied one by one.
+        metadata: texts to keep in the header, as other programs expect them.
+
+    Raises:
+        OSError: the disk did not take it.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": dtype_name(name, tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, written = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        parts = [memoryview(len(text).to_bytes(8, "little") + text)]
+        for data in (*parts, *(_memory(tensors[name]) for name in order)):
+            for start in range(0, len(data), _PIECE):
+                piece = data[start : start + _PIECE]
+                digest.update(piece)
+                file.write(piece)
+                written += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return StoredFile(written, digest.hexdigest())
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Its bytes: of a contiguous one on the CPU its own memory, else of a copy."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a file's header says of a tensor.
+
+    Attributes:
+        shape: its sizes.
+        dtype: as safetensors writes it: ``F32``, ``BF16``.
+        start, stop: its bytes are start..stop-1 of the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    stop: int
+
+
+class TensorFile:
+    """A file of tensors, open for reading; a context manager.
+
+    Only the header is read at first. As in `penstock.bounded_io` every error is the operating system's kind.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        entries: by name, in the order of their bytes.
+
+    Raises:
+        OSError: it cannot be read, or is no such file; ``strerror`` says what is wrong with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = open_regular(path)
+        try:
+            self.entries = self._header(os.fstat(self._descriptor).st_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str, dim: int = 0, run: slice | None = None) -> Tensor:
+        """A tensor, or a run of it along a dimension, in memory of its own.
+
+        Args:
+            name: one of `entries`.
+            dim: of the run.
+            run: start and stop; None for all.
+
+        Raises:
+            OSError: it cannot be read, or is of a dtype that `DTYPES` has not.
+        """
+        entry = self.entries[name]
+        if entry.dtype not in _BY_NAME:
+            raise self._wrong(f"{name!r:.200} is {entry.dtype!r:.40}, not one of {', '.join(_BY_NAME)}")
+        dtype, shape = _BY_NAME[entry.dtype], list(entry.shape)
+        first, last = 0, 1
+        if run is not None and shape:
+            first, last, _ = run.indices(shape[dim])
+            last = max(first, last)
+            inner = math.prod(shape[dim + 1 :])
+            first, last, whole = first * inner, last * inner, shape[dim] * inner
+            shape[dim] = (last - first) // max(1, inner)
+            outer = math.prod(shape[:dim])
+        else:
+            first, last, whole, outer = 0, math.prod(shape), math.prod(shape), 1
+        try:
+            found = torch.empty(shape, dtype=dtype)
+        except RuntimeError as error:
+            raise OSError(
+                errno.ENOMEM, f"no memory for {name!r:.200} of shape {shape}", str(self.path)
+            ) from error
+        size, memory = dtype.itemsize, _memory(found)
+        step = (last - first) * size
+        # Rows along the first dimension lie side by side: one read. Along others there is one for each outer index.
+        for n in range(outer if step else 0):
+            self._fill(memory[n * step : (n + 1) * step], entry.start + (n * whole + first) * size)
+        return found
+
+    def _fill(self, memory: memoryview, at: int) -> None:
+        while memory and (count := os.preadv(self._descriptor, [memory[:_MOST_AT_ONCE]], at)):
+            memory, at = memory[count:], at + count
+        if memory:
+            raise self._wrong("it became shorter while it was being read")
+
+    def _header(self, size: int) -> dict[str, Entry]:
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER):
+            raise self._wrong("it is no file of safetensors, or is cut short")
+        try:
+            table = json.loads(_exactly(self._descriptor, length))
+        except (ValueError, RecursionError) as error:
+            raise self._wrong(f"its header is no JSON: {error}") from error
+        if not isinstance(table, dict):
+            raise self._wrong("its header is no table of tensors")
+        table.pop("__metadata__", None)
+        found = {name: self._entry(name, value, 8 + length) for name, value in table.items()}
+        found = dict(sorted(found.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
+        at = 8 + length
+        for name, entry in found.items():
+            if entry.start != at:
+                raise self._wrong(f"{name!r:.200} does not begin where the tensor before it ends")
+            at = entry.stop
+        if at != size:
+            raise self._wrong(f"it has {size:,} bytes, and its header says {at:,}")
+        return found
+
+    def _entry(self, name: str, value: Any, first: int) -> Entry:
+        table = value if isinstance(value, dict) else {}
+        shape, dtype, places = (table.get(key) for key in ("shape", "dtype", "data_offsets"))
+        if not (_counts(shape) and _counts(places) and len(places) == 2 and isinstance(dtype, str)):
+            raise self._wrong(f"its header says of {name!r:.200}: {value!r:.200}")
+        start, stop = places
+        known = _BY_NAME.get(dtype)
+        if stop < start or (known is not None and math.prod(shape) * known.itemsize != stop - start):
+            raise self._wrong(f"{name!r:.200} is {dtype} of shape {shape}, and has bytes {start} to {stop}")
+        return Entry(tuple(shape), dtype, first + start, first + stop)
+
+    def _wrong(self, what: str) -> OSError:
+        return OSError(errno.EINVAL, what, str(self.path))
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_MOST_AT_ONCE = 1 << 30  # bytes; the system reads at most 2^31 - 4096
+
+
+def _exactly(descriptor: int, length: int) -> bytes:
+    data = os.pread(descriptor, length, 8)
+    if len(data) != length:
+        raise ValueError("it is cut short")
+    return data
+
+
+def _counts(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in values)

@@ -1,0 +1,156 @@
+"""A Llama-style decoder as a list of layers: embedding, blocks, head.
+
+RMSNorm before each half of a block (1910.07467), rotary positions (2104.09864), grouped-query attention (2305.13245)
+and a SwiGLU feed-forward (2002.05202); no biases, no dropout, embedding and head not tied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.stage.layers import Layer, Role
+from penstock.stage.rng.initial import build_with_weights
+from penstock.train.config.config import ModelConfig
+
+
+def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
+    """The model as layers that build themselves: ``embedding``, ``blocks.0`` ..., ``head``.
+
+    Tokens, int64 of shape (batch, sequence), go in; logits, float32 of shape (batch, sequence, vocabulary), come out.
+
+    Args:
+        config: the model's sizes.
+        seed: of the initial weights, which depend on it and on the parameter's name only.
+    """
+
+    def layer(name: str, build: Callable[[], nn.Module], role: Role) -> Layer:
+        fill = partial(_fill, blocks=config.layers)
+        return Layer(name, partial(build_with_weights, build, name, seed, fill), role)
+
+    return [
+        layer("embedding", partial(nn.Embedding, config.vocabulary, config.width), "embedding"),
+        *(layer(f"blocks.{n}", partial(Block, config), "block") for n in range(config.layers)),
+        layer("head", partial(Head, config), "head"),
+    ]
+
+
+def next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats; logits (batch, sequence, vocabulary), target int64 (batch, sequence)."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, blocks: int) -> None:
+    """Ones for norms; normal with variance 1/columns for matrices, less for those that add to the residual stream.
+
+    The two writes of each of the blocks would otherwise let the stream's variance grow with depth (GPT-2's rule).
+    """
+    if parameter.ndim < 2:
+        parameter.fill_(1.0)
+        return
+    spread = 1.0 / math.sqrt(parameter.shape[1])
+    if name in ("attention.output.weight", "feed_forward.down.weight"):
+        spread /= math.sqrt(2 * blocks)
+    parameter.normal_(0.0, spread, generator=generator)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each added to the residual stream of shape (batch, sequence, width)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, config.norm_epsilon)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.width, config.norm_epsilon)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class Attention(nn.Module):
+    """Causal self-attention; every ``heads / kv_heads`` query heads share a key and a value head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_size = config.width // config.heads
+        self.rotary_base = config.rotary_base
+        self.query = nn.Linear(config.width, config.heads * self.head_size, bias=False)
+        self.key = nn.Linear(config.width, config.kv_heads * self.head_size, bias=False)
+        self.value = nn.Linear(config.width, config.kv_heads * self.head_size, bias=False)
+        self.output = nn.Linear(config.heads * self.head_size, config.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, sequence, _ = x.shape
+        by_head = (batch, sequence, -1, self.head_size)
+        turn = rotary_table(sequence, self.head_size, self.rotary_base, x.device)
+        query = rotate(self.query(x).view(by_head), *turn).transpose(1, 2)
+        key = rotate(self.key(x).view(by_head), *turn).transpose(1, 2)
+        value = self.value(x).view(by_head).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        out: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Head(nn.Module):
+    """The last norm and the projection to logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.width, config.norm_epsilon)
+        self.output = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.output(self.norm(x))
+        return out
+
+
+def rotary_table(
+    sequence: int, head_size: int, base: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of position times frequency, each float32 of shape (sequence, 1, head_size / 2)."""
+    longer = (
+        1 << (sequence - 1).bit_length()
+    )  # few tables, however many lengths a generated text goes through
+    cosine, sine = _rotary_table(longer, head_size, base, device)
+    return cosine[:sequence], sine[:sequence]
+
+
+@cache
+def _rotary_table(
+    sequence: int, head_size: int, base: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode(False):  # a table made while generating must serve training, too
+        frequency = base ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+        angle = torch.arange(sequence, dtype=torch.float64)[:, None, None] * frequency
+        return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + head_size / 2) of x, shape (batch, sequence, heads, head_size), by its angle.
+
+    The turn is computed in float32; the result has x's dtype.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)

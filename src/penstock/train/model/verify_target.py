@@ -1,0 +1,24 @@
+"""What ``penstock verify`` trains when it is given no model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+from penstock.verify import Subject
+
+SEQUENCE = 16
+CONFIG = ModelConfig(vocabulary=64, width=32, layers=8, heads=4, kv_heads=2, hidden=64)
+
+
+def small_llama() -> Subject:
+    """A Llama-style decoder of 8 blocks on random tokens, two sequences a microbatch."""
+    return Subject(layers(CONFIG), next_token_loss, _batch)
+
+
+def _batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, CONFIG.vocabulary, (2 * microbatches, SEQUENCE + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]

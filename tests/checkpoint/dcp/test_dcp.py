@@ -1,0 +1,290 @@
+"""Folders of ``torch.distributed.checkpoint``: what torch wrote is read without unpickling, and a run goes on from it."""
+
+from __future__ import annotations
+
+import collections
+import io
+import math
+import pickle
+import random
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import penstock
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.checkpoint.dcp.dcp import export
+from penstock.checkpoint.dcp.dcp_import import bring_in
+from penstock.checkpoint.dcp.opcodes import Made, Named, parse
+from penstock.errors import ConfigError, DataError, PenstockError
+from penstock.parallel.mesh import make_mesh
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.checkpoint.runs import adamw, equal, pipeline, state_of, steps
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state_of_all_kinds() -> dict:
+    torch.manual_seed(4)
+    return {
+        "model": {"a.weight": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "none": torch.zeros(0, 3)},
+        "optim": {
+            "state": {"a.weight": {"step": torch.tensor(2.0), "exp_avg": torch.randn(4, 3).t()}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["a.weight"], "foreach": None}],
+        },
+        "step": 7,
+        "nested": {"list": [1, 2.5, {"t": torch.ones(2)}], "ordered": collections.OrderedDict(x=1)},
+        "kinds": [
+            torch.randn(4).to(dtype)
+            for dtype in (torch.float8_e4m3fn, torch.float16, torch.float64, torch.complex64)
+        ],
+        "whole": [torch.arange(3, dtype=dtype) for dtype in (torch.int64, torch.int8, torch.uint8)],
+        "bits": torch.tensor([True, False]),
+    }
+
+
+def test_what_torch_saved_is_read(tmp_path: Path):
+    state = state_of_all_kinds()
+    save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert equal(penstock.read_dcp(tmp_path / "dcp"), state)
+
+
+def save_in_parts(rank: int, folder: Path) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = make_mesh(tp=2).axis("tp")
+    whole = torch.arange(40, dtype=torch.float32).reshape(5, 8)
+    save(
+        {
+            "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+            "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+            "both": distribute_tensor(whole, mesh, [Replicate()]),
+        },
+        checkpoint_id=str(folder),
+    )
+
+
+def test_what_two_processes_saved_in_parts_is_put_together(tmp_path: Path, processes: LocalProcesses):
+    processes.run(2, save_in_parts, tmp_path / "dcp")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
+    whole = torch.arange(40, dtype=torch.float32).reshape(5, 8)
+    assert equal(penstock.read_dcp(tmp_path / "dcp"), {"rows": whole, "columns": whole, "both": whole})
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(PLAIN, st.integers(1, 5))
+def test_opcodes_of_plain_values_give_them_back(value, protocol):
+    assert parse(pickle.dumps(value, protocol), "x") == value
+
+
+def test_what_would_be_called_is_noted_and_not_called():
+    found = parse(pickle.dumps(collections.OrderedDict(a=1)), "x")
+    assert isinstance(found, Made)
+    assert (found.what, found.args, found.items) == (Named("collections", "OrderedDict"), (), {"a": 1})
+    # A tuple of the same tuple twice, and so on, takes for ever to hash: no key.
+    with pytest.raises(DataError, match="tuple as a key"):
+        parse(pickle.dumps({(1, 2): 3}), "x")
+
+
+class Trap:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def with_trap(archive: bytes, trap: Trap) -> bytes:
+    """An archive of torch.save with another pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as before, zipfile.ZipFile(made, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, pickle.dumps(trap) if name.endswith("data.pkl") else before.read(name))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("held", [torch.ones(3), {"x": 1}], ids=["tensor", "value"])
+def test_a_trap_in_any_pickle_of_a_folder_is_refused_and_does_not_spring(tmp_path: Path, held):
+    sprung, folder = tmp_path / "sprung", tmp_path / "dcp"
+    trap = Trap(sprung)
+    save({"held": held}, checkpoint_id=str(folder), no_dist=True)
+    (part,) = folder.glob("*.distcp")
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    part.write_bytes(with_trap(part.read_bytes(), trap))
+    for info in described.storage_data.values():
+        info.offset, info.length = 0, part.stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(DataError, match=r"Path\.touch|getattr"):
+        penstock.read_dcp(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(trap))
+    with pytest.raises(DataError, match="does not describe a checkpoint"):
+        penstock.read_dcp(folder)
+    assert not sprung.exists()
+    pickle.loads(pickle.dumps(trap))
+    assert sprung.exists()
+
+
+def tower() -> tuple:
+    """Few bytes as a pickle, and for ever to hash, to print or to walk through."""
+    found: tuple = ()
+    for _ in range(90):
+        found = (found, found)
+    return found
+
+
+@pytest.mark.parametrize("where", ["fqn", "relative_path", "dtype", "planner_data"])
+def test_what_would_take_for_ever_to_hash_or_print_is_refused_at_once(tmp_path: Path, where: str):
+    folder = tmp_path / "dcp"
+    save({"t": torch.ones(3)}, checkpoint_id=str(folder), no_dist=True)
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    ((index, info),) = described.storage_data.items()
+    properties = described.state_dict_metadata["t"].properties
+    if where == "planner_data":
+        described.planner_data = {"t": tower()}
+    else:
+        owner = {"fqn": index, "relative_path": info, "dtype": properties}[where]
+        object.__setattr__(owner, where, tower())
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(DataError, match=r"instead of|is no place"):
+        penstock.read_dcp(folder)
+
+
+def test_changed_bytes_give_a_clear_error_or_what_was_there(tmp_path: Path):
+    folder = tmp_path / "dcp"
+    save({"t": torch.ones(3), "v": {"x": [1, 2]}}, checkpoint_id=str(folder), no_dist=True)
+    chance, said = random.Random(3), 0
+    for path in sorted(folder.iterdir()):
+        kept = path.read_bytes()
+        for _ in range(300):
+            data = bytearray(kept)
+            for _ in range(chance.choice((1, 1, 2, 8))):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            path.write_bytes(data[: chance.choice((len(data), len(data), chance.randrange(len(data))))])
+            try:
+                penstock.read_dcp(folder)
+            except DataError:
+                said += 1
+        path.write_bytes(kept)
+    assert said > 200
+
+
+def saved(folder: Path, count: int, seed: int = 0):
+    """A checkpoint after so many steps; its state."""
+    with pipeline(ranks=2, seed=seed) as pipe, Checkpoints(folder, pipe, adamw(pipe)) as checkpoints:
+        steps(pipe, checkpoints.optimizer, count)
+        checkpoints.save()
+        return checkpoints.wait(), state_of(pipe, checkpoints.optimizer)
+
+
+def test_a_checkpoint_that_went_out_comes_back_whole(tmp_path: Path):
+    first, state = saved(tmp_path / "a", 5)
+    like, _ = saved(tmp_path / "b", 1)
+    export(first, tmp_path / "dcp")
+    bring_in(tmp_path / "dcp", tmp_path / "b" / "step-00000005", like)
+    with pipeline(ranks=1) as pipe, Checkpoints(tmp_path / "b", pipe, adamw(pipe)) as checkpoints:
+        assert checkpoints.load_newest().step == 5
+        assert equal(state_of(pipe, checkpoints.optimizer), state)
+        found = steps(pipe, checkpoints.optimizer, 2)
+    with pipeline(ranks=2) as pipe, Checkpoints(tmp_path / "a", pipe, adamw(pipe)) as checkpoints:
+        checkpoints.load_newest()
+        assert steps(pipe, checkpoints.optimizer, 2) == found
+
+
+def test_a_run_goes_on_from_what_a_plain_loop_saved(tmp_path: Path):
+    """torch's own functions name the state; the schedule of learning rates is ours, moved to the step."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    from penstock.train.model.llama import next_token_loss
+    from tests.checkpoint.runs import model, tokens
+
+    like, _ = saved(tmp_path / "run", 1)
+    net, layers = nn.Module(), model()
+    for layer in layers:
+        parent, _, last = layer.name.rpartition(".")
+        if parent and parent not in dict(net.named_modules()):
+            net.add_module(parent, nn.Module())
+        net.get_submodule(parent).add_module(last, layer.build())
+    names = {id(p): name for name, p in net.named_parameters()}
+    norms = [p for p in net.parameters() if "norm" in names[id(p)]]
+    others = [p for p in net.parameters() if "norm" not in names[id(p)]]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": norms, "weight_decay": 0.0}], lr=0.01)
+    built = [net.get_submodule(layer.name) for layer in layers]
+
+    def step(n: int) -> float:
+        x, y = tokens(n)
+        value = x
+        for layer in built:
+            value = layer(value)
+        loss = next_token_loss(value, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + n)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for n in range(3):
+        step(n)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 / 4
+    weights, state = get_state_dict(net, optimizer)
+    save({"model": weights, "optim": state}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    bring_in(tmp_path / "dcp", tmp_path / "run" / "step-00000003", like)
+    with pipeline(ranks=2) as pipe, Checkpoints(tmp_path / "run", pipe, adamw(pipe)) as checkpoints:
+        assert checkpoints.load_newest().step == 3
+        found = steps(pipe, checkpoints.optimizer, 3)
+    assert found == pytest.approx([step(n) for n in range(3, 6)], abs=1e-5)
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
+    first, _ = saved(tmp_path / "a", 2)
+    export(first, tmp_path / "dcp")
+    good = penstock.read_dcp(tmp_path / "dcp")
+    name = next(iter(good["model"]))
+
+    def told(state: dict, target: str = "step-00000002") -> str:
+        shutil.rmtree(tmp_path / "changed", ignore_errors=True)
+        save(state, checkpoint_id=str(tmp_path / "changed"), no_dist=True)
+        with pytest.raises(PenstockError) as caught:
+            bring_in(tmp_path / "changed", tmp_path / "b" / target, first)
+        assert isinstance(caught.value, ConfigError | DataError)
+        assert not (tmp_path / "b").exists()
+        return str(caught.value)
+
+    model, optim = good["model"], good["optim"]
+    less = {k: v for k, v in model.items() if k != name}
+    assert f"without {name}" in told({**good, "model": less})
+    # Another name for one of the weights, as tied ones have, is none too many.
+    save(
+        {**good, "model": {**model, "twin": model[name]}}, checkpoint_id=str(tmp_path / "tied"), no_dist=True
+    )
+    bring_in(tmp_path / "tied", tmp_path / "c" / "step-00000002", first)
+    assert "with unknown extra" in told({**good, "model": {**model, "extra": torch.ones(1)}})
+    assert "not of shape" in told({**good, "model": {**model, name: torch.ones(1)}})
+    assert "cannot hold" in told({**good, "model": {**model, name: model[name].double()}})
+    assert "no optimizer's state" in told({"model": model})
+    assert "has 1 groups of parameters, none of which" in told(
+        {**good, "optim": {**optim, "param_groups": optim["param_groups"][:1]}}
+    )
+    assert "must be called step-00000002" in told(good, "step-00000009")
+    assert "must be called step-NUMBER" in told(good, "two")
+    with pytest.raises(DataError, match=r"no \.metadata"):
+        bring_in(tmp_path / "a", tmp_path / "b" / "step-00000002", first)
+    assert math.isfinite(float(model[name].sum()))

@@ -1,0 +1,138 @@
+"""Manifests that are malformed or malicious: a clear error or a manifest, and nothing runs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.checkpoint.format.manifest import (
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    digest_of_config,
+    dump,
+    parse,
+)
+from penstock.checkpoint.format.values import decode
+from penstock.errors import DataError
+
+NAME = "stage-00001-of-00001.safetensors"
+GOOD = Manifest(
+    3, 0, (("a", "b"),), {}, {NAME: StoredFile(10, "0" * 64)}, {"model/a.weight": StoredTensor(NAME, (2, 3), "F32")},
+    {"extra": {}}, {"x": {"y": 1}}, digest_of_config({"x": {"y": 1}}), {"torch": "2"},
+)  # fmt: skip
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.text(max_size=8) | st.sampled_from(["$tuple", "$dict", "$counter", "$tensor"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+def signed(table: object) -> bytes:
+    """A manifest whose digest is right, whatever it says."""
+    rest = json.dumps(table)[1:].encode()
+    return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
+
+
+def test_what_is_written_is_read():
+    assert parse(dump(GOOD), "x") == GOOD
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([*json.loads(dump(GOOD)), "other"]), JSON)
+def test_any_value_in_any_place_is_refused_or_read(key, value):
+    table = {k: v for k, v in json.loads(dump(GOOD)).items() if k != "sha256"}
+    table[key] = value
+    with contextlib.suppress(DataError):
+        assert isinstance(parse(signed(table), "x"), Manifest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused(data):
+    with pytest.raises(DataError):
+        parse(data, "x")
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON)
+def test_any_json_is_a_value_or_refused(value):
+    def none(name: str):
+        raise DataError("no tensor")
+
+    with contextlib.suppress(DataError):
+        decode(value, none)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "stage-1.pt", "a/stage-00001-of-00001.safetensors"]
+)
+def test_files_elsewhere_are_refused(name):
+    table = {k: v for k, v in json.loads(dump(GOOD)).items() if k != "sha256"}
+    table["files"] = {name: {"bytes": 1, "sha256": "0" * 64}}
+    with pytest.raises(DataError, match="not how a file"):
+        parse(signed(table), "x")
+
+
+class Trap:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_under_our_name_is_refused_and_does_not_run(tmp_path: Path):
+    from penstock.checkpoint.find import damage
+    from penstock.checkpoint.read import Reader
+
+    sprung = tmp_path / "sprung"
+    data = pickle.dumps(Trap(sprung))
+    (tmp_path / NAME).write_bytes(data)
+    assert damage(tmp_path, GOOD)
+    # Even where the manifest says that this is its file.
+    agreed = Manifest(
+        **{**vars(GOOD), "files": {NAME: StoredFile(len(data), hashlib.sha256(data).hexdigest())}}
+    )
+    assert damage(tmp_path, agreed) == [f"{tmp_path / NAME}: it is no file of safetensors, or is cut short"]
+    with Reader(tmp_path, agreed) as reader, pytest.raises(DataError, match=r"cannot read model/a\.weight"):
+        reader.tensor("model/a.weight")
+    with pytest.raises(DataError):
+        parse(data, "x")
+    assert not sprung.exists()
+
+
+def test_no_source_unpickles_what_others_made():
+    """Nor anything else, but what the processes of one run tell each other, as ``all_gather_object`` does."""
+    modules = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    package = Path(penstock.__file__).parent
+    for path in {*package.rglob("*.py")} - {package / "runtime" / "collectives.py"}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not modules & {alias.name for alias in node.names}, path
+            if isinstance(node, ast.ImportFrom):
+                assert node.module not in modules, path
+            if isinstance(node, ast.Attribute) and node.attr == "load" and isinstance(node.value, ast.Name):
+                assert node.value.id != "torch", path
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                assert isinstance(node.value, ast.Constant), path
+                assert node.value.value is False, path

@@ -1,0 +1,128 @@
+"""Small runs that checkpoints are taken of: the built-in model with dropout, at any layout."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.stage.layers import Layer
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+
+CONFIG = ModelConfig(vocabulary=32, width=16, layers=8, heads=4, kv_heads=2, hidden=32)
+MICROBATCHES, ROWS, SEQUENCE = 4, 8, 8
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    """The batch of a step; each sample begins with its own number, modulo the vocabulary."""
+    generator = torch.Generator().manual_seed(step)
+    found = torch.randint(0, 32, (ROWS, SEQUENCE + 1), generator=generator)
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def model(dropout: float = 0.0) -> list[Layer]:
+    """8 blocks; with dropout after the 4th."""
+    found = list(layers(CONFIG))
+    if dropout:
+        found.insert(5, Layer("drop", lambda: nn.Dropout(dropout)))
+    return found
+
+
+def pipeline(
+    mesh: MeshShape | None = None, *, ranks: int | None = None, dropout: float = 0.0, **options: Any
+):
+    """A pipeline of it: over the mesh's processes, or of threads."""
+    replicas = 1 if mesh is None else mesh.dp
+    return Pipeline(
+        model(dropout), next_token_loss, microbatches=MICROBATCHES // replicas, ranks=ranks, mesh=mesh, timeout=300,
+        **options,
+    )  # fmt: skip
+
+
+def adamw(pipe: Pipeline, zero: Any = False) -> PipelineOptimizer:
+    """Two groups, a schedule of the learning rate, clipping."""
+    return PipelineOptimizer(
+        pipe, torch.optim.AdamW, groups=[{"match": "norm", "weight_decay": 0.0}], clip=1.0,
+        lr_factor=lambda step: 1.0 / (1 + step), lr=0.01, zero=zero,
+    )  # fmt: skip
+
+
+def steps(pipe: Pipeline, optimizer: PipelineOptimizer, count: int) -> list[float]:
+    """So many steps from where the pipeline is; their losses."""
+    losses = []
+    for _ in range(count):
+        losses.append(float(pipe.step(*tokens(pipe.steps)).loss))
+        optimizer.step()
+    return losses
+
+
+def state_of(pipe: Pipeline, optimizer: PipelineOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Copies of both states, with what is cut put together."""
+    from penstock.parallel.dtensor import whole
+
+    state = optimizer.state_dict()
+    state["state"] = {
+        name: {key: whole(v) if isinstance(v, Tensor) else v for key, v in entries.items()}
+        for name, entries in state["state"].items()
+    }
+    return copy.deepcopy((dict(pipe.state_dict()), state))
+
+
+def trained(
+    rank: int,
+    folder: Path,
+    mesh: MeshShape | None,
+    before: int,
+    after: int,
+    saves: bool = True,
+    zero: Any = False,
+    **options: Any,
+) -> tuple[list[float], tuple[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
+    """Go on from the newest checkpoint of a folder, if there is one; save after so many steps, then take some more.
+
+    Returns:
+        Losses, the states as loaded, the states at the end.
+    """
+    torch.set_num_threads(1)
+    with pipeline(mesh, **options) as pipe:
+        optimizer = adamw(pipe, zero)
+        with Checkpoints(folder, pipe, optimizer) as checkpoints:
+            checkpoints.load_newest()
+            loaded = state_of(pipe, optimizer)
+            losses = steps(pipe, optimizer, before)
+            if saves:
+                checkpoints.save({"seen": pipe.steps})
+            losses += steps(pipe, optimizer, after)
+        return losses, loaded, state_of(pipe, optimizer)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states are the same, bit for bit."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(equal(v, other[k]) for k, v in one.items())
+        )
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def joined(parts: list[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of several processes as one has them."""
+    weights = {name: value for part, _ in parts for name, value in part.items()}
+    state = dict(parts[0][1])
+    for key in ("parameters", "state", "main_weights"):
+        state[key] = {name: value for _, part in parts for name, value in part[key].items()}
+    return weights, state

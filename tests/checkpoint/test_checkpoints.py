@@ -1,0 +1,271 @@
+"""What was saved continues bit for bit, at any split; what is damaged is refused by name, and the one before is used."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from bench.faults.saves import DAMAGES, flip
+
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.checkpoint.find import read_manifest, steps_in
+from penstock.checkpoint.format.manifest import MANIFEST
+from penstock.checkpoint.read import Reader
+from penstock.errors import ConfigError, DataError, PenstockError
+from penstock.parallel.mesh import MeshShape
+from penstock.run_lock import locked
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.checkpoint import runs
+from tests.checkpoint.runs import adamw, equal, joined, pipeline, state_of, steps, trained
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b", "dualpipe-v"])
+def test_ten_and_ten_steps_are_twenty_bit_for_bit_with_dropout(tmp_path: Path, schedule: str):
+    options = {"ranks": 2, "schedule": schedule, "dropout": 0.3}
+    options |= {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}
+    torch.manual_seed(11)
+    straight, _, (weights, state) = trained(0, tmp_path / "none", None, 10, 10, saves=False, **options)
+    drawn = torch.rand(3)
+    torch.manual_seed(11)
+    first, _, _ = trained(0, tmp_path / "c", None, 10, 0, **options)
+    torch.manual_seed(12)  # another process has other default generators
+    second, _, again = trained(0, tmp_path / "c", None, 0, 10, saves=False, **options)
+    assert first + second == straight
+    assert equal(again, (weights, state))
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_the_step_and_the_users_own_values_come_back(tmp_path: Path):
+    with pipeline(ranks=2) as pipe, Checkpoints(tmp_path, pipe, adamw(pipe)) as checkpoints:
+        steps(pipe, checkpoints.optimizer, 3)
+        extra = {"epoch": 2, "seen": (1, 2.5, None), "order": torch.arange(5), "loss": float("inf")}
+        checkpoints.save(extra)
+        assert checkpoints.wait() == tmp_path / "step-00000003"
+        loaded = checkpoints.load_newest()
+    assert loaded.step == 3
+    assert equal(loaded.extra, extra)
+    assert loaded.refused == ()
+
+
+def test_a_save_leaves_alone_what_another_run_is_writing_in_the_folder(tmp_path: Path):
+    """It would delete the other's unfinished checkpoint, or the other would publish its files."""
+    other = tmp_path / ".step-00000001.unfinished"
+    other.mkdir()
+    with pipeline(ranks=2) as pipe, Checkpoints(tmp_path, pipe) as checkpoints:
+        steps(pipe, adamw(pipe), 1)
+        with locked(tmp_path, say=pytest.fail):
+            checkpoints.save()
+            with pytest.raises(PenstockError, match=r"no checkpoint was written in .* in use by process"):
+                checkpoints.wait()
+            assert other.exists()
+        checkpoints.save()
+        assert checkpoints.wait() == tmp_path / "step-00000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_the_copy_is_of_the_moment_of_saving(tmp_path: Path):
+    with pipeline(ranks=2) as pipe:
+        optimizer = adamw(pipe)
+        with Checkpoints(tmp_path, pipe, optimizer) as checkpoints:
+            for _ in range(3):
+                steps(pipe, optimizer, 1)
+                before = state_of(pipe, optimizer)
+                checkpoints.save()
+                steps(pipe, optimizer, 1)
+                checkpoints.load_newest()
+                assert equal(state_of(pipe, optimizer), before)
+
+
+def test_the_last_ones_stay_and_every_so_many_steps(tmp_path: Path):
+    with pipeline(ranks=1) as pipe:
+        with Checkpoints(tmp_path, pipe, None, keep_last=2, keep_every=4) as checkpoints:
+            for n in range(1, 11):
+                pipe.steps = n
+                checkpoints.save()
+        assert [step for step, _ in steps_in(tmp_path)] == [10, 9, 8, 4]
+        assert {path.name for path in tmp_path.iterdir()} == {path.name for _, path in steps_in(tmp_path)}
+
+
+LAYOUTS = [
+    (4, {"mesh": None}),
+    (4, {"mesh": MeshShape(2, 2, 1)}),
+    (4, {"mesh": MeshShape(2, 2, 1), "zero": True}),
+    (2, {"mesh": MeshShape(1, 1, 2)}),
+    (4, {"mesh": MeshShape(1, 2, 2), "zero": True}),
+    (4, {"mesh": MeshShape(1, 4, 1), "zero": "overlap"}),
+    (4, {"mesh": None, "schedule": "interleaved-1f1b", "virtual_stages": 2}),
+]
+
+
+def test_a_run_goes_on_at_other_layouts_in_processes(tmp_path: Path, processes: LocalProcesses):
+    losses, before = [], None
+    for count, options in LAYOUTS:
+        parts = processes.run(count, in_processes, tmp_path, options)
+        losses += parts[0][0]
+        assert all(part[0] == parts[0][0] for part in parts)
+        mesh = options["mesh"] or MeshShape(count, 1, 1)
+        for replica in range(mesh.dp * mesh.tp):
+            own = [part for n, part in enumerate(parts) if n % (mesh.dp * mesh.tp) == replica]
+            if before is not None:
+                assert equal(joined([part[1] for part in own]), before)
+        before = joined([part[2] for part in parts])
+    plain, _, _ = trained(0, tmp_path / "none", None, 4 * len(LAYOUTS), 0, saves=False, ranks=1)
+    assert losses == pytest.approx(plain, abs=1e-5)
+    # And in threads.
+    _, loaded, _ = trained(0, tmp_path, None, 0, 0, saves=False, ranks=2)
+    assert equal(by_name(loaded), by_name(before))
+
+
+def in_processes(rank: int, folder: Path, options: dict):
+    return trained(rank, folder, options["mesh"], 4, 0, **{k: v for k, v in options.items() if k != "mesh"})
+
+
+def read_elements(rank: int, folder: Path, zero: bool) -> int:
+    """How many elements of the optimizer's state a process reads that holds every parameter."""
+    read = 0
+    original = Reader._run
+
+    def counting(self, name, dim, run):
+        nonlocal read
+        found = original(self, name, dim, run)
+        read += found.numel() if name.startswith("optimizer/") else 0
+        return found
+
+    Reader._run = counting
+    try:
+        trained(rank, folder, MeshShape(1, 2, 1), 0, 0, saves=False, zero=zero)
+    finally:
+        Reader._run = original
+    return read
+
+
+def test_a_divided_optimizer_reads_the_rows_of_its_own_pieces(tmp_path: Path, processes: LocalProcesses):
+    trained(0, tmp_path, None, 2, 0, ranks=2)
+    whole = processes.run(2, read_elements, tmp_path, False)[0]
+    told = processes.run(2, read_elements, tmp_path, True)
+    assert max(told) < 0.6 * whole, (told, whole)
+
+
+def by_name(states):
+    """Joined states list names in the order of the processes."""
+    weights, state = states
+    return dict(sorted(weights.items())), {k: v for k, v in state.items() if k != "groups"}
+
+
+def saved_twice(folder: Path) -> None:
+    with pipeline(ranks=2) as pipe, Checkpoints(folder, pipe, adamw(pipe)) as checkpoints:
+        for _ in range(2):
+            steps(pipe, checkpoints.optimizer, 1)
+            checkpoints.save()
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_each_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, damage):
+    saved_twice(tmp_path)
+    (_, newest), (_, before) = steps_in(tmp_path)
+    with pipeline(ranks=2) as pipe, Checkpoints(tmp_path, pipe, adamw(pipe)) as checkpoints:
+        for path in sorted(newest.iterdir()):
+            kept = path.read_bytes()
+            damage(path)
+            with pytest.raises(DataError, match=path.name):
+                checkpoints.load(newest)
+            loaded = checkpoints.load_newest()
+            assert (loaded.step, loaded.path) == (1, before)
+            assert len(loaded.refused) == 1
+            assert str(path) in loaded.refused[0]
+            path.write_bytes(kept)
+        assert checkpoints.load_newest().step == 2
+
+
+def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path):
+    saved_twice(tmp_path)
+    path = tmp_path / "step-00000002" / MANIFEST
+    data = path.read_bytes()
+    for at in range(0, len(data), 97):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        path.write_bytes(changed)
+        with pytest.raises(DataError):
+            read_manifest(path.parent)
+
+
+def test_where_nothing_is_sound_nothing_is_loaded(tmp_path: Path):
+    saved_twice(tmp_path)
+    for _, path in steps_in(tmp_path):
+        flip(next(path.glob("stage-00002*")))
+    with pipeline(ranks=2) as pipe:
+        optimizer = adamw(pipe)
+        before = state_of(pipe, optimizer)
+        with (
+            Checkpoints(tmp_path, pipe, optimizer) as checkpoints,
+            pytest.raises(DataError, match=r"no checkpoint in .* is sound: .*stage-00002.*stage-00002"),
+        ):
+            checkpoints.load_newest()
+        assert equal(state_of(pipe, optimizer), before)
+        assert pipe.steps == 0
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_path: Path):
+    saved_twice(tmp_path)
+    there = sorted(path.name for path in tmp_path.rglob("*"))
+    with pipeline(ranks=2) as pipe:
+        optimizer = adamw(pipe)
+        with Checkpoints(tmp_path, pipe, optimizer) as checkpoints:
+            assert checkpoints.load_newest().step == 2
+            steps(pipe, optimizer, 1)
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+            try:
+                checkpoints.save()
+                with pytest.raises(
+                    PenstockError, match=r"no checkpoint was written .*File too large.* as they were"
+                ):
+                    checkpoints.wait()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert sorted(path.name for path in tmp_path.rglob("*")) == there
+            steps(pipe, optimizer, 1)
+            checkpoints.save()
+            assert checkpoints.wait() == tmp_path / "step-00000004"
+
+
+def on_a_full_disk(rank: int, folder: Path) -> str:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pipeline() as pipe, Checkpoints(folder, pipe, None) as checkpoints:
+        try:
+            if rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
+            checkpoints.save()
+            checkpoints.wait()
+        except PenstockError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+def test_every_process_knows_whose_part_could_not_be_written(tmp_path: Path, processes: LocalProcesses):
+    told = processes.run(2, on_a_full_disk, tmp_path)
+    assert told[0] == told[1]
+    assert "rank 1: " in told[0]
+    assert "File too large" in told[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path: Path):
+    saved_twice(tmp_path)
+    with (
+        pipeline(ranks=2, dropout=0.5, seed=3) as pipe,
+        Checkpoints(tmp_path, pipe, None) as checkpoints,
+        pytest.raises(ConfigError, match="of a run with seed 0, this pipeline has 3"),
+    ):
+        checkpoints.load_newest()
+    with pipeline(ranks=2) as pipe:
+        optimizer = runs.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        with (
+            Checkpoints(tmp_path, pipe, optimizer) as checkpoints,
+            pytest.raises(ConfigError, match="does not fit"),
+        ):
+            checkpoints.load_newest()

@@ -1,0 +1,52 @@
+"""A matrix that makes query, key and value side by side, cut by heads, is saved whole and goes on at any cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.checkpoint.runs import equal, state_of
+from tests.huggingface import tiny
+
+
+def go_on(rank: int, folder: Path, mesh: MeshShape | None):
+    """Two steps from the newest checkpoint; losses, and the states as loaded and as saved."""
+    torch.set_num_threads(1)
+    net = tiny.model("gpt2", vocab_size=64)
+    with Pipeline(
+        penstock.from_transformers(net), penstock.causal_lm_loss, microbatches=2, mesh=mesh, family="gpt2",
+        ranks=1 if mesh is None else None,
+    ) as pipe:  # fmt: skip
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
+        with Checkpoints(folder, pipe, optimizer) as checkpoints:
+            checkpoints.load_newest()
+            loaded, losses = state_of(pipe, optimizer), []
+            for _ in range(2):
+                words, labels, mask = tiny.batch(step=pipe.steps)
+                losses.append(float(pipe.step(words, labels, attention_mask=mask).loss))
+                optimizer.step()
+            checkpoints.save()
+        return losses, loaded, state_of(pipe, optimizer)
+
+
+def test_gpt2_is_saved_whole_and_goes_on_cut_and_uncut(tmp_path: Path, processes: LocalProcesses):
+    losses, before = [], None
+    for mesh in (MeshShape(1, 1, 2), None, MeshShape(1, 1, 4)):
+        size = 1 if mesh is None else mesh.tp
+        told = processes.run(size, go_on, tmp_path / "cut", mesh)
+        assert all(equal(part, told[0]) for part in told)
+        found, loaded, after = told[0]
+        assert before is None or equal(loaded, before)
+        losses, before = losses + found, after
+    plain = []
+    for _ in range(3):
+        plain += go_on(0, tmp_path / "plain", None)[0]
+    assert losses == pytest.approx(plain, abs=1e-5)

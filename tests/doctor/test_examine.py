@@ -1,0 +1,118 @@
+"""The doctor's checks on real processes: what is sound is called so, and what is not is named by rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import distributed as dist
+
+import penstock
+from penstock.doctor.examine import Report, examine
+from penstock.doctor.rounds import Rounds
+from penstock.runtime.transport.processes import SWITCH
+from penstock.runtime.workers.pool import LocalProcesses
+
+
+def examined(rank: int, ranks: int, place: Path, folder: Path | None, change: str = "") -> Report:
+    """All checks, on a rank that may be changed in some way first."""
+    if change == "no shared memory":
+        os.environ[SWITCH] = "0"
+    if change == "rank 1 sees another folder" and rank == 1:
+        folder = folder / "other"
+    try:
+        return examine(Rounds(dist.FileStore(str(place / "store"), ranks), rank, ranks, 20.0), folder)
+    finally:
+        os.environ.pop(SWITCH, None)
+
+
+def test_processes_of_this_machine_are_measured_pair_by_pair(tmp_path: Path, processes: LocalProcesses):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    reports = processes.run(3, examined, 3, tmp_path, folder)
+    report = reports[0]
+    assert all(other.plain() == report.plain() for other in reports)
+    assert report.sound, report.findings
+    assert {r: [link["to"] for link in own] for r, own in report.links.items()} == {
+        0: [1, 2],
+        1: [0, 2],
+        2: [0, 1],
+    }
+    assert all(link["latency"] > 0 < link["bandwidth"] for own in report.links.values() for link in own)
+    assert all(took >= 1.0 for took in report.waits.values())
+    assert report.clocks[0] == {"offset": 0.0, "error": 0.0}
+    assert all(abs(clock["offset"]) <= clock["error"] + 1e-3 for clock in report.clocks.values())
+    assert all(report.folder[rank]["free"] > 0 for rank in range(3))
+    assert list(folder.iterdir()) == []  # nothing is left behind
+
+
+def test_a_folder_that_cannot_be_written_is_named_by_every_rank(tmp_path: Path, processes: LocalProcesses):
+    (tmp_path / "file").write_text("in its place")
+    report, _ = processes.run(2, examined, 2, tmp_path, tmp_path / "file", "no shared memory")
+    assert not report.sound
+    first, *others = report.findings
+    assert (first.subject, first.what) == (
+        "folder",
+        f"ranks 0, 1: cannot write in {tmp_path / 'file'}: Not a directory",
+    )
+    assert any(f.subject == "transport" and f.do == f"because {SWITCH} is 0" for f in others)
+    assert {link["way"] for own in report.links.values() for link in own} == {"process group"}
+
+
+def test_a_folder_that_is_another_one_elsewhere_is_found(tmp_path: Path, processes: LocalProcesses):
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    report, _ = processes.run(2, examined, 2, tmp_path, tmp_path / "runs", "rank 1 sees another folder")
+    (found,) = [f for f in report.findings if f.subject == "folder"]
+    assert found.what.startswith("rank 1: cannot write in")
+    assert [path.name for path in (tmp_path / "runs").rglob("*")] == ["other"]
+
+
+def missing(rank: int, place: Path) -> list[tuple[object, str]]:
+    rounds = Rounds(dist.FileStore(str(place / "store"), 3), rank, 3, 1.0)
+    return [tuple(answer) for answer in rounds.each("x", lambda: 1 // (1 - rank))]
+
+
+def test_a_rank_that_does_not_answer_and_one_that_fails_are_told_apart(
+    tmp_path: Path, processes: LocalProcesses
+):
+    told = processes.run(2, missing, tmp_path)
+    assert told[0] == told[1]
+    assert told[0] == [
+        (1, ""),
+        (None, "ZeroDivisionError: integer division or modulo by zero"),
+        (None, "did not answer within 1 s"),
+    ]
+
+
+@pytest.fixture
+def store():
+    """What torchrun's agent does for its processes: a store on a free port of this machine."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_rank_with_another_penstock_ends_all_with_exit_code_1(tmp_path: Path, store: dist.TCPStore):
+    source = Path(penstock.__file__).parent
+    shutil.copytree(source, tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
+    init = tmp_path / "penstock" / "__init__.py"
+    init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "9.9.9"', init.read_text()))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "penstock", "doctor", "--timeout", "40"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path / "penstock",
+            env=os.environ | {
+                "PYTHONPATH": str(path), "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank, path in enumerate([source.parent, tmp_path])
+    ]  # fmt: skip
+    (told, errors), (nothing, others) = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [1, 1], errors + others
+    assert f"PROBLEM  penstock differs: {penstock.__version__} on rank 0; 9.9.9 on rank 1" in told
+    assert "latency" in told  # what could be checked nevertheless was
+    assert nothing == ""

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import penstock
+from penstock.errors import DataError
+from tests.huggingface import tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def shards(folder: Path) -> list[Path]:
+    tiny.model("llama").save_pretrained(folder, max_shard_size="8KB")
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(DataError) as info:
+        penstock.from_transformers(folder)
+    return str(info.value)
+
+
+def test_missing_unknown_and_misshapen_tensors_are_all_listed(folder: Path):
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    del state["model.norm.weight"], state["model.layers.1.mlp.up_proj.weight"]
+    state["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2)
+    state["lm_head.weight"] = torch.zeros(60, 16)
+    state["model.layers.0.input_layernorm.weight"] = torch.zeros(16, dtype=torch.int8)
+    save_file(state, path)
+    said = refused(folder)
+    for part in (
+        "model.norm.weight is missing",
+        "model.layers.1.mlp.up_proj.weight is missing",
+        "model.layers.9.mlp.up_proj.weight is unknown",
+        "lm_head.weight has shape (60, 16), not (61, 16)",
+        "model.layers.0.input_layernorm.weight is I8",
+    ):
+        assert part in said
+
+
+def test_pickles_are_refused_by_name(folder: Path):
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    assert "pytorch_model.bin is a pickle" in refused(folder)
+
+
+def test_a_folder_without_weights_or_config_is_refused(folder: Path):
+    (folder / "model.safetensors").unlink()
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in refused(folder)
+    (folder / "config.json").unlink()
+    assert "cannot read" in refused(folder)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 5000])
+def test_a_file_that_was_cut_short_is_refused(folder: Path, size: int):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    assert "cannot read the weights" in refused(folder)
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path):
+    shards(tmp_path)[1].unlink()
+    assert "cannot read the weights" in refused(tmp_path)
+
+
+def test_an_index_that_differs_from_its_files_is_refused(tmp_path: Path):
+    shards(tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    names = sorted(index["weight_map"])
+    file = index["weight_map"].pop(names[0])
+    index["weight_map"]["other.weight"] = file
+    path.write_text(json.dumps(index))
+    said = refused(tmp_path)
+    assert f"other.weight is not in {file}" in said
+    assert f"{names[0]} of {file} is not in the index" in said
+
+
+@pytest.mark.parametrize("place", ["../model.safetensors", "/etc/passwd", "..", "x.bin", 3, ""])
+def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path, place: object):
+    shards(tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = place
+    path.write_text(json.dumps(index))
+    assert "has no weight_map from tensor names to safetensors files beside it" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", '{"model_type": "nothing"}', '{"model_type": 3}'])
+def test_a_config_that_is_none_is_refused(folder: Path, text: str):
+    (folder / "config.json").write_text(text)
+    assert "config.json" in refused(folder)
+
+
+def test_a_config_the_library_refuses_is_refused(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    assert "transformers cannot use" in refused(folder)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+import penstock
+from tests.huggingface import tiny
+
+
+def logits_for(labels: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*labels.shape, tiny.VOCABULARY, generator=generator, requires_grad=True)
+
+
+def test_it_is_transformers_loss_with_its_gradient():
+    _, labels, _ = tiny.batch()
+    ours, theirs = logits_for(labels), logits_for(labels)
+    loss = penstock.causal_lm_loss(ours, labels)
+    expected = ForCausalLMLoss(theirs, labels, tiny.VOCABULARY)
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_microbatches_weighed_by_valid_tokens_make_the_whole_batchs_loss():
+    _, labels, _ = tiny.batch(sequence=11)
+    logits = logits_for(labels)
+    parts = zip(logits.chunk(4), labels.chunk(4), strict=True)
+    counts = [penstock.valid_tokens(part) for part in labels.chunk(4)]
+    assert len(set(counts)) > 1
+    weighed = sum(
+        n * penstock.causal_lm_loss(a, b).double() for n, (a, b) in zip(counts, parts, strict=True)
+    ) / sum(counts)
+    whole = ForCausalLMLoss(logits, labels, tiny.VOCABULARY)
+    assert abs(weighed - whole).item() < 1e-6
+    items = ForCausalLMLoss(logits, labels, tiny.VOCABULARY, num_items_in_batch=torch.tensor(sum(counts)))
+    assert torch.equal(whole, items)
+
+
+def test_a_microbatch_of_padding_alone_weighs_nothing_and_is_not_nan():
+    labels = torch.full((2, 5), -100)
+    logits = logits_for(labels)
+    loss = penstock.causal_lm_loss(logits, labels)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert penstock.valid_tokens(labels) == 0
+    assert not logits.grad.any()
+    one = torch.full((1, 5), -100)
+    one[0, 0] = 3  # nothing predicts the first token
+    assert penstock.valid_tokens(one) == 0

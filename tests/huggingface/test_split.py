@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, OPTConfig
+
+import penstock
+from penstock.errors import ConfigError, DataError, SplitError
+from tests.huggingface import tiny
+
+FAMILIES = sorted(tiny.FAMILIES)
+BOTH = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+EVERY = pytest.mark.parametrize("family", FAMILIES)
+
+
+def saved(model, folder: Path, **options) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+@BOTH
+@EVERY
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+def test_the_layers_give_the_models_own_logits_loss_and_gradients_bit_for_bit(
+    family: str, tied: bool, side: str
+):
+    net = tiny.model(family, tied=tied)
+    tokens, labels, mask = tiny.batch(side="left" if side == "left" else "right")
+    named = {} if side == "none" else {"attention_mask": mask}
+    expected = net(tokens, labels=labels, **named)
+    expected.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    net.zero_grad()
+
+    logits = tiny.in_sequence(penstock.from_transformers(net), tokens, **named)
+    loss = penstock.causal_lm_loss(logits, labels)
+    loss.backward()
+
+    assert torch.equal(logits, expected.logits)
+    assert torch.equal(loss, expected.loss)
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_position_ids_reach_what_needs_them(family: str):
+    net = tiny.model(family)
+    tokens, _, mask = tiny.batch(side="left")
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    named = {"attention_mask": mask, "position_ids": positions}
+    plain = net(tokens, attention_mask=mask).logits
+    expected = net(tokens, **named).logits
+    assert torch.equal(tiny.in_sequence(penstock.from_transformers(net), tokens, **named), expected)
+    assert family != "gpt2" or not torch.equal(plain, expected)
+
+
+def test_packed_sequences_see_themselves_alone():
+    net = tiny.model("llama")
+    tokens, _, _ = tiny.batch()
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(8, -1)
+    # With a cache, which training has no use for, the library does not look for packed sequences.
+    expected = net(tokens, position_ids=positions, use_cache=False).logits
+    logits = tiny.in_sequence(penstock.from_transformers(net), tokens, position_ids=positions)
+    assert torch.equal(logits, expected)
+    assert torch.allclose(logits[:, 5:], net(tokens[:, 5:]).logits, atol=1e-5)
+
+
+@BOTH
+@EVERY
+def test_parameters_have_the_models_names(family: str, tied: bool):
+    net = tiny.model(family, tied=tied)
+    layers = penstock.from_transformers(net.config)
+    assert tiny.parameters(layers).keys() == net.state_dict().keys()
+    assert [layer.role for layer in layers if layer.role != "block"][-2:] == ["head", "head"]
+    assert sum(layer.role == "block" for layer in layers) == 4
+    tie = {f"{layer.name}.{inner}": other for layer in layers for inner, other in layer.tied.items()}
+    same = net.lm_head.weight is net.get_input_embeddings().weight
+    assert bool(tie) == same == tied
+    if tied:
+        assert net.get_parameter(tie["lm_head.weight"]) is net.lm_head.weight
+
+
+def test_a_models_own_parameters_are_used_and_its_modules_stay_as_they_are():
+    net = tiny.model("gpt_neox")
+    classes = [type(module) for module in net.modules()]
+    names = list(net.state_dict())
+    found = tiny.parameters(penstock.from_transformers(net))
+    assert all(found[name] is parameter for name, parameter in net.named_parameters())
+    assert [type(module) for module in net.modules()] == classes
+    assert list(net.state_dict()) == names
+
+
+@BOTH
+@EVERY
+def test_initial_weights_depend_on_seed_and_names_alone(family: str, tied: bool):
+    config = tiny.config(family, tied=tied)
+    before = torch.get_rng_state()
+    first = tiny.parameters(penstock.from_transformers(config, seed=3))
+    torch.randn(5)
+    again = tiny.parameters(penstock.from_transformers(config, seed=3)[::-1])
+    other = tiny.parameters(penstock.from_transformers(config, seed=4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    torch.set_rng_state(before)
+    tiny.parameters(penstock.from_transformers(config))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@EVERY
+def test_initial_weights_follow_the_librarys_rules(family: str):
+    config = tiny.config(family, hidden_size=64)
+    theirs = AutoModelForCausalLM.from_config(config).state_dict()
+    for name, ours in tiny.parameters(penstock.from_transformers(config)).items():
+        if theirs[name].std() == 0:
+            assert torch.equal(ours, theirs[name]), name
+        else:
+            assert ours.std().item() == pytest.approx(theirs[name].std().item(), rel=0.15), name
+            assert abs(ours.mean()) < 0.1 * ours.std()
+
+
+def test_two_equal_parts_of_a_layer_start_differently():
+    found = tiny.parameters(penstock.from_transformers(tiny.config("llama")))
+    layers = "model.layers.{}.self_attn.{}_proj.weight"
+    assert not torch.equal(found[layers.format(0, "k")], found[layers.format(0, "v")])
+    assert not torch.equal(found[layers.format(0, "k")], found[layers.format(1, "k")])
+
+
+@BOTH
+@EVERY
+def test_a_folder_gives_the_logits_of_the_model_it_was_saved_from(family: str, tied: bool, tmp_path: Path):
+    net = tiny.model(family, tied=tied)
+    tokens, _, mask = tiny.batch()
+    layers = penstock.from_transformers(saved(net, tmp_path, max_shard_size="8KB"))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert torch.equal(
+        tiny.in_sequence(layers, tokens, attention_mask=mask), net(tokens, attention_mask=mask).logits
+    )
+
+
+def test_a_layer_reads_only_the_files_that_hold_its_tensors(tmp_path: Path):
+    layers = penstock.from_transformers(saved(tiny.model("llama"), tmp_path, max_shard_size="4KB"))
+    block = next(layer for layer in layers if layer.name == "model.layers.2")
+    for path in tmp_path.glob("*.safetensors"):
+        if not any(name.startswith("model.layers.2.") for name in load_file(path)):
+            path.unlink()
+    block.build()
+    with pytest.raises(DataError, match="cannot read the weights"):
+        layers[0].build()
+
+
+def test_weights_have_the_configs_dtype_and_else_the_files(tmp_path: Path):
+    net = tiny.model("llama").to(torch.bfloat16)
+    layers = penstock.from_transformers(saved(net, tmp_path))
+    assert {p.dtype for p in tiny.parameters(layers).values()} == {torch.bfloat16}
+    tokens, _, _ = tiny.batch()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(tiny.in_sequence(layers, tokens), again(tokens).logits)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"bfloat16"', "null"))
+    assert layers[0].build().weight.dtype == torch.bfloat16
+    assert penstock.from_transformers(tmp_path)[0].build().weight.dtype == torch.bfloat16
+
+
+def test_files_of_an_inner_model_and_buffers_of_old_ones_are_read(tmp_path: Path):
+    net = tiny.model("gpt2", tied=True)
+    saved(net, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    old = {name.removeprefix("transformer."): value for name, value in state.items()}
+    save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "model.safetensors")
+    tokens, _, _ = tiny.batch()
+    logits = tiny.in_sequence(penstock.from_transformers(tmp_path), tokens)
+    assert torch.equal(logits, net(tokens).logits)
+
+
+def test_a_tied_weight_stored_twice_must_be_the_same(tmp_path: Path):
+    net = tiny.model("llama", tied=True)
+    saved(net, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {**state, "lm_head.weight": net.lm_head.weight.detach().clone()}, tmp_path / "model.safetensors"
+    )
+    penstock.from_transformers(tmp_path)
+    save_file({**state, "lm_head.weight": net.lm_head.weight + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"lm_head.weight and model.embed_tokens.weight .* differ"):
+        penstock.from_transformers(tmp_path)
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    found = tiny.parameters(penstock.from_transformers(tmp_path))
+    assert torch.equal(found["model.embed_tokens.weight"], net.lm_head.weight)
+
+
+def test_a_name_that_is_no_folder_is_refused_without_asking_the_network():
+    with pytest.raises(
+        ConfigError, match="no local folder 'openai-community/gpt2'; Penstock downloads nothing"
+    ):
+        penstock.from_transformers("openai-community/gpt2")
+
+
+def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[transformers\]'"):
+        penstock.from_transformers("here")
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ConfigError, match="not a Linear"):
+        penstock.from_transformers(nn.Linear(2, 2))
+
+
+def test_variants_that_cannot_be_split_are_refused_by_name():
+    with pytest.raises(SplitError, match=r"no way to split a model of type 'opt'.*families are llama"):
+        penstock.from_transformers(OPTConfig())
+    with pytest.raises(SplitError, match="add_cross_attention"):
+        penstock.from_transformers(tiny.config("gpt2", add_cross_attention=True))
+    with pytest.raises(SplitError, match="use_bidirectional_attention"):
+        penstock.from_transformers(tiny.config("gemma3_text", use_bidirectional_attention=True))
+    rules = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(SplitError, match="rope_type is 'dynamic'"):
+        penstock.from_transformers(tiny.config("llama", rope_parameters=rules))
+    with pytest.raises(SplitError, match="LlamaModel is no causal language model"):
+        penstock.from_transformers(tiny.model("llama").model)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.5],
+            "long_factor": [2.0, 3.0],
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    ],
+    ids=lambda rules: rules["rope_type"],
+)
+def test_rotary_rules_hold_for_weights_from_a_config(rules: dict[str, object]):
+    """The tables are buffers that are computed, not stored: they must come out right on what was a meta device."""
+    net = tiny.model("llama", rope_parameters=rules)
+    layers = penstock.from_transformers(net.config)
+    theirs = net.state_dict()
+    built = {layer.name: layer.build() for layer in layers}
+    for name, module in built.items():
+        module.load_state_dict(
+            {k.removeprefix(f"{name}."): v for k, v in theirs.items() if k.startswith(f"{name}.")}
+        )
+    for sequence in (12, 6):
+        tokens, _, _ = tiny.batch(sequence=sequence)
+        x = tokens
+        for module in built.values():
+            x = module(x)
+        assert torch.equal(x, net(tokens).logits)

@@ -1,0 +1,146 @@
+"""SIGTERM and Ctrl-C: saved and told how to go on, and what goes on is the run that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.checkpoint.find import is_whole
+from penstock.launch.exit_codes import ExitCode, of_signal
+from penstock.launch.signals import SIGNALS, Interrupts
+from penstock.train.config import file as config_file
+from penstock.train.config.config import Config
+from tests.train.test_resume import config_of, run, same
+from tests.train.tiny import text_folder
+from tests.train.victim import PLAN
+
+
+def started(
+    config: Config, plan: str, *launcher: str, words: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """The command in processes of its own, in which happens what `plan` says."""
+    file = Path(config.train.folder).parent / f"{config.train.name}.toml"
+    file.write_text(config_file.dump(config))
+    command = [*(launcher or [sys.executable]), "-m", "tests.train.victim", "train", str(file), *words]
+    environment = {**os.environ, PLAN: plan, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+
+
+class Counted(Interrupts):
+    """Keeps which signals it has dealt with."""
+
+    def __init__(self, tells: bool) -> None:
+        super().__init__(tells)
+        self.numbers: list[signal.Signals] = []
+        self._more = threading.Condition()
+
+    def _take(self, number: signal.Signals) -> None:
+        super()._take(number)
+        with self._more:
+            self.numbers.append(number)
+            self._more.notify()
+
+    def until(self, count: int) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.numbers) >= count, 60)
+
+
+def test_handlers_are_as_before_after_the_block():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Interrupts(tells=False) as interrupts:
+        assert not interrupts.asked()
+        assert all(signal.getsignal(n) != was for n, was in zip(SIGNALS, before, strict=True))
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_each_signal_asks_once_however_often_it_comes_at_that_time(number: signal.Signals):
+    with Counted(tells=False) as interrupts:
+        assert not interrupts.asked()
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        interrupts.until(3)
+        assert interrupts.asked()
+
+
+def test_under_nohup_a_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Counted(tells=False) as interrupts:
+            assert not interrupts.asked()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.asked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            interrupts.until(1)
+        assert interrupts.numbers == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_the_first_step_a_signal_ends_it(number: signal.Signals):
+    lines = [
+        "import os, signal, threading",
+        "from penstock.launch.signals import Interrupts",
+        "with Interrupts(tells=True):",
+        f"    os.kill(os.getpid(), {int(number)})",
+        "    threading.Event().wait(60)",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == ExitCode.STOPPED
+    assert done.stderr == f"penstock: {number.name}: out at once; no step has been done\n"
+
+
+def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
+    text = text_folder(tmp_path)
+    once = config_of(tmp_path, text, "once", 4, runtime={"threads": 1}, train={"checkpoint_every": 0})
+    run(once)
+    config = config_of(tmp_path, text, "stopped", 4, runtime={"threads": 1}, train={"checkpoint_every": 0})
+    done = started(config, "0:0:1:term_self")
+    folder = tmp_path / "runs" / "stopped"
+    saved = folder / "checkpoints" / "step-00000002"
+    assert done.returncode == ExitCode.STOPPED, done.stderr
+    assert (
+        done.stderr
+        == "penstock: SIGTERM: the step in hand is finished and saved; once more, 2 s later, ends the run at once\n"
+    )
+    assert done.stdout.endswith(
+        f"stopped after step 2, saved in {saved}; go on with  penstock train --resume {folder}\n"
+    )
+    assert is_whole(saved)
+    run(config_of(tmp_path, text, "stopped", 4, str(folder), runtime={"threads": 1}))
+    same(folder, tmp_path / "runs" / "once")
+
+
+def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
+    config = config_of(tmp_path, text_folder(tmp_path), "twice", 4, train={"checkpoint_every": 1})
+    done = started(config, "0:0:3:interrupt_twice")
+    assert done.returncode == of_signal(signal.SIGINT)
+    assert done.stderr.splitlines() == [
+        "penstock: SIGINT: the step in hand is finished and saved; once more, 0 s later, ends the run at once",
+        "penstock: SIGINT again: out at once; earlier checkpoints are as they were",
+    ]
+    assert is_whole(tmp_path / "runs" / "twice" / "checkpoints" / "step-00000002")
+
+
+def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from penstock.errors import StoppedError
+    from penstock.train.loop import train
+    from penstock.train.report.progress import Silent
+
+    config = config_of(tmp_path, text_folder(tmp_path), "early", 4)
+    with pytest.raises(
+        StoppedError, match="stopped before the first step, so there is nothing to save; go on with"
+    ):
+        train(config, lambda steps, leads: Silent(), stopping=lambda: True)
+    assert not (tmp_path / "runs" / "early" / "checkpoints").exists()

@@ -1,0 +1,88 @@
+"""Buckets are cut as said: in order, by size, by kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.parallel.data.layout import Slot, plan_buckets
+
+CPU = torch.device("cpu")
+
+
+def slots(*kib: float, dtype: torch.dtype = torch.float32) -> list[Slot]:
+    return [Slot(int(k * 256), dtype, CPU) for k in kib]
+
+
+def members(plans) -> list[tuple[int, ...]]:
+    return [plan.members for plan in plans]
+
+
+def test_the_first_bucket_is_smaller():
+    plans = plan_buckets(slots(1, 1, 1, 1, 1, 1, 1), range(7), 4096, 2048)
+    assert members(plans) == [(0, 1), (2, 3, 4, 5), (6,)]
+
+
+def test_the_order_given_counts():
+    assert members(plan_buckets(slots(1, 1, 1), [2, 0, 1], 2048, 2048)) == [(2, 0), (1,)]
+
+
+def test_a_large_gradient_has_its_own_bucket_and_the_small_ones_around_it_stay_together():
+    plans = plan_buckets(slots(1, 5, 1, 4, 1), range(5), 4096, 4096)
+    assert members(plans) == [(1,), (3,), (0, 2, 4)]
+
+
+def test_dtypes_and_groups_do_not_mix():
+    mixed = [
+        *slots(1, 1),
+        *slots(1, 1, dtype=torch.bfloat16),
+        Slot(1, torch.float32, CPU, "other"),
+        *slots(1),
+    ]
+    plans = plan_buckets(mixed, range(6))
+    assert members(plans) == [(2, 3), (4,), (0, 1, 5)]
+    assert [(p.dtype, p.group) for p in plans] == [
+        (torch.bfloat16, None), (torch.float32, "other"), (torch.float32, None),
+    ]  # fmt: skip
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=30),
+    bucket=st.integers(1, 5000),
+    first=st.integers(1, 5000),
+    parts=st.integers(1, 5),
+    seed=st.randoms(),
+)
+def test_every_gradient_has_a_place_of_its_own(sizes, bucket, first, parts, seed):
+    all_slots = [Slot(n, [torch.float32, torch.bfloat16][n % 2], CPU) for n in sizes]
+    order = list(range(len(sizes)))
+    seed.shuffle(order)
+    plans = plan_buckets(all_slots, order, bucket, first, parts)
+    assert sorted(m for p in plans for m in p.members) == list(range(len(sizes)))
+    place = {slot: n for n, slot in enumerate(order)}
+    assert [place[p.members[-1]] for p in plans] == sorted(place[p.members[-1]] for p in plans)
+    for n, plan in enumerate(plans):
+        assert {all_slots[m].dtype for m in plan.members} == {plan.dtype}
+        assert plan.elements % parts == 0
+        end = 0
+        for member, start in zip(plan.members, plan.starts, strict=True):
+            assert start >= end
+            assert start * plan.dtype.itemsize % 64 == 0
+            end = start + sizes[member]
+        assert end <= plan.elements
+        held = sum(all_slots[m].bytes for m in plan.members)
+        assert len(plan.members) == 1 or held <= (bucket if n else max(bucket, first))
+
+
+def test_an_order_that_leaves_one_out_is_refused():
+    with pytest.raises(ConfigError, match="each of the 2 gradients once"):
+        plan_buckets(slots(1, 1), [0, 0])
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_sizes_that_are_not_positive_are_refused(size):
+    with pytest.raises(ConfigError, match="positive number of bytes"):
+        plan_buckets(slots(1), [0], size)

@@ -1,0 +1,265 @@
+"""Two ranks that share every matrix compute what one process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from penstock.errors import BatchError, ConfigError
+from penstock.parallel.data.buckets import GradientBuckets
+from penstock.parallel.data.reducer import GroupReducer
+from penstock.parallel.data.zero import ShardedOptimizer
+from penstock.parallel.mesh import make_mesh, replica_rows
+from penstock.parallel.tensor.plan import plan_of, tensor_parallel
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.stage.compute.runner import Ends, Share
+from penstock.stage.compute.stage import Stage
+from penstock.stage.module import StageModule
+from penstock.stage.values import Parcel
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+
+CONFIG = ModelConfig(vocabulary=32, layers=2, width=16, heads=4, kv_heads=2, hidden=24)
+HF = {
+    "llama": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3": {
+        "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+    },
+    "gemma": {
+        "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+        "pad_token_id": 0,
+    },
+    "gpt_neox": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4},
+    "gpt2": {
+        "hidden_size": 16, "num_attention_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+}  # fmt: skip
+
+
+def built_in() -> nn.Sequential:
+    return nn.Sequential(*[layer.build() for layer in layers(CONFIG)])
+
+
+def tokens(rows: int = 4, sequence: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, 32, (rows, sequence + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def named(net: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    return [(layer.name, module) for layer, module in zip(layers(CONFIG), net, strict=True)]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(p.grad).clone() for name, p in net.named_parameters()}
+
+
+def assert_close(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        bound = 1e-5 * float(value.abs().max())
+        assert float((found[name] - value).abs().max()) <= bound, name
+
+
+def cut_built_in(rank: int, sequence: bool):
+    net = built_in()
+    tensor_parallel(named(net), make_mesh(tp=2).axis("tp"), sequence=sequence)
+    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in net.parameters())
+    x, y = tokens()
+    between = net[1](net[0](x))
+    kinds = {type(net[0](x)), type(between)}
+    logits = net[3](net[2](between))
+    kinds.add(type(logits))
+    loss = next_token_loss(logits, y)
+    loss.backward()
+    first = gradients(net)
+    next_token_loss(net(x), y).backward()
+    return held, kinds, tuple(between.shape), logits.detach(), loss.detach(), first, gradients(net)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_built_in_model_cut_in_two_computes_the_same(processes: LocalProcesses, sequence):
+    results = processes.run(2, cut_built_in, sequence)
+    net = built_in()
+    x, y = tokens()
+    logits = net(x)
+    loss = next_token_loss(logits, y)
+    loss.backward()
+    expected = gradients(net)
+    next_token_loss(net(x), y).backward()
+    count = sum(p.numel() for p in net.parameters())
+    norms = sum(p.numel() for p in net.parameters() if p.ndim == 1)
+    for held, kinds, shape, cut_logits, cut_loss, first, second in results:
+        assert held == (count - norms) // 2 + norms
+        assert kinds == {torch.Tensor}
+        assert shape == ((4, 3, 16) if sequence else (4, 6, 16))
+        assert torch.allclose(cut_logits, logits, rtol=0, atol=1e-5)
+        assert cut_loss == pytest.approx(loss.item(), rel=1e-6)
+        assert_close(first, expected)
+        assert_close(second, gradients(net))
+    assert torch.equal(results[0][3], results[1][3])
+
+
+def hugging_face(family: str, **changes: int) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family, vocab_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, **(HF[family] | changes)
+    )
+    torch.manual_seed(5)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def cut_hugging_face(rank: int, families: list[str]):
+    mesh, found = make_mesh(tp=2).axis("tp"), []
+    for family in families:
+        net = hugging_face(family)
+        tensor_parallel(net, mesh, family)
+        x, y = tokens()
+        loss = next_token_loss(net(input_ids=x, use_cache=False).logits, y)
+        loss.backward()
+        cut = sum(isinstance(p, DTensor) for p in net.parameters())
+        found.append((loss.detach(), cut, gradients(net)))
+    return found
+
+
+def test_hugging_face_models_cut_in_two_compute_the_same(processes: LocalProcesses):
+    pytest.importorskip("transformers")
+    for results in processes.run(2, cut_hugging_face, list(HF), timeout=600):
+        for family, (loss, cut, found) in zip(HF, results, strict=True):
+            net = hugging_face(family)
+            x, y = tokens()
+            expected = next_token_loss(net(input_ids=x, use_cache=False).logits, y)
+            expected.backward()
+            assert loss == pytest.approx(expected.item(), rel=1e-6), family
+            assert cut >= 14 - (family == "gpt_neox") * 4 - (family == "gemma"), family
+            assert_close(found, gradients(net))
+
+
+def train_dp_and_tp(rank: int, sequence: bool):
+    mesh = make_mesh(dp=2, tp=2)
+    net = built_in()
+    tensor_parallel(named(net), mesh.axis("tp"), sequence=sequence)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    buckets = GradientBuckets(net, GroupReducer(mesh.group("dp"), timeout=300), bucket_bytes=2000)
+    buckets.attach()
+    x, y = tokens()
+    rows = replica_rows(4, 2, mesh.coordinate("dp"))
+    losses = []
+    for n in range(20):
+        with buckets.accumulating():
+            (next_token_loss(net(x[rows][:1]), y[rows][:1]) / 2).backward()
+        with buckets.step():
+            loss = next_token_loss(net(x[rows][1:]), y[rows][1:])
+            (loss / 2).backward()
+        losses.append(loss.item())
+        if n == 0:
+            first = gradients(net)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=n % 2 == 0)
+    return first, {name: whole(p.detach()).clone() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_buckets_reduce_what_is_cut_and_replicas_stay_bit_identical(processes: LocalProcesses, sequence):
+    results = processes.run(4, train_dp_and_tp, sequence, timeout=600)
+    net = built_in()
+    x, y = tokens()
+    next_token_loss(net(x), y).backward()
+    for first, weights in results:
+        assert_close(first, gradients(net))
+        for name, value in weights.items():
+            assert torch.equal(value, results[0][1][name]), name
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(20):
+        optimizer.zero_grad()
+        next_token_loss(net(x), y).backward()
+        optimizer.step()
+    for name, p in net.named_parameters():
+        assert torch.allclose(results[0][1][name], p, rtol=0, atol=5e-3), name
+
+
+def stage_backward(rank: int, sequence: bool, split: bool):
+    module = StageModule(layers(CONFIG))
+    tensor_parallel(module.named_layers(), make_mesh(tp=2).axis("tp"), sequence=sequence)
+    stage = Stage(0, module, next_token_loss)
+    x, y = tokens()
+    for m in range(2):
+        rows = slice(2 * m, 2 * m + 2)
+        stage.forward_with_loss(m, (Parcel((x[rows],)),), Ends(y[rows], Share(divisor=2)), split)
+    held = stage.held_bytes
+    for m in range(2):
+        stage.backward_input(m, None)
+    for m in range(2):
+        stage.backward_weight(m)
+    return held, {name: whole(p.grad).clone() for name, p in module.whole_model_parameters()}
+
+
+@pytest.mark.parametrize(("sequence", "split"), [(False, False), (False, True), (True, True)])
+def test_a_stage_whose_matrices_are_cut_can_split_its_backward(processes: LocalProcesses, sequence, split):
+    results = processes.run(2, stage_backward, sequence, split)
+    net = built_in()
+    x, y = tokens()
+    next_token_loss(net(x), y).backward()
+    expected = {
+        f"{name}.{inner}": p.grad for name, layer in named(net) for inner, p in layer.named_parameters()
+    }
+    for held, found in results:
+        assert_close(found, expected)
+        assert held > 0
+
+
+def refusals(rank: int) -> list[str]:
+    mesh = make_mesh(tp=2).axis("tp")
+    found = []
+    for change in (
+        {"kv_heads": 1},
+        {"hidden": 25},
+        {"vocabulary": 33},
+    ):
+        config = ModelConfig(
+            **{"vocabulary": 32, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24} | change
+        )
+        net = [(layer.name, layer.build()) for layer in layers(config)]
+        with pytest.raises(ConfigError) as caught:
+            tensor_parallel(net, mesh)
+        assert not any(isinstance(p, DTensor) for _, m in net for p in m.parameters())
+        found.append(str(caught.value))
+    for family in ("gpt2", "gpt_neox"):
+        net = hugging_face(family, num_attention_heads=1)
+        with pytest.raises(ConfigError) as caught:
+            tensor_parallel(net, mesh, family)
+        assert not any(isinstance(p, DTensor) for p in net.parameters())
+        found.append(str(caught.value))
+    net = built_in()
+    tensor_parallel(named(net), mesh, sequence=True)
+    with pytest.raises(BatchError) as short:
+        net(tokens(sequence=5)[0])
+    with pytest.raises(ConfigError) as divided:
+        ShardedOptimizer(net, torch.optim.AdamW, GroupReducer())
+    return [*found, str(short.value), str(divided.value)]
+
+
+def test_what_does_not_divide_is_refused_on_every_rank(processes: LocalProcesses):
+    for said in processes.run(2, refusals):
+        heads, width, words, gpt2, gpt_neox, sequence, divided = said
+        assert "blocks.0.attention.key has 1 heads of width 4, which do not divide over tp = 2" in heads
+        assert "blocks.0.feed_forward.gate has 25 outputs" in width
+        assert "embedding has 33 words of vocabulary" in words
+        assert "transformer.h.0.attn.c_attn has 1 heads of width 16" in gpt2
+        assert "gpt_neox.layers.0.attention.query_key_value has 1 heads of width 16" in gpt_neox
+        assert "'0.weight' is a DTensor" in divided
+        assert "a sequence of 5 does not divide over tp = 2" in sequence
+
+
+def test_families_without_a_plan_are_refused():
+    with pytest.raises(ConfigError, match="did you mean 'llama'"):
+        plan_of("lama")
+    with pytest.raises(ConfigError, match="built-in model, not for 'llama'"):
+        plan_of("llama", sequence=True)

@@ -1,0 +1,262 @@
+"""What is changed of a parameter between two steps holds for its copies in other threads, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from penstock.errors import ConfigError, PenstockError, ReplicaError
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+
+WIDTH, ROWS, M = 6, 2, 4
+COPIED = [("1f1b", 2), ("zb-h1", 2), ("dualpipe", 1), ("chimera", 1), ("dualpipe", 2)]
+"""Schedule and replicas, with copies of every stage."""
+
+
+def model(kind: str = "plain") -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+    if kind == "tied":
+        net[3][0].weight = net[0][0].weight
+    if kind == "buffer":
+        net[1][0].register_buffer("scale", 0.5 * torch.eye(WIDTH), persistent=False)
+        net[1][0].register_forward_hook(lambda module, _, value: value @ module.scale)
+    return net
+
+
+def batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(ROWS * M, WIDTH, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
+
+
+def pipeline(net: nn.Module, schedule: str, dp: int = 1) -> Pipeline:
+    mesh = MeshShape(2, dp, 1)
+    return Pipeline(net, F.mse_loss, microbatches=M // dp, schedule=schedule, mesh=mesh, timeout=300)
+
+
+def plain_step(net: nn.Module, x: Tensor, y: Tensor) -> None:
+    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+        (F.mse_loss(net(a), b) / M).backward()
+
+
+def names_and_grads(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, grad in wanted.items():
+        if name in found:
+            torch.testing.assert_close(found[name], grad, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def double(net: nn.Module, step: int) -> None:
+    if step == 2:
+        net.double()
+    if step == 4:
+        net.float()
+
+
+def rebound(net: nn.Module, step: int) -> None:
+    """As an optimizer does that makes new weights in place of changing them."""
+    for p in net.parameters():
+        p.data = p.data * 0.9 + 0.01
+
+
+def rebound(net: nn.Module, step: int) -> None:  # noqa: F811  # replaced below
+    for p in net.parameters():
+        p.data = p.data * 0.9 + 0.01
+
+
+def scaled(net: nn.Module, step: int) -> None:
+    """A buffer that is not persistent, changed between steps: in place, and as a whole."""
+    if hasattr(net[1][0], "scale"):
+        net[1][0].scale.mul_(1.5)
+        if step % 2:
+            net[1][0].scale = net[1][0].scale + 0.1
+
+
+CHANGES = {"scaled": scaled, "double": double, "rebound": rebound}
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("schedule", "dp"), COPIED)
+@pytest.mark.parametrize("kind", ["plain", "tied", "buffer"])
+def test_copies_follow_other_data_of_a_parameter(kind, schedule, dp, change, zeroed):
+    net, reference = model(kind), model(kind)
+    with pipeline(net, schedule, dp) as pipe:
+        for step in range(6):
+            CHANGES[change](net, step)
+            CHANGES[change](reference, step)
+            x, y = batch(step, next(net.parameters()).dtype)
+            pipe.step(x, y)
+            plain_step(reference, x, y)
+            found = {name: p.grad for name, p in pipe.named_parameters()}
+            assert all(g.dtype == x.dtype for g in found.values())
+            compare(found, names_and_grads(reference))
+            loss = pipe.evaluate(x, y).loss
+            torch.testing.assert_close(loss, F.mse_loss(reference(x), y))
+            if zeroed:
+                net.zero_grad()
+                reference.zero_grad()
+
+
+@pytest.mark.parametrize(("schedule", "dp"), COPIED)
+def test_hooks_registered_and_removed_between_steps_work_on_copies(schedule: str, dp: int):
+    net, reference = model(), model()
+    with pipeline(net, schedule, dp) as pipe:
+        handles = []
+        for step in range(4):
+            for one in (net, reference):
+                if step in (1, 2):
+                    # Not linear: the hook must see the gradient of each microbatch, as it does in plain PyTorch.
+                    handles.append(one[1][0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3) * 2))
+            if step == 3:
+                [handle.remove() for handle in handles]
+            x, y = batch(step, torch.float32)
+            pipe.step(x, y)
+            plain_step(reference, x, y)
+            compare({n: p.grad for n, p in pipe.named_parameters()}, names_and_grads(reference))
+
+
+@pytest.mark.parametrize(("schedule", "dp"), COPIED)
+def test_a_weight_with_a_hook_may_be_frozen_and_thawed(schedule: str, dp: int):
+    net, reference = model(), model()
+    for one in (net, reference):
+        one[1][0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3) * 2)
+        one[1][0].weight.requires_grad_(False)
+    with pipeline(net, schedule, dp) as pipe:
+        for step in range(3):
+            for one in (net, reference):
+                one[1][0].weight.requires_grad_(step != 0)
+            x, y = batch(step, torch.float32)
+            pipe.step(x, y)
+            plain_step(reference, x, y)
+            compare(
+                {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None},
+                {n: g for n, g in names_and_grads(reference).items() if g is not None},
+            )
+            assert (net[1][0].weight.grad is None) == (step == 0)
+
+
+def test_copies_that_were_given_different_data_are_refused_by_name():
+    net = model("tied")
+    x, y = batch(0, torch.float32)
+    with pipeline(net, "1f1b") as pipe:
+        pipe.step(x, y)
+        net[0][0].weight.data = torch.ones(WIDTH, WIDTH)
+        net[3][0].weight.data = torch.zeros(WIDTH, WIDTH)
+        with pytest.raises(ReplicaError, match=r"'0\.0\.weight' has several copies in this process"):
+            pipe.step(x, y)
+        net[3][0].weight.data = net[0][0].weight.data
+        pipe.step(x, y)
+        assert pipe.steps == 2
+
+
+def test_weights_that_share_memory_and_are_two_for_the_user_stay_two():
+    net = model()
+    net[3][0].weight.data = net[0][0].weight.data  # not tied: each has a gradient, and a flag, of its own
+    net[3][0].weight.requires_grad_(False)
+    x, y = batch(0, torch.float32)
+    with pipeline(net, "1f1b", 2) as pipe:
+        pipe.step(x, y)
+        assert net[0][0].weight.grad is not None
+        assert net[3][0].weight.grad is None
+
+
+def test_a_late_hook_registered_between_steps_is_refused_on_copies():
+    net = model()
+    x, y = batch(0, torch.float32)
+    with pipeline(net, "1f1b", 2) as pipe:
+        pipe.step(x, y)
+        net[1][0].weight.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(ConfigError, match=r"1\.0\.weight has a hook that runs after"):
+            pipe.step(x, y)
+        assert pipe.steps == 1
+
+
+def replaced(net: nn.Module) -> None:
+    net[1][0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+
+def assigned(net: nn.Module) -> None:
+    net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+
+
+def parametrized(net: nn.Module) -> None:
+    parametrize.register_parametrization(net[1][0], "weight", nn.Tanh())
+
+
+def wrapped(net: nn.Module) -> None:
+    net[1][0] = nn.Sequential(net[1][0], nn.Linear(WIDTH, WIDTH))
+
+
+def added(net: nn.Module) -> None:
+    net[1].append(nn.Linear(WIDTH, WIDTH))
+
+
+RESHAPED = [replaced, assigned, parametrized, wrapped, added]
+
+
+def changed_after(rank: int, change, schedule: str, dp: int) -> tuple[str, str, int]:
+    net = model()
+    x, y = batch(0, torch.float32)
+    with pipeline(net, schedule, dp) as pipe:
+        pipe.step(x, y)
+        change(net)
+        with pytest.raises(PenstockError) as caught:
+            pipe.step(x, y)
+        with pytest.raises(PenstockError):
+            pipe.step(x, y)
+        return type(caught.value).__name__, str(caught.value), pipe.steps
+
+
+@pytest.mark.parametrize(("schedule", "dp"), [("1f1b", 2), ("dualpipe", 1)])
+@pytest.mark.parametrize("change", RESHAPED)
+def test_parts_replaced_after_the_pipeline_was_built_are_refused_by_name_where_there_are_copies(
+    change, schedule, dp
+):
+    kind, text, steps = changed_after(0, change, schedule, dp)
+    assert kind == "ReplicaError"
+    assert "others than when the pipeline was built" in text
+    assert steps == 1
+    assert re.match(r"\d\.0\.weight: |1\.0: |1\.2: ", text)
+
+
+def test_replaced_parts_are_refused_in_processes(processes: LocalProcesses):
+    for _, text, steps in processes.run(4, changed_after, replaced, "1f1b", 2):
+        assert "1.0.weight: the parameters of 1.0 are others" in text
+        assert steps == 1
+
+
+def hooked(rank: int, before: bool, schedule: str) -> str:
+    net = model("tied")
+    if before:
+        net[0][0].weight.register_hook(torch.sign)
+    x, y = batch(0, torch.float32)
+    with pipeline(net, schedule) as pipe:
+        if not before:
+            pipe.step(x, y)
+            net[0][0].weight.register_hook(torch.sign)
+        with pytest.raises(PenstockError) as caught:
+            pipe.step(x, y)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_hooks_of_a_weight_tied_over_stages_are_refused_by_name(before: bool, schedule: str):
+    assert "0.0.weight is tied over several stages and has a hook" in hooked(0, before, schedule)
+
+
+def test_hooks_of_tied_weights_are_refused_in_processes(processes: LocalProcesses):
+    for text in processes.run(2, hooked, True, "1f1b"):
+        assert "is tied over several stages and has a hook" in text

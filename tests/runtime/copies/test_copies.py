@@ -1,0 +1,321 @@
+"""Buffers that forwards change, and copies that come apart: in threads, in processes, with stages that two ranks hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, NonFiniteError, PenstockError, ReplicaError
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.schedule.families import build_schedule
+from penstock.schedule.ops import Kind
+
+WIDTH, M, ROWS, STEPS = 6, 8, 3, 3
+DUALPIPE, CHIMERA = ("dualpipe", MeshShape(2, 1, 1)), ("chimera", MeshShape(2, 1, 1))
+REPLICAS, BOTH = ("1f1b", MeshShape(2, 2, 1)), ("dualpipe", MeshShape(2, 2, 1))
+
+
+def model(momentum: float | None = 0.1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH, momentum=momentum),
+        nn.Tanh(),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=momentum)),
+    )
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(M * ROWS, WIDTH, generator=generator) for _ in "xy")
+
+
+def loss_of(out: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(out, y)
+
+
+def order(schedule: str) -> list[int]:
+    """The microbatches, those of one copy after those of the other; Chimera gives every second pair to each."""
+    if schedule != "chimera":
+        return list(range(M))
+    made = build_schedule("chimera", 2, M)
+    ops = [made.op(row) for rank in range(2) for row in range(made.rows(rank).start, made.rows(rank).stop)]
+    return [op.microbatch for op in ops if op.kind == Kind.F and op.stage == 0]
+
+
+def train_plainly(net: nn.Module, frozen_after: int, order: list[int]) -> Tensor:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        net.train(step < frozen_after)
+        x, y = batch(step)
+        for n in order:
+            (loss_of(net(x.chunk(M)[n]), y.chunk(M)[n]) / M).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.eval()
+    x, y = batch(99)
+    return (
+        torch.stack([loss_of(net(a), b) for a, b in zip(x.chunk(M), y.chunk(M), strict=True)]).mean().detach()
+    )
+
+
+def trained(rank: int, schedule: str, mesh: MeshShape, momentum: float | None, frozen_after: int):
+    net = model(momentum)
+    with Pipeline(
+        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, check_replicas=1
+    ) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(STEPS):
+            pipe.train(step < frozen_after)
+            pipe.step(*batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+        return pipe.evaluate(*batch(99)).loss, pipe.state_dict()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("frozen_after", [STEPS, 1])
+@pytest.mark.parametrize(("schedule", "mesh"), [DUALPIPE, CHIMERA, REPLICAS, BOTH])
+def test_copies_of_batch_norm_have_the_statistics_of_plain_pytorch(schedule, mesh, momentum, frozen_after):
+    check([trained(0, schedule, mesh, momentum, frozen_after)], schedule, momentum, frozen_after)
+
+
+def check(told: list, schedule: str, momentum: float | None, frozen_after: int) -> None:
+    net = model(momentum)
+    loss = train_plainly(net, frozen_after, order(schedule))
+    for found, state in told:
+        torch.testing.assert_close(found, loss, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found, told[0][0])
+        for name, value in state.items():
+            torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+            assert all(torch.equal(value, other[name]) for _, other in told if name in other), name
+
+
+def test_copies_of_batch_norm_in_processes(processes: LocalProcesses):
+    for (schedule, mesh), momentum in ((BOTH, 0.1), (REPLICAS, None)):
+        check(processes.run(4, trained, schedule, mesh, momentum, STEPS), schedule, momentum, STEPS)
+
+
+def test_one_copy_has_the_very_buffers_of_plain_pytorch():
+    net, other = model(), model()
+    with Pipeline(net, loss_of, microbatches=M, ranks=2, timeout=300) as pipe:
+        pipe.step(*batch(0))
+        x, y = batch(0)
+        for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+            (loss_of(other(a), b) / M).backward()
+        for (name, a), b in zip(net.named_buffers(), other.buffers(), strict=True):
+            assert torch.equal(a, b), name
+
+
+class Mean(nn.Module):
+    """Keeps a running mean that is none of PyTorch's own, and counts its forwards."""
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=persistent)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+            self.count += 1
+        return x * self.table
+
+
+def own_buffers(rank: int, schedule: str, mesh: MeshShape, rule: str, persistent: bool = True):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mean(persistent), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    with Pipeline(
+        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, buffers=rule,
+        check_replicas=1,
+    ) as pipe:  # fmt: skip
+        try:
+            for step in range(2):
+                pipe.step(*batch(step))
+        except ReplicaError as error:
+            return error.name, str(error), pipe.steps, pipe.state_dict()
+        pipe.evaluate(*batch(0))
+        return None, "", pipe.steps, pipe.state_dict()
+
+
+@pytest.mark.parametrize(("schedule", "mesh"), [DUALPIPE, REPLICAS])
+def test_other_buffers_follow_the_rule_and_are_refused_without_one(processes: LocalProcesses, schedule, mesh):
+    for rule in ("refuse", "mean", "first"):
+        told = [
+            own_buffers(0, schedule, mesh, rule),
+            *processes.run(mesh.ranks, own_buffers, schedule, mesh, rule),
+        ]
+        for name, text, steps, state in told:
+            assert name == ("1.mean" if rule == "refuse" else None)
+            assert ("buffers='mean' or buffers='first'" in text) == (rule == "refuse")
+            assert steps == (0 if rule == "refuse" else 2)
+            if "1.mean" in state:
+                assert bool(state["1.mean"].any()) == (rule != "refuse")
+                assert int(state["1.count"]) == (0 if rule == "refuse" else M)  # of one copy, in two steps
+        states = [state["1.mean"] for *_, state in told if "1.mean" in state]
+        assert all(torch.equal(state, states[0]) for state in states)
+
+
+def test_scratch_buffers_stay_each_copys_own():
+    for schedule, mesh in (DUALPIPE, REPLICAS):
+        assert own_buffers(0, schedule, mesh, "refuse", persistent=False)[2] == 2
+
+
+def test_after_a_failed_step_buffers_are_as_before_it_and_a_loaded_state_is_that_of_all_copies():
+    for schedule, mesh in (DUALPIPE, REPLICAS):
+        net = model()
+        with Pipeline(
+            net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300
+        ) as pipe:
+            pipe.step(*batch(0))
+            state = {name: value.clone() for name, value in pipe.state_dict().items()}
+            loss = pipe.evaluate(*batch(1)).losses
+            x, y = batch(1)
+            with pytest.raises(NonFiniteError):
+                pipe.step(x.clone().index_fill_(0, torch.tensor([M * ROWS - 1]), float("nan")), y)
+            assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
+            assert torch.equal(pipe.evaluate(*batch(1)).losses, loss)
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            pipe.step(*batch(2))
+            assert not torch.equal(pipe.evaluate(*batch(1)).losses, loss)
+            pipe.load_state_dict(state)
+            assert torch.equal(pipe.evaluate(*batch(1)).losses, loss)
+
+
+def test_options_that_are_none_are_refused():
+    for options in ({"buffers": "sum"}, {"check_replicas": -1}, {"check_replicas": True}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            Pipeline(model(), loss_of, microbatches=M, **options)
+
+
+def damage(
+    rank: int, schedule: str, mesh: MeshShape, name: str, alone: int, zero: bool
+) -> tuple[str, str, int]:
+    """One process changes a parameter or a buffer of its own; the check comes every second step."""
+    net = model()
+    with Pipeline(
+        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, check_replicas=2
+    ) as pipe:
+        from penstock.runtime.optim.optimizer import PipelineOptimizer
+
+        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, zero=zero)
+        steps = 0
+        try:
+            for step in range(5):
+                if step == 2 and torch.distributed.get_rank() == alone:
+                    with torch.no_grad():
+                        pipe.state_dict()[name].view(-1)[-1] += 1e-3
+                pipe.step(*batch(step))
+                optimizer.step()
+                steps += 1
+        except ReplicaError as error:
+            return error.name, str(error), steps
+        return "", "", steps
+
+
+def test_processes_whose_copies_come_apart_all_stop_with_the_name_and_the_place(processes: LocalProcesses):
+    cases = [
+        (*REPLICAS, "0.weight", 1, False, "(pp 0, dp 1, tp 0)"),
+        (*REPLICAS, "3.1.running_mean", 3, False, "(pp 1, dp 1, tp 0)"),
+        (*REPLICAS, "3.0.bias", 2, True, "(pp 1, dp 0, tp 0)"),
+        (*BOTH, "1.weight", 3, False, "(pp 1, dp 1, tp 0)"),
+    ]
+    for schedule, mesh, name, alone, zero, where in cases:
+        for found, text, steps in processes.run(mesh.ranks, damage, schedule, mesh, name, alone, zero):
+            assert found == name
+            assert where in text
+            assert steps == 2
+
+
+def test_threads_whose_copies_come_apart_stop_with_the_name():
+    for schedule, mesh in (DUALPIPE, REPLICAS):
+        net = model()
+        with Pipeline(
+            net,
+            loss_of,
+            microbatches=M // mesh.dp,
+            schedule=schedule,
+            mesh=mesh,
+            timeout=300,
+            check_replicas=2,
+        ) as pipe:
+            for step in range(2):
+                pipe.step(*batch(step))
+            own, *_, other = [
+                layers[name]
+                for module in pipe._modules()
+                for layers in [dict(module.whole_model_parameters())]
+                for name in ["3.0.weight"]
+                if name in layers
+            ]
+            kept, own.data, other.data = own.data, own.data + 1, other.data - 1
+            with pytest.raises(ReplicaError, match=r"parameter '3\.0\.weight' has several copies"):
+                pipe.step(*batch(2))
+            own.data = other.data = kept
+            *_, last = [
+                m for module in pipe._modules() for m in module.modules() if isinstance(m, nn.BatchNorm1d)
+            ]
+            last.running_mean.add_(1)
+            with pytest.raises(ReplicaError, match=r"buffer '\d\.1\.running_mean' are no longer the same"):
+                pipe.step(*batch(2))
+            assert pipe.steps == 2
+
+
+def cut(rank: int, alone: int) -> tuple[str, str]:
+    from penstock.train.config.config import ModelConfig
+    from penstock.train.model.llama import layers, next_token_loss
+
+    config = ModelConfig(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hidden=32)
+    tokens = torch.randint(0, 32, (8, 9), generator=torch.Generator().manual_seed(0))
+    with Pipeline(
+        layers(config),
+        next_token_loss,
+        microbatches=2,
+        mesh=MeshShape(1, 2, 2),
+        timeout=300,
+        check_replicas=1,
+    ) as pipe:
+        pipe.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        name, parameter = list(pipe.named_parameters())[2]
+        if torch.distributed.get_rank() == alone:
+            with torch.no_grad():
+                getattr(parameter, "_local_tensor", parameter).view(-1)[0] += 1e-3
+        with pytest.raises(PenstockError) as caught:
+            pipe.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        assert isinstance(caught.value, ReplicaError)
+        assert caught.value.name == name
+        return str(caught.value), name
+
+
+def test_parts_of_cut_matrices_are_compared_over_replicas(processes: LocalProcesses):
+    for text, name in processes.run(4, cut, 3):
+        assert repr(name) in text
+        assert "(pp 0, dp 1, tp 1)" in text
+
+
+def renormalising(rank: int, mesh: MeshShape | None, schedule: str) -> str:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4))
+    ranks = None if mesh is not None else 2
+    with Pipeline(
+        net, nn.functional.mse_loss, microbatches=4, schedule=schedule, mesh=mesh, ranks=ranks, timeout=300
+    ) as pipe:
+        batch = 4 * (mesh.dp if mesh is not None else 1)
+        with pytest.raises(PenstockError) as refused:
+            pipe.step(torch.arange(batch) % 8, torch.zeros(batch, 4))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [(MeshShape(pp=2, dp=2), "1f1b"), (None, "dualpipe")])
+def test_a_forward_that_writes_into_a_weight_of_which_there_are_copies_is_refused(mesh, schedule):
+    assert "the forward writes into parameter 0.weight" in renormalising(0, mesh, schedule)
+
+
+def test_in_processes_it_is_refused_as_well(processes: LocalProcesses):
+    told = processes.run(2, renormalising, MeshShape(pp=1, dp=2), "1f1b")
+    assert all("the forward writes into parameter 0.weight" in text for text in told)

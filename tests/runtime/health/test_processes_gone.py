@@ -1,0 +1,190 @@
+"""Processes that are killed, stopped or hang: the others end soon, and say who it was and at what."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.health.hang import HUNG
+from penstock.runtime.health.peers import supported
+from penstock.runtime.workers.world import STORE
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.skipif(not supported(), reason="needs Linux on x86-64")
+
+# Four layers on so many ranks, or on half as many in two replicas. In its second step one rank does something to itself: in
+# the forward or the backward of microbatch 2, in a reduction, or before the gradients' norm is taken.
+VICTIM = """
+import os, signal, sys, torch
+from torch import nn
+from penstock import Pipeline
+from penstock.errors import PenstockError
+from penstock.parallel.mesh import MeshShape
+from tests.runtime import plain
+
+torch.set_num_threads(1)
+if "APART" in os.environ:  # as on a host each: no process sees another one's memory or state
+    from penstock.runtime.health import peers as roster
+    roster.machine = lambda: f"host {os.getpid()}"
+rank, victim, act, at, dp, timeout = int(os.environ["RANK"]), *sys.argv[1:6]
+STRIKES = {"kill": lambda: os.kill(os.getpid(), 9), "stop": lambda: os.kill(os.getpid(), 19), "hang": lambda: spin()}
+
+def spin():
+    while True:
+        pass
+
+def strike():
+    print("struck", flush=True)
+    STRIKES[act]()
+
+class Trap(nn.Module):
+    seen, armed = -1, False
+    def forward(self, x):
+        self.seen += 1
+        if self.armed and self.seen == 2 and at == "F":
+            strike()
+        if self.armed and self.seen == 2 and at == "B":
+            x.register_hook(lambda grad: strike())
+        return x * 1.0
+
+traps = [Trap() for _ in range(4)]
+net = plain.model(4)
+for layer, trap in zip(net, traps):
+    layer.append(trap)
+dp = int(dp)
+ranks = int(os.environ["WORLD_SIZE"])
+mesh = MeshShape(ranks // dp, dp, 1) if dp > 1 else None
+with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=mesh, timeout=float(timeout), bucket_bytes=64) as pipe:
+    pipe.step(*plain.batch(0, 8 * dp))
+    pipe.clip_grad_norm_(1.0)
+    for trap in traps:
+        trap.seen, trap.armed = -1, rank == int(victim)
+    if rank == int(victim) and at == "reduction":
+        from penstock.parallel.data.reducer import GroupReducer
+        start = GroupReducer.start
+        GroupReducer.start = lambda self, flat: (start(self, flat), strike())[0]
+    try:
+        pipe.step(*plain.batch(1, 8 * dp))
+        if rank == int(victim) and at == "clip":
+            strike()
+        pipe.clip_grad_norm_(1.0)
+    except PenstockError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(1)
+"""
+
+
+class Ended:
+    """What became of one process."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+def run(
+    tmp_path: Path, victim: int, act: str, at: str, dp: int = 1, timeout: float = 20.0, **more: str
+) -> list[Ended]:
+    """Three ranks, or two in each of two replicas, until all but a stopped one have ended; that one is ended then."""
+    ranks = 2 * dp if dp > 1 else 3
+    environment = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        STORE: str(tmp_path / "store"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", VICTIM, str(victim), act, at, str(dp), str(timeout)]
+    started = [
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank)} | more,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        others = [p for rank, p in enumerate(started) if rank != victim]
+        told = {id(p): p.communicate(timeout=120) for p in others}
+        started[victim].send_signal(signal.SIGKILL if act == "stop" else 0)
+        told[id(started[victim])] = started[victim].communicate(timeout=60)
+        return [Ended(p.returncode, *told[id(p)]) for p in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def said(ended: Sequence[Ended], victim: int) -> list[str]:
+    """What the others said; they have all said something and failed."""
+    others = [one for rank, one in enumerate(ended) if rank != victim]
+    assert [one.code for one in others] == [1] * len(others), [one.err for one in others]
+    assert "struck" in ended[victim].out
+    return [one.out for one in others]
+
+
+def test_a_killed_process_is_named_by_all_with_the_op_it_was_in_and_what_they_waited_for(tmp_path):
+    ended = run(tmp_path, 1, "kill", "B")
+    for text in said(ended, 1):
+        assert "rank 1 has ended (process id " in text
+        assert "in op 1B2 (stage 1, microbatch 2) of step 2" in text
+        assert "(at rank " in text
+    assert ended[1].code == -signal.SIGKILL
+
+
+def test_a_process_killed_in_a_reduction_is_named_by_all(tmp_path):
+    for text in said(run(tmp_path, 3, "kill", "reduction", dp=2), 3):
+        assert "rocess 3 (pp 1, dp 1, tp 0) has ended" in text
+
+
+def test_a_process_killed_before_the_norm_is_taken_is_named_by_all(tmp_path):
+    for text in said(run(tmp_path, 2, "kill", "clip"), 2):
+        assert "rank 2 has ended (process id " in text
+
+
+def test_a_stopped_process_is_named_by_all_with_the_stacks_of_those_that_waited(tmp_path):
+    ended = run(tmp_path, 1, "stop", "F", timeout=2.0)
+    for text in said(ended, 1):
+        assert "ank 1 is stopped (by SIGSTOP, or by a debugger)" in text
+        assert "in op 1F2 (stage 1, microbatch 2) of step 2" in text
+    for rank in (0, 2):
+        assert "the stacks of this process" in ended[rank].err
+
+
+def test_a_process_that_hangs_shows_its_stacks_and_ends_and_the_others_name_it(tmp_path):
+    ended = run(tmp_path, 1, "hang", "F", timeout=2.0)
+    for text in said(ended, 1):
+        assert "ank 1 is in op 1F2 (stage 1, microbatch 2) of step 2" in text
+    assert ended[1].code == HUNG
+    assert "in spin" in ended[1].err
+
+
+APART = {"APART": "1", "PENSTOCK_SHARED_MEMORY": "0"}
+
+
+def test_a_host_that_is_frozen_before_the_norm_is_taken_is_named_by_all(tmp_path):
+    for text in said(run(tmp_path, 2, "stop", "clip", timeout=4.0, **APART), 2):
+        assert f"rank 2 on host {socket.gethostname()} did not come" in text
+        assert text.startswith(
+            "WaitTimeoutError: waited 4 s for the other processes, to add up over the pipeline's ranks"
+        )
+
+
+def test_a_host_that_is_gone_before_the_norm_is_taken_is_named_by_all(tmp_path):
+    for text in said(run(tmp_path, 2, "kill", "clip", **APART), 2):
+        assert text.startswith(
+            f"PeerError: rank 2 on host {socket.gethostname()} did not come, when they were to add up"
+        )
+
+
+def test_a_host_that_is_frozen_in_a_reduction_is_named_by_its_replicas(tmp_path):
+    told = said(run(tmp_path, 3, "stop", "reduction", dp=2, timeout=4.0, **APART), 3)
+    assert any(
+        f"process 3 (pp 1, dp 1, tp 0) on host {socket.gethostname()} did not come" in text for text in told
+    )

@@ -1,0 +1,241 @@
+"""Which variables make a process one of several, and which do not; where the processes meet, or what to set.
+
+Slurm's variables are those that its 22.05 set, seen in the tasks of ``srun``, in a script of ``sbatch`` and in ``salloc``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.runtime.start.launch_environment import (
+    Launch,
+    find_launch,
+    first_host,
+    has_own_device,
+    host_advice,
+    local_rank,
+    local_size,
+    own_device,
+)
+from penstock.runtime.workers.world import STORE
+from tests.runtime import plain
+
+ROOT = Path(__file__).parents[3]
+
+SALLOC = {
+    "SLURM_JOB_ID": "31", "SLURM_JOBID": "31", "SLURM_JOB_NODELIST": "node[07-08]", "SLURM_NNODES": "2",
+    "SLURM_NPROCS": "4", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+SBATCH = SALLOC | {
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0", "SLURMD_NODENAME": "node07",
+}  # fmt: skip
+SRUN = SBATCH | {
+    "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_GTIDS": "2,3", "SLURM_STEP_ID": "5",
+    "SLURM_STEPID": "5", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+INTERACTIVE = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MEETING = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}
+
+
+def required(environment: dict[str, str]) -> Launch:
+    found = find_launch(environment)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, SALLOC, SBATCH, INTERACTIVE, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+     {"PMI_RANK": "0", "PMI_SIZE": "1"}],
+    ids=["nothing", "salloc", "sbatch", "one task with --pty", "mpirun -n 1", "mpiexec -n 1"],
+)  # fmt: skip
+def test_what_is_no_parallel_start_is_one_process_alone(environment: dict[str, str]):
+    assert find_launch(environment) is None
+
+
+def test_a_task_of_a_slurm_step_has_its_rank_and_meets_on_the_first_host_at_a_port_of_the_steps_own():
+    launch = required(SRUN)
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (2, 4, 0, 2)
+    assert launch.url == f"tcp://node07:{16384 + 31 * 16 + 5}"
+    assert required(SRUN | MEETING).url == "tcp://10.0.0.9:4000"
+    assert required(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).url.startswith("tcp://127.0.0.1:")
+    assert required(SRUN | {"MASTER_ADDR": "fe80::1"}).url.startswith("tcp://[fe80::1]:")
+    ports = {required(SRUN | {"SLURM_JOB_ID": j, "SLURM_STEP_ID": s}).port for j in "123" for s in "012"}
+    assert len(ports) == 9
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("node[003-007,9],login1", "node003"), ("a,b", "a"), ("r[1-2]n[3,4]x", "r1n3x"), ("", ""), ("vm", "vm")],
+)
+def test_the_first_host_of_a_list_as_slurm_writes_it(hosts: str, first: str):
+    assert first_host(hosts) == first
+
+
+def test_tasks_on_this_node_are_counted_from_the_steps_list():
+    given = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+    assert [local_size(given | {"SLURM_NODEID": n}) for n in "0123"] == [4, 4, 3, None]
+
+
+def test_a_launcher_that_slurm_started_counts_and_not_slurm():
+    assert required(SRUN | OPEN_MPI).launcher == "Open MPI"
+    assert required(SRUN | HYDRA).launcher == "PMI"
+    assert (
+        required(SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}).launcher == "Slurm step 31.5"
+    )  # srun --mpi=pmi2
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MEETING}
+    launch = required(SRUN | torchrun)
+    assert (launch.rank, launch.size, launch.url) == (5, 8, "env://")
+    assert (local_rank(SRUN | torchrun), local_size(SRUN | torchrun)) == (1, None)
+
+
+def test_rank_and_size_exported_by_a_script_keep_slurms_local_rank():
+    launch = required(SRUN | {"RANK": "2", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", **MEETING})
+    assert (launch.rank, launch.local_rank, launch.local_size, launch.url) == (2, 1, 2, "env://")
+
+
+@pytest.mark.parametrize(("environment", "rank", "size", "local"), [(OPEN_MPI, 3, 4, 1), (HYDRA, 1, 2, 1)])
+def test_mpi_launchers_have_ranks_and_meet_where_the_user_says(
+    environment: dict[str, str], rank: int, size: int, local: int
+):
+    launch = required(environment | MEETING)
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (rank, size, local, 2)
+    assert launch.url == "tcp://10.0.0.9:4000"
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (OPEN_MPI, "Open MPI started 4 processes, .* MASTER_ADDR and MASTER_PORT are not set.*mpirun -x MASTER_ADDR"),
+        (HYDRA | {"MASTER_ADDR": "a"}, "PMI started 2 processes, .* MASTER_PORT is not set.*mpiexec -genv"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set"),
+        (SRUN | {"SLURM_DISTRIBUTION": "arbitrary"}, "Slurm step 31.5 .* MASTER_ADDR is not set.*arbitrary"),
+        ({k: v for k, v in SRUN.items() if k != "SLURM_JOB_ID"}, "MASTER_PORT is not set.*export both before srun"),
+    ],
+)  # fmt: skip
+def test_where_the_processes_meet_is_asked_for_by_name(environment: dict[str, str], said: str):
+    with pytest.raises(ConfigError, match=said):
+        _ = required(environment).url
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "1"}, "RANK=1 is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK is not"),
+        (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, but Slurm step 31.5 says rank 2 of 4"),
+        (SRUN | {"RANK": "0"}, "RANK=0, but Slurm step 31.5 says rank 2 of 4"),
+        (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID='4' and SLURM_STEP_NUM_TASKS='4' are not a rank below"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK='x'"),
+        (SRUN | {"SLURM_HET_SIZE": "2"}, "heterogeneous job"),
+        (SRUN | {"MASTER_PORT": "eighty"}, "MASTER_PORT='eighty' is no port"),
+        (SRUN | {"SLURM_LOCALID": "-1"}, "SLURM_LOCALID='-1' is not a whole number"),
+    ],
+)  # fmt: skip
+def test_variables_that_contradict_one_another_are_refused(environment: dict[str, str], said: str):
+    with pytest.raises(ConfigError, match=said):
+        find_launch(environment)
+
+
+def test_a_size_that_agrees_with_the_launcher_changes_nothing():
+    assert required(SRUN | {"WORLD_SIZE": "4"}).rank == 2
+
+
+def test_gpus_that_slurm_binds_to_a_task_start_at_zero():
+    second = SRUN | {"SLURM_LOCALID": "1"}
+    bound = second | {"SLURM_GPUS_PER_TASK": "1"}
+    assert (own_device(2, second), own_device(1, second), own_device(1, bound), own_device(8, bound)) == (
+        1,
+        1,
+        0,
+        1,
+    )
+    assert (has_own_device(2, second), has_own_device(1, second)) == (True, False)
+    assert (has_own_device(1, bound), has_own_device(0, bound)) == (True, False)
+    assert (own_device(0, {}), has_own_device(1, {}), has_own_device(0, {})) == (0, True, False)
+
+
+def test_a_run_that_cannot_take_a_replaced_host_is_told_what_to_set():
+    torchrun = {
+        "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in host_advice(torchrun)
+    others = {
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    assert not any(host_advice(torchrun | {name: value}) for name, value in others.items())
+    assert not host_advice({})
+
+
+def processes(
+    environments: list[dict[str, str]], command: list[str]
+) -> list[subprocess.CompletedProcess[str]]:
+    """What became of a command in each of some environments, at the same time."""
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_")) and k != STORE
+    }
+    started = [
+        subprocess.Popen(
+            command, env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | one, cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for one in environments
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=120) for process in started]
+        return [
+            subprocess.CompletedProcess(command, p.returncode, *t) for p, t in zip(started, told, strict=True)
+        ]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+LINES = [sys.executable, str(ROOT / "tests" / "runtime" / "under_torchrun.py")]
+
+
+def test_a_loop_under_srun_is_one_pipeline_of_all_tasks():
+    step = SRUN | {
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0", "MASTER_PORT": free_port(),
+    }  # fmt: skip
+    ended = processes([step | {"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in "01"], LINES)
+    loss = plain.train(4, 4, steps=1)[0][0].mean().item()
+    assert [one.stdout for one in ended] == [f"rank {r} of 2: {loss!r}\n" for r in range(2)], ended
+
+
+def test_a_loop_under_mpirun_is_one_pipeline_of_all_processes_or_refused_on_all():
+    ranks = [
+        {"OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_LOCAL_RANK": r, "OMPI_COMM_WORLD_SIZE": "2"}
+        for r in "01"
+    ]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    told = [one.stdout for one in processes([one | meeting for one in ranks], LINES)]
+    assert [line.split(":")[0] for line in told] == ["rank 0 of 2", "rank 1 of 2"]
+    for one in processes(ranks, LINES):
+        assert one.returncode == 1
+        assert "ConfigError: Open MPI started 2 processes, but does not say where they meet" in one.stderr

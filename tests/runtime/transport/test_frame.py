@@ -1,0 +1,52 @@
+"""What a message says of a value: names in it are looked up, and nothing is imported for them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from enum import Enum
+
+import pytest
+import torch
+
+from penstock.errors import TransportError
+from penstock.runtime.transport.frame import Layout, layout_of
+from penstock.stage.structures import dumps
+from penstock.stage.values import Parcel, pack
+
+
+class Colour(Enum):
+    RED = 1
+
+
+def parcel(value: object) -> Parcel:
+    return pack(value)[0]
+
+
+def test_a_layout_arrives_as_it_was_sent():
+    value = {"a": defaultdict(list, {"x": torch.ones(2)}), Colour.RED: (torch.zeros(1), 3, "text")}
+    layout = layout_of(parcel(value))
+    assert Layout.from_bytes(layout.to_bytes()) == layout
+
+
+@pytest.mark.parametrize(
+    "value", [defaultdict(list, x=torch.ones(1)), {Colour.RED: torch.ones(1)}], ids=["factory", "enum"]
+)
+def test_a_module_that_is_not_loaded_is_not_imported(value: object):
+    layout = layout_of(parcel(value))
+    text = dumps(layout.structure)
+    for own in ("builtins", __name__):
+        text = text.replace(own, "this")
+    assert '"this' in text.replace("\\", "")
+    said = json.dumps({"leaves": [["float32", [1], False]], "plain": [], "structure": text}).encode()
+    sys.modules.pop("this", None)
+    with pytest.raises(TransportError, match="the module 'this' in it, which is not loaded here"):
+        Layout.from_bytes(said)
+    assert "this" not in sys.modules
+
+
+def test_a_dtype_is_a_dtype():
+    said = json.dumps({"leaves": [["load", [1], False]], "plain": [], "structure": None}).encode()
+    with pytest.raises(TransportError, match="dtype 'load'"):
+        Layout.from_bytes(said)

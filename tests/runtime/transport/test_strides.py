@@ -1,0 +1,100 @@
+"""What is not contiguous between stages has plain PyTorch's bits in processes, as in threads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+
+M, ROWS = 2, 3
+Told = tuple[list[Tensor], dict[str, Tensor]]
+
+
+class Transposed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.t()).transpose(-1, -2)
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).relu().to(memory_format=torch.channels_last)
+
+
+class Expanded(nn.Module):
+    """Hands on a mean for every row, and every other row of a wider value."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return y.mean(-1, keepdim=True).expand(*x.shape), y[..., ::2]
+
+
+class Joined(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        one, other = pair
+        return self.inner(one) + self.inner(other) * other.sum()
+
+
+def model(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    if kind == "channels last":
+        return nn.Sequential(*[ChannelsLast() for _ in range(4)])
+    if kind == "expanded":
+        return nn.Sequential(Expanded(24), Joined(24), Expanded(24), Joined(24))
+    return nn.Sequential(*[Transposed(24) for _ in range(4)])
+
+
+def batch(kind: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (M * ROWS, 8, 9, 9) if kind == "channels last" else (M * ROWS, 24, 24)
+    x, y = (torch.randn(shape, generator=generator) for _ in range(2))
+    return x, y
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def plain(kind: str) -> Told:
+    net, losses = model(kind), []
+    for x, y in zip(*(part.chunk(M) for part in batch(kind)), strict=True):
+        loss = loss_of(net(x), y)
+        losses.append(loss.detach())
+        (loss / M).backward()
+    return losses, {n: p.grad.clone() for n, p in net.named_parameters()}
+
+
+def pipelined(rank: int, kind: str, schedule: str) -> Told:
+    torch.set_num_threads(1)
+    with Pipeline(model(kind), loss_of, microbatches=M, schedule=schedule, ranks=2, split=[1, 3]) as pipe:
+        losses = list(pipe.step(*batch(kind)).losses)
+        return losses, {n: p.grad.clone() for n, p in pipe.named_parameters()}
+
+
+def test_values_that_are_not_contiguous_have_the_bits_of_plain_pytorch(processes: LocalProcesses):
+    for kind in ("transposed", "channels last", "expanded"):
+        losses, grads = plain(kind)
+        for schedule in ("1f1b", "zb-h1"):
+            told = [pipelined(0, kind, schedule), *processes.run(2, pipelined, kind, schedule)]
+            for found, own in told:
+                assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True)), (kind, schedule)
+                for name, grad in own.items():
+                    assert torch.equal(grad, grads[name]), (kind, schedule, name)

@@ -1,0 +1,71 @@
+"""What is set around a step reaches ranks that are threads, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock import Pipeline
+from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.runtime import plain
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager]] = {
+    "Mode": Mode,
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_modes_around_a_step_of_threads_are_refused_and_the_next_step_runs(name):
+    with Pipeline(plain.model(2), F.mse_loss, ranks=2, microbatches=2) as pipe:
+        with (
+            pytest.raises(ConfigError, match=rf"{name} is set around a step .*within the layers"),
+            AROUND[name](),
+        ):
+            pipe.step(*plain.batch(0, 4))
+        losses = pipe.step(*plain.batch(1, 4)).losses
+    expected, _ = plain.step(plain.model(2), F.mse_loss, *plain.batch(1, 4), 2)
+    assert torch.equal(losses, expected)
+
+
+def reenters(method: str, ranks: int) -> str:
+    pipe: Pipeline
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        getattr(pipe, method)(*plain.batch(0, 4))
+        return F.mse_loss(output, target)
+
+    with Pipeline(plain.model(2), loss, ranks=ranks, microbatches=2) as pipe:
+        with pytest.raises(PenstockError) as info:
+            pipe.step(*plain.batch(0, 4))
+        return str(info.value)
+
+
+@pytest.mark.parametrize("method", ["step", "evaluate"])
+def test_a_step_within_a_step_is_refused_at_once(method):
+    for ranks in (1, 2):
+        assert "while a step of the same pipeline is under way" in reenters(method, ranks)
+
+
+def in_a_process(rank: int) -> str:
+    return reenters("evaluate", 2)
+
+
+def test_a_step_within_a_step_is_refused_in_processes(processes: LocalProcesses):
+    for text in processes.run(2, in_a_process):
+        assert "while a step of the same pipeline is under way" in text

@@ -1,0 +1,277 @@
+"""Every crossing between streams waits, on a device that runs nothing but knows what each stream has waited for; the
+CPU has no part in it. Real devices are for test_gpu.py."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from time import perf_counter
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.tracing.clocks import Readings, clock
+from penstock.runtime.transport.threads import StreamChannel, ThreadChannel, thread_channels
+from penstock.runtime.workers.rank_threads import Crew
+from penstock.runtime.workers.streams import Streams
+from penstock.runtime.workers.timeout import Limit
+from penstock.schedule.families import build_schedule
+from penstock.schedule.program import lower
+from penstock.stage.values import Parcel
+from tests.runtime import plain
+
+DEVICE = torch.device("cpu")  # stands for the GPU
+OTHER = torch.device("meta")  # and for a second one
+
+
+class Queue:
+    """A stream: the names of all work that is done before what is queued next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.after: set[str] = set()
+
+    def wait_event(self, event: Mark) -> None:
+        assert event.after is not None, "an event that was never recorded makes nobody wait"
+        self.after |= event.after
+
+    def wait_stream(self, other: Queue) -> None:
+        self.after |= other.after
+
+
+class Mark:
+    """An event."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Mark.made += 1
+        self.after: set[str] | None = None
+
+    def record(self, stream: Queue) -> None:
+        self.after = set(stream.after)
+
+
+class Value(torch.Tensor):
+    """A tensor of the device, which notes by which streams it is used."""
+
+    is_cuda = True
+    place = DEVICE
+    device = property(lambda self: self.place)
+    users = property(lambda self: self.__dict__.setdefault("used_by", []))
+
+    def record_stream(self, stream: Queue) -> None:
+        self.users.append(stream)
+
+
+def value(place: torch.device = DEVICE) -> Value:
+    made = torch.zeros(2).as_subclass(Value)
+    made.place = place
+    return made
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Puts the modelled device in CUDA's place; returns what gives the current stream of a device."""
+    here = threading.local()
+    defaults = {DEVICE: Queue(DEVICE), OTHER: Queue(OTHER)}  # of every thread, as CUDA's default streams are
+
+    def current(place: torch.device) -> Queue:
+        return getattr(here, "streams", {}).get(place, defaults[place])
+
+    @contextmanager
+    def entered(stream: Queue):
+        before = getattr(here, "streams", {})
+        here.streams = {**before, stream.device: stream}
+        yield
+        here.streams = before
+
+    monkeypatch.setattr(torch.cuda, "Stream", Queue)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    Mark.made = 0
+    return current
+
+
+def run(crew: Crew, *jobs) -> None:
+    crew.run(list(jobs), lambda: None)
+
+
+@pytest.fixture
+def ranks(device):
+    """(crew, channels) of two ranks on the modelled device."""
+    streams = Streams([DEVICE, DEVICE], [DEVICE, OTHER])
+    crew = Crew(2, Limit(5.0), streams)
+    yield crew, thread_channels(lower(build_schedule("1f1b", 2, 4)), Limit(5.0), streams=streams)
+    crew.close()
+
+
+def test_what_is_handed_over_is_waited_for_and_its_memory_kept(ranks, device):
+    crew, channels = ranks
+    sent, found = value(), {}
+
+    def first() -> None:
+        device(DEVICE).after.add("made")
+        channels[0].send(1, 7, Parcel((sent, None, 3)))
+        device(DEVICE).after.add("later")
+
+    def second() -> None:
+        assert "made" not in device(DEVICE).after
+        channels[1].recv(0, 7)
+        found["after"], found["stream"] = set(device(DEVICE).after), device(DEVICE)
+
+    run(crew, first, second)
+    assert "made" in found["after"]
+    assert "later" not in found["after"]
+    assert sent.users == [found["stream"]]
+
+
+def test_a_message_kept_aside_waits_for_its_own_event(ranks, device):
+    crew, channels = ranks
+    found = []
+
+    def first() -> None:
+        for tag in (7, 8):
+            device(DEVICE).after.add(f"made {tag}")
+            channels[0].send(1, tag, Parcel((value(),)))
+
+    def second() -> None:
+        for tag in (8, 7):
+            channels[1].recv(0, tag)
+            found.append("made 8" in device(DEVICE).after)
+
+    run(crew, first, second)
+    assert found == [True, True]
+
+
+def test_a_value_on_another_device_is_waited_for_there(ranks, device):
+    crew, channels = ranks
+    found = {}
+
+    def first() -> None:
+        device(OTHER).after.add("made")
+        channels[0].send(1, 7, Parcel((value(OTHER),)))
+
+    def second() -> None:
+        channels[1].recv(0, 7)
+        found.update(there="made" in device(OTHER).after, here="made" in device(DEVICE).after)
+
+    run(crew, first, second)
+    assert found == {"there": True, "here": False}
+
+
+def test_ranks_begin_after_the_caller_and_the_caller_goes_on_after_them(ranks, device):
+    crew, _ = ranks
+    seen = []
+
+    def job(rank: int):
+        def work() -> None:
+            seen.append(set(device(DEVICE).after))
+            device(DEVICE).after.add(f"rank {rank}")
+
+        return work
+
+    device(DEVICE).after.add("inputs")
+    run(crew, job(0), job(1))
+    assert all("inputs" in after for after in seen)
+    assert not any(f"rank {n}" in after for n, after in enumerate(seen))
+    assert {"rank 0", "rank 1"} <= device(DEVICE).after
+
+
+def test_the_next_step_waits_for_the_stream_that_used_the_last_ones_results(ranks, device):
+    crew, _ = ranks
+    seen = []
+    run(crew, lambda: None, lambda: None)
+    device(DEVICE).after.add("results used")
+    with torch.cuda.stream(Queue(DEVICE)):  # another stream calls, which has waited for nothing
+        run(crew, lambda: seen.append(set(device(DEVICE).after)), lambda: None)
+    assert "results used" in seen[0]
+
+
+def test_after_a_failed_step_too_the_caller_waits(ranks, device):
+    crew, _ = ranks
+
+    def works() -> None:
+        device(DEVICE).after.add("worked")
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run(crew, works, fails)
+    assert "worked" in device(DEVICE).after
+
+
+def test_steps_after_the_first_make_no_events(ranks, device):
+    crew, channels = ranks
+
+    def step() -> None:
+        run(
+            crew,
+            lambda: channels[0].send(1, 7, Parcel((value(),))),
+            lambda: channels[1].recv(0, 7),
+        )
+
+    step()
+    before = Mark.made
+    step()
+    assert Mark.made == before == 1
+
+
+def test_the_cpu_has_no_streams_and_no_events(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the CPU needs none")
+
+    for name in ("Stream", "Event", "current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2) as pipe:
+        pipe.step(*plain.batch(0, 8))
+        trace = pipe.trace()
+    assert (trace.end >= trace.start).all()
+    assert clock(None, 8) is perf_counter
+    assert Streams.of([[nn.Linear(2, 2)], [nn.GELU()]]) is None
+    channels = thread_channels(lower(build_schedule("1f1b", 2, 4)), Limit(5.0))
+    assert [type(channel) for channel in channels] == [ThreadChannel, ThreadChannel]
+    assert not any(isinstance(channel, StreamChannel) for channel in channels)
+
+
+class Tick:
+    """A timing event of a device whose clock the test sets."""
+
+    now = 0.0  # milliseconds
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at = Tick.now
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def elapsed_time(self, other: Tick) -> float:
+        return other.at - self.at
+
+
+def test_events_of_all_ranks_of_a_device_are_read_on_one_clock(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Tick)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    first, second = clock(DEVICE, 2), clock(DEVICE, 2)
+    moments = {}
+    for now, name, mark in ((10.0, "a", first), (11.0, "b", second), (14.0, "c", first), (12.0, "d", second)):
+        Tick.now = now
+        moments[name] = mark()
+    Tick.now = 1000.0
+    before = perf_counter()
+    readings = Readings()
+    later = readings.seconds(DEVICE, [moments["b"], moments["d"]])
+    Tick.now = 2000.0  # the second rank is read later, against the same event
+    a, c = readings.seconds(DEVICE, [moments["a"], moments["c"]])
+    b, d = later
+    assert [b - a, d - a, c - a] == pytest.approx([1e-3, 2e-3, 4e-3], abs=1e-9)
+    assert before <= a + 0.99 <= perf_counter()
+    assert first() is moments["a"]  # the first event again

@@ -1,0 +1,254 @@
+"""The two halves of the backward give bit for bit the gradients of the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.errors import PenstockError
+from penstock.stage.compute.stage import Stage
+from penstock.stage.layers import Layer
+from penstock.stage.module import StageModule
+from penstock.stage.split_backward.deferring import deferring
+from penstock.stage.split_backward.weight_grad import Queue
+from penstock.stage.values import Parcel
+
+FLOATS = torch.Generator().manual_seed(0)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=FLOATS)
+
+
+class Tied(nn.Module):
+    """One table as embedding and head, and one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(10, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.inner(self.inner(self.table(x))), self.table.weight)
+
+
+class Mixed(nn.Module):
+    """A weight used by a linear layer and by an operator that is not intercepted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) @ self.inner.weight.t()
+
+
+class Turned(nn.Module):
+    """Gives a linear layer an input that is not contiguous, as attention with batch_first does."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 96, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Conv1D(nn.Module):
+    """GPT-2's layer: addmm with the weight stored as (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(randn(8, 4)), nn.Parameter(randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, 8), self.weight).view(*x.shape[:-1], 4)
+
+
+CASES = {
+    "linear and norm": (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)), (5, 8), 2),
+    "no bias, 4-d": (nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 4)), (2, 5, 7, 8), 2),
+    "conv2d": (
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, 2, bias=False)),
+        (2, 3, 8, 8),
+        2,
+    ),
+    "conv1d, in place": (nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(inplace=True), nn.Conv1d(8, 4, 3, 2)), (2, 3, 9), 2),
+    "conv3d, padding by name": (nn.Sequential(nn.Conv3d(2, 3, 3, padding="same"), nn.Conv3d(3, 2, 2)), (2, 2, 4, 4, 4), 1),
+    "conv1d in groups": (nn.Conv1d(4, 4, 3, groups=2), (2, 4, 9), 1),
+    "attention": (nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True), (2, 6, 32), 2),
+    "not contiguous": (Turned(True), (5, 6, 32), 0),
+    "not contiguous, no bias": (Turned(False), (5, 6, 32), 0),
+    "addmm": (Conv1D(), (2, 3, 8), 1),
+    "mixed use": (Mixed(), (4, 16), 0),
+}  # fmt: skip
+
+
+def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcontext) -> int:
+    """Run plainly and in halves; assert equality; returns how many uses the last microbatch deferred."""
+    plain, shared, deferred = copy.deepcopy(net), set(), 0
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        other.grad_dtype = mine.grad_dtype  # deepcopy leaves it out
+    for x in inputs:
+        leaves = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
+        with context():
+            plain(leaves[0]).float().square().mean().backward()
+        queue = Queue(shared)
+        with context():
+            with deferring(queue):
+                y = net(leaves[1])
+            loss = y.float().square().mean()
+        loss.backward()
+        deferred = len(queue.pending)
+        if x.is_floating_point():
+            assert torch.equal(leaves[0].grad, leaves[1].grad)
+        queue.work_off({})
+        assert queue.pending == []
+        for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), name
+    return deferred
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_halves_equal_the_whole(name: str):
+    net, shape, expected = CASES[name]
+    assert both(copy.deepcopy(net), [randn(*shape) for _ in range(3)]) == expected
+
+
+@pytest.mark.parametrize("name", ["linear and norm", "conv2d", "addmm"])
+def test_halves_equal_the_whole_under_autocast(name: str):
+    net, shape, _ = CASES[name]
+    assert both(copy.deepcopy(net), [randn(*shape) for _ in range(3)], bfloat16_autocast) > 0
+
+
+def bfloat16_autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def test_halves_equal_the_whole_for_a_layer_used_three_times_under_autocast():
+    """Autocast casts a weight once, so its uses' gradients are added in bfloat16; so do we."""
+
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(self.inner(self.inner(x))))
+
+    assert both(Thrice(), [randn(4, 16) for _ in range(3)], bfloat16_autocast) == 4
+
+
+def kept_in_float32(net: nn.Module) -> nn.Module:
+    """Weights in bfloat16, gradients in float32."""
+    for parameter in net.bfloat16().parameters():
+        parameter.grad_dtype = torch.float32
+    return net
+
+
+@pytest.mark.parametrize("name", ["linear and norm", "conv2d", "addmm", "no bias, 4-d"])
+def test_halves_equal_the_whole_for_gradients_kept_in_another_dtype(name: str):
+    net, shape, deferred = CASES[name]
+    net = kept_in_float32(copy.deepcopy(net))
+    assert both(net, [randn(*shape).bfloat16() for _ in range(3)]) == deferred
+    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
+    assert any((p.grad.bfloat16().float() != p.grad).any() for p in net.parameters())
+
+
+def test_uses_of_a_tied_weight_are_added_in_the_dtype_its_gradient_is_kept_in():
+    net = kept_in_float32(Tied())
+    assert both(net, [torch.randint(0, 10, (4, 5), generator=FLOATS) for _ in range(3)]) == 4
+
+
+def test_halves_equal_the_whole_for_tied_weights_and_layers_used_twice():
+    tokens = [torch.randint(0, 10, (4, 5), generator=FLOATS) for _ in range(3)]
+    assert both(Tied(), tokens) == 4
+    assert both(nn.Sequential(nn.Embedding(10, 8, padding_idx=2), nn.Linear(8, 4)), tokens) == 2
+    assert both(nn.Embedding(10, 8, max_norm=1.0), tokens[:1]) == 0
+
+
+def test_hooks_of_a_parameter_fire_once_a_microbatch_after_the_last_contribution():
+    net, seen = Tied(), []
+    net.table.weight.register_hook(lambda g: seen.append(("grad", g.clone())))
+    net.table.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("done", p.grad.clone())))
+    queue = Queue()
+    with deferring(queue):
+        loss = net(torch.arange(5)).square().mean()
+    loss.backward()
+    assert seen == []
+    queue.work_off({})
+    assert [what for what, _ in seen] == ["grad", "done"]
+    assert torch.equal(seen[0][1], net.table.weight.grad)
+
+
+def test_an_input_that_is_written_to_after_its_use_is_refused():
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            y = self.inner(x)
+            x += 1
+            return y
+
+    net, queue = Overwrites(), Queue()
+    with deferring(queue):
+        loss = net(randn(2, 4)).sum()
+    loss.backward()
+    with pytest.raises(PenstockError, match=r"shape \(2, 4\) .* was modified in place"):
+        queue.work_off({})
+
+
+def stage(*layers: nn.Module) -> Stage:
+    return Stage(0, StageModule([Layer(str(n), lambda m=m: m) for n, m in enumerate(layers)]))
+
+
+def checked(one: Stage) -> Stage:
+    """The stage after its first microbatch, which checks the split and runs the full backward."""
+    (out,) = one.forward(0, (Parcel((randn(2, 3),), None, (True,)),), split=True)
+    one.backward(0, (Parcel((torch.ones_like(out.leaves[0]),)),))
+    one.module.zero_grad()
+    return one
+
+
+def test_a_stage_holds_a_microbatch_until_its_weights_are_done():
+    one = checked(stage(nn.Linear(3, 3)))
+    (out,) = one.forward(0, (Parcel((randn(2, 3),), None, (True,)),), split=True)
+    assert one.held == 1
+    (grads,) = one.backward_input(0, (Parcel((torch.ones_like(out.leaves[0]),)),))
+    assert one.held == 1
+    assert one.module.layers[0].weight.grad is None
+    assert grads.leaves[0].shape == (2, 3)
+    one.backward_weight(0)
+    assert one.held == 0
+    assert one.module.layers[0].weight.grad is not None
+
+
+def test_a_stage_refuses_a_microbatch_twice_a_missing_activation_and_w_before_i():
+    one = stage(nn.Linear(3, 3))
+    x = (Parcel((randn(2, 3),), None, (True,)),)
+    one.forward(0, x, split=True)
+    with pytest.raises(PenstockError, match="already holds microbatch 0"):
+        one.forward(0, x)
+    with pytest.raises(PenstockError, match="holds no activation of microbatch 1"):
+        one.backward(1, (Parcel((torch.ones(2, 3),)),))
+    with pytest.raises(PenstockError, match="W came before I"):
+        one.backward_weight(0)
+    with pytest.raises(PenstockError, match=r"2 gradient\(s\) came back for 1 output"):
+        one.backward(0, (Parcel((None, None), None, (False, False)),))
+
+
+def test_a_compiled_stage_says_loudly_that_its_backward_is_not_split():
+    one = stage(torch.compile(nn.Linear(3, 3), backend="eager"))
+    with pytest.warns(UserWarning, match="stage 0 holds compiled modules"):
+        assert not one.split_checks.possible
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not one.split_checks.possible

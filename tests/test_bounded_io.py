@@ -1,0 +1,59 @@
+"""What is no file, or too large a one, is refused before anything waits for it or holds it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.bounded_io import parse_json, read_bytes, require_regular
+
+
+def test_a_file_within_its_bound_is_read(tmp_path: Path):
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 3_000_000)
+    assert read_bytes(path, 3_000_000) == path.read_bytes()
+    with pytest.raises(OSError, match="more than 2,999,999 bytes"):
+        read_bytes(path, 2_999_999)
+
+
+def test_a_hole_of_a_terabyte_is_refused_unread(tmp_path: Path):
+    path = tmp_path / "a"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(OSError, match="more than 10 bytes"):
+        read_bytes(path, 10)
+
+
+def test_pipes_devices_and_folders_are_no_files(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(OSError, match="no regular file"):
+            require_regular(tmp_path / name)
+    with pytest.raises(IsADirectoryError):
+        read_bytes(tmp_path, 10)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "none", 10)
+
+
+def test_a_device_is_read_as_a_pipe_up_to_its_bound():
+    with pytest.raises(OSError, match="more than 5,000,000 bytes"):
+        read_bytes("/dev/zero", 5_000_000, pipes=True)
+
+
+def test_what_another_command_writes_can_be_read():
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer, "wb") as file:
+        file.write(b"F = 1")
+        file.close()
+        assert read_bytes(f"/dev/fd/{reader}", 100, pipes=True) == b"F = 1"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, b"\xff", "1" * 5000, "nothing"], ids=lambda t: str(t)[:9]
+)
+def test_json_has_one_kind_of_error(text: str | bytes):
+    with pytest.raises(ValueError):  # noqa: PT011  # whose words are json's own
+        parse_json(text)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.train.config.config import Config, from_mapping, resolve
+from penstock.train.config.file import dump, load
+
+
+def test_a_file_is_read_and_overrides_win(tmp_path: Path):
+    path = tmp_path / "c.toml"
+    path.write_text("[train]\nsteps = 50\nseed = 1\n[schedule]\nname = 'gpipe'\n")
+    config = load(path, ["train.seed=2", "train.name=first", "optim.lr = 1e-3", 'data.path="a b"'])
+    assert (config.train.steps, config.train.seed, config.train.name) == (50, 2, "first")
+    assert (config.schedule.name, config.optim.lr, config.data.path) == ("gpipe", 1e-3, "a b")
+
+
+def test_of_two_overrides_the_later_wins():
+    assert load(None, ["train.seed=2", "train.seed=3"]).train.seed == 3
+
+
+def test_text_goes_without_quotes_and_may_hold_anything():
+    assert load(None, ["sample.prompt=import os\nimport re"]).sample.prompt == "import os\nimport re"
+    assert load(None, ["sample.prompt=a=b"]).sample.prompt == "a=b"
+    assert load(None, ["data.path="]).data.path == ""
+
+
+@pytest.mark.parametrize("wrong", ["train.steps", "steps=3", "=3", "train.=3", ".steps=3"])
+def test_a_malformed_override_is_refused(wrong: str):
+    with pytest.raises(ConfigError, match=r"an override is section.key=value"):
+        load(None, [wrong])
+
+
+def test_an_override_goes_through_the_checks():
+    with pytest.raises(ConfigError, match=r"no key train.step "):
+        load(None, ["train.step=3"])
+    with pytest.raises(ConfigError, match=r"train.steps must be a whole number, not 'many'"):
+        load(None, ["train.steps=many"])
+    with pytest.raises(ConfigError, match="must be a whole number"):
+        load(None, ["train.steps=" + "[" * 100_000])
+
+
+def test_files_that_are_no_config(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot read the config .*absent.toml: No such file"):
+        load(tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"bad.toml is no TOML file"):
+        load(tmp_path / "bad.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary.toml is no TOML file"):
+        load(tmp_path / "binary.toml")
+    (tmp_path / "long.toml").write_text(f"[train]\nsteps = {'9' * 5000}")
+    with pytest.raises(ConfigError, match=r"long.toml is no TOML file"):
+        load(tmp_path / "long.toml")
+    (tmp_path / "flat.toml").write_text("train = 3")
+    with pytest.raises(ConfigError, match="train is a section"):
+        load(tmp_path / "flat.toml", ["train.steps=3"])
+
+
+def test_what_is_dumped_reads_back_as_the_same_config(tmp_path: Path):
+    theirs = [from_mapping({"model": {key: "some/where"}}) for key in ("path", "config")]
+    for config in (Config(), resolve(Config(), 4), *theirs):
+        (tmp_path / "c.toml").write_text(dump(config), "utf-8")
+        assert load(tmp_path / "c.toml") == config
+
+
+def test_what_is_not_set_is_left_out():
+    assert "pp" not in tomllib.loads(dump(Config()))["parallel"]
+
+
+@given(
+    prompt=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_any_value_survives_the_way_out_and_in(prompt: str, lr: float, seed: int):
+    config = from_mapping({"sample": {"prompt": prompt}, "optim": {"lr": lr}, "train": {"seed": seed}})
+    assert from_mapping(tomllib.loads(dump(config))) == config

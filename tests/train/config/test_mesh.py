@@ -1,0 +1,250 @@
+"""``penstock train`` on a mesh of processes has the curve, the norms and the weights of the loop over an unsplit model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.huggingface import weights
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config import file as config_file
+from penstock.train.config.config import Config, ParallelConfig, from_mapping, resolve
+from penstock.train.config.mesh import describe, find_mesh, shape_of
+from penstock.train.loop import train
+from penstock.train.report.progress import Silent
+from tests.train import hf, test_transformers_curve
+from tests.train.test_loop import lines, unsplit
+from tests.train.tiny import text_folder, tiny
+
+STEPS = 12
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "shape"),
+    [
+        ({}, None, MeshShape(2)),
+        ({"pp": 3, "dp": 2}, None, MeshShape(3, 2)),
+        ({}, 5, MeshShape(5)),
+        ({"dp": 2, "tp": 2}, 8, MeshShape(2, 2, 2)),
+        ({"dp": 4}, 4, MeshShape(1, 4, 1)),
+        ({"pp": 2, "dp": 3, "order": "dp, pp, tp"}, 6, MeshShape(2, 3, 1, ("dp", "pp", "tp"))),
+    ],
+)
+def test_the_mesh_is_what_is_given_and_the_pipeline_what_is_left(given, processes, shape: MeshShape):
+    assert find_mesh(ParallelConfig(**given), processes) == shape
+    resolved = resolve(
+        from_mapping({"parallel": given, "schedule": {"microbatches": 12}, "train": {"batch": 12}}), processes
+    )
+    assert shape_of(resolved.parallel) == shape
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "said"),
+    [
+        ({"pp": 2, "dp": 2, "tp": 2}, 6, "a mesh of pp 2 x dp 2 x tp 2 has 8 ranks, but there are 6 processes; start 8"),
+        ({"pp": 2, "dp": 2}, 8, "start 4 processes, or take dp = 4"),
+        ({"dp": 2, "tp": 2}, 6, "6 processes do not divide into pipelines .* start 4 or a multiple of it"),
+        ({"tp": 2}, None, "a mesh of pp 2 x dp 1 x tp 2 needs 4 processes; start them with torchrun --nproc-per-node 4"),
+        ({"pp": 3}, 2, "parallel.pp is 3, but 2 processes were started; leave it unset or start 3"),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_does_not_fit_the_processes_is_refused(given, processes, said: str):
+    with pytest.raises(ConfigError, match=said):
+        resolve(from_mapping({"parallel": given}), processes)
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"parallel": {"dp": 3}}, "microbatches 8 do not divide .* take a multiple of 3, or parallel.dp = 1"),
+        ({"parallel": {"dp": 12}}, "take a multiple of 12, or parallel.dp = 4"),
+        ({"parallel": {"order": "pp,dp"}}, "parallel.order must be pp, dp and tp once each"),
+        ({"parallel": {"tp": 0}}, "parallel.tp must be at least 1"),
+        ({"parallel": {"sequence_parallel": 1}}, "parallel.sequence_parallel must be true or false, not 1"),
+        (
+            {"parallel": {"sequence_parallel": True, "tp": 3}},
+            "data.sequence 128 does not divide over parallel.tp 3, .* take a multiple of 3",
+        ),
+    ],
+)
+def test_shares_that_do_not_divide_are_refused_with_what_would(tables, said: str):
+    with pytest.raises(ConfigError, match=said):
+        from_mapping(tables)
+
+
+def test_a_mesh_is_described_by_its_ranks_and_axes():
+    assert [describe(MeshShape(*sizes)) for sizes in ((1,), (4,), (2, 2, 2))] == [
+        "1 rank",
+        "4 ranks",
+        "8 ranks (pp 2 x dp 2 x tp 2)",
+    ]
+
+
+def in_a_process(rank: int, config: Config) -> object:
+    torch.set_num_threads(1)
+    return train(config, lambda steps, leads: Silent())
+
+
+def on_a_mesh(root: Path, **parallel: object) -> Config:
+    """A tiny config with two pipeline ranks, if nothing else is said."""
+    return tiny(
+        root,
+        text_folder(root),
+        runtime={"threads": 1, "timeout": 300.0},
+        parallel=parallel,
+        train={"steps": STEPS},
+    )
+
+
+def assert_like_unsplit(config: Config) -> None:
+    losses, norms, last, bits = unsplit(config)
+    folder = Path(config.train.folder) / config.train.name
+    seen = lines(folder, "train")
+    worst = max(abs(line["loss"] - loss) for line, loss in zip(seen, losses, strict=True))
+    print(f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps; largest difference {worst:.1e}")
+    assert worst < 1e-5
+    assert [line["grad_norm"] for line in seen] == pytest.approx(norms, rel=1e-4)
+    assert all(0 <= line["bubble"] < 1 and line["tokens_per_second"] > 0 for line in seen)
+    assert lines(folder, "final")[0]["held_out_bits"] == pytest.approx(bits, abs=1e-4)
+    saved = weights.load(folder)
+    assert saved.keys() == last.keys()
+    for name, value in last.items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-4)
+
+
+MESHES = {
+    "pp2 dp2": ({"dp": 2}, 2),
+    "pp2 tp2": ({"tp": 2}, 2),
+    "pp2 tp2, tp outermost, along the sequence": (
+        {"tp": 2, "order": "tp,pp,dp", "sequence_parallel": True},
+        2,
+    ),
+    "dp2 tp2, small buckets": ({"pp": 1, "dp": 2, "tp": 2, "bucket_bytes": 1024}, 1),
+    "dp4": ({"pp": 1, "dp": 4}, 1),
+    "pp2 dp2, ZeRO": ({"dp": 2, "zero": True, "bucket_bytes": 1024}, 2),
+    "dp2 tp2, ZeRO, along the sequence": (
+        {"pp": 1, "dp": 2, "tp": 2, "zero": True, "bucket_bytes": 1024, "sequence_parallel": True},
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_training_on_a_mesh_is_the_unsplit_loop(name: str, tmp_path: Path, processes: LocalProcesses):
+    parallel, files = MESHES[name]
+    config = on_a_mesh(tmp_path, **parallel)
+    told = processes.run(4, in_a_process, config)
+    assert [outcome is None for outcome in told] == [False, True, True, True]
+    assert_like_unsplit(config)
+    kept = config_file.load(tmp_path / "runs" / "tiny" / "config.toml").parallel
+    assert (kept.pp, kept.dp * kept.tp) == (files, 4 // files)
+    assert len(list((tmp_path / "runs" / "tiny").glob("model*.safetensors"))) == files
+
+
+def test_pipelines_of_threads_side_by_side_are_the_unsplit_loop(tmp_path: Path):
+    config = on_a_mesh(tmp_path, dp=2)
+    in_a_process(0, config)
+    assert_like_unsplit(config)
+
+
+def test_eight_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path):
+    config = on_a_mesh(tmp_path)
+    (tmp_path / "run.toml").write_text(config_file.dump(config))
+    words = ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2"]
+    done = torchrun(8, str(tmp_path / "run.toml"), "--set", *words)
+    assert done.returncode == 0, done.stderr
+    assert_like_unsplit(config)
+
+
+def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
+    launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [sys.executable, "-m", *launch, "-m", "penstock", "train", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_what_cannot_be_cut_ends_every_process_with_exit_code_2(tmp_path: Path):
+    config = on_a_mesh(tmp_path, pp=1, tp=2)
+    (tmp_path / "run.toml").write_text(config_file.dump(config))
+    done = torchrun(2, str(tmp_path / "run.toml"), "--set", "model.kv_heads=1")
+    assert "attention.key has 1 heads of width 4, which do not divide over tp = 2" in done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def refused(rank: int, config: Config) -> str:
+    try:
+        train(config, lambda steps, leads: Silent())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"hidden": 25}, "feed_forward.gate has 25 outputs, which do not divide over tp = 2"),
+        # Only the first and the last stage have words; the other rank must not wait for them.
+        ({"vocabulary": 257}, "embedding has 257 words of vocabulary, which do not divide over tp = 2"),
+    ],
+)
+def test_what_one_stage_cannot_do_every_process_refuses(
+    model, said: str, tmp_path, processes: LocalProcesses
+):
+    config = tiny(
+        tmp_path,
+        text_folder(tmp_path),
+        model=model,
+        parallel={"pp": 2, "tp": 2},
+        sample={"prompt": "1"},
+        data={"path": str(tokens(tmp_path))},
+    )
+    told = processes.run(4, refused, config)
+    assert all(said in text for text in told), told
+    assert not (tmp_path / "runs").exists()
+
+
+def tokens(root: Path) -> Path:
+    import numpy as np
+
+    path = root / "tokens.npy"
+    np.save(path, np.arange(4000, dtype=np.uint16) % 251)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule", "parallel"),
+    [
+        ("llama", "1f1b", {"pp": 2, "tp": 2}),
+        ("gpt2", "zb-v", {"pp": 2, "tp": 2}),
+        ("gpt2", "1f1b", {"pp": 1, "dp": 2, "tp": 2, "zero": True, "bucket_bytes": 1024}),
+    ],
+)
+def test_a_tied_hugging_face_model_whose_matrices_are_cut(
+    family: str, schedule: str, parallel: dict, tmp_path: Path, processes: LocalProcesses
+):
+    """The two ends that share the table are on two ranks with 1f1b, and on one with zb-v."""
+    model = hf.folder(tmp_path, family, tied=True, vocab_size=62)
+    config = tiny(
+        tmp_path,
+        text_folder(tmp_path),
+        model={"path": str(model)},
+        schedule={"name": schedule},
+        parallel=parallel,
+        train={"steps": STEPS},
+        optim={"lr": 0.004},  # to see it learn; with model.path the default is that of fine-tuning
+        runtime={"threads": 1, "timeout": 300.0},
+    )
+    processes.run(4, in_a_process, config)
+    test_transformers_curve.assert_same_curve(config, falls_to=0.9)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from penstock.errors import ConfigError, DataError
+from penstock.huggingface.loss import causal_lm_loss
+from penstock.train.config.config import Config, from_mapping
+from penstock.train.data.text import batch_of, open_text
+from penstock.train.data.tokenizer import Bytes, Numbers, Words
+from penstock.train.loop import train
+from penstock.train.model.llama import next_token_loss
+from penstock.train.model.sample import sample_run
+from penstock.train.model.trainable import language_of
+from penstock.train.report.progress import Silent
+from tests.huggingface import tiny as families
+from tests.train import hf
+from tests.train.tiny import WORDS, text_folder, tiny
+
+
+def quietly(steps: int, leads: bool) -> Silent:
+    return Silent()
+
+
+def of(**model: object) -> Config:
+    return from_mapping({"model": model, "data": {"sequence": 12}})
+
+
+def test_penstocks_own_model_predicts_the_tokens_that_follow():
+    language = language_of(from_mapping({}))
+    assert (language.vocabulary, language.codec) == (256, Bytes())
+    assert language.loss_fn is next_token_loss
+    assert not language.target_is_input
+    assert language_of(of(vocabulary=300)).codec == Numbers(300)
+
+
+def test_a_folder_brings_its_vocabulary_and_tokenizer(tmp_path: Path):
+    language = language_of(of(path=str(hf.folder(tmp_path, "llama", tied=False))))
+    assert (language.vocabulary, language.target_is_input) == (families.VOCABULARY, True)
+    assert language.loss_fn is causal_lm_loss
+    assert isinstance(language.codec, Words)
+    assert (language.codec.end, language.codec.start) == (hf.END, hf.END)
+    assert language.codec.decode(language.codec.encode("def return")) == "def return"
+
+
+def test_the_target_is_the_text_in_the_tokenizers_tokens(tmp_path: Path):
+    config = tiny(
+        tmp_path, text_folder(tmp_path), model={"path": str(hf.folder(tmp_path, "llama", tied=False))}
+    )
+    language = language_of(config)
+    text = open_text(config, language)
+    x, y = batch_of(text, config, language, 0)
+    assert x is y
+    assert x.shape == (8, 12)
+    everything = " ".join(
+        p.read_text().replace("\n", " ") for p in sorted(Path(config.data.path).iterdir())
+    ).split()
+    for row in x.tolist():
+        words = [word for word in language.codec.decode(row).split() if word in WORDS]
+        assert " ".join(words) in " ".join(everything)
+    files = [d.path.read_text().split() for d in text.training.documents]
+    assert len(text.training) == sum(map(len, files)) + len(files)
+
+
+def test_a_config_starts_from_weights_of_the_seed(tmp_path: Path):
+    folder = hf.folder(tmp_path, "gpt2", tied=False)
+    (folder / "model.safetensors").unlink()
+
+    def run(name: str, seed: int) -> dict[str, torch.Tensor]:
+        config = tiny(
+            tmp_path,
+            tmp_path / "text",
+            model={"config": str(folder / "config.json")},
+            train={"name": name, "seed": seed, "steps": 1},
+            optim={"lr": 1e-30},
+        )
+        train(config, quietly)
+        return load_file(tmp_path / "runs" / name / "model.safetensors")
+
+    text_folder(tmp_path)
+    first, again, other = run("a", 1), run("b", 1), run("c", 2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["transformer.wte.weight"], other["transformer.wte.weight"])
+    assert (tmp_path / "runs" / "a" / "tokenizer.json").is_file()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "a")
+
+
+def test_a_run_is_sampled_from_its_own_folder(tmp_path: Path):
+    folder = hf.folder(tmp_path, "llama", tied=False)
+    config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(folder)})
+    outcome = train(config, quietly)
+    assert outcome is not None
+    assert outcome.unit == "token"
+    assert outcome.bigram_bits is None
+    assert 0 < outcome.held_out_bits < 2 * math.log2(families.VOCABULARY)
+    shutil.rmtree(folder)
+    assert sample_run(Path(outcome.folder)) == outcome.sample
+
+
+def test_tokens_come_from_numpy_files_where_there_is_no_tokenizer(tmp_path: Path):
+    folder = hf.folder(tmp_path, "llama", tied=False, tokenizer=False)
+    np.save(tmp_path / "tokens.npy", np.arange(500, dtype=np.uint16) % families.VOCABULARY)
+    config = tiny(tmp_path, tmp_path / "tokens.npy", model={"path": str(folder)}, sample={"prompt": "3 4"})
+    outcome = train(config, quietly)
+    assert outcome is not None
+    assert outcome.sample.startswith("3 4")
+
+
+def test_text_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path: Path):
+    folder = hf.folder(tmp_path, "llama", tied=False, tokenizer=False)
+    config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(folder)})
+    with pytest.raises(DataError, match=r"file_\d.txt is text, but there is no tokenizer.json beside"):
+        train(config, quietly)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bytes_serve_a_model_of_256_tokens_without_a_tokenizer(tmp_path: Path):
+    net = families.model("llama", vocab_size=256)
+    net.save_pretrained(tmp_path / "bytes")
+    config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(tmp_path / "bytes")})
+    outcome = train(config, quietly)
+    assert outcome is not None
+    assert outcome.unit == "byte"
+    assert 0 < outcome.bigram_bits < 8
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path, family: str):
+    folder = hf.folder(tmp_path, family, tied=False)
+    with pytest.raises(ConfigError, match=r"data.sequence is 65, but the model has 64 positions"):
+        language_of(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 65}}))
+    with pytest.raises(ConfigError, match=r"data.sequence must be at least 2"):
+        language_of(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 1}}))
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no local folder 'gpt2'; Penstock downloads nothing"):
+        language_of(of(path="gpt2"))
+    with pytest.raises(ConfigError, match="there is no file"):
+        language_of(of(config=str(tmp_path / "config.json")))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ConfigError, match="no way to split a model of type 'bert'"):
+        language_of(of(config=str(tmp_path / "config.json")))
+    folder = hf.folder(tmp_path, "llama", tied=False)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(DataError, match="cannot read the weights"):
+        language_of(of(path=str(folder)))

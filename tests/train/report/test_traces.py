@@ -1,0 +1,126 @@
+"""What a run keeps of where its time went."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.show.run import read_run
+from penstock.trace.events import Trace
+from penstock.train.config.config import Config
+from penstock.train.loop import Outcome, train
+from penstock.train.report import traces
+from penstock.train.report.metrics import Metrics
+from penstock.train.report.progress import Silent
+from tests.runtime import plain
+from tests.train.tiny import text_folder, tiny
+
+SPLIT = [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head"]]
+
+
+class Told(Silent):
+    """Keeps the lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def run(config: Config, told: Silent | None = None) -> Outcome:
+    outcome = train(config, lambda steps, leads: told or Silent())
+    assert outcome is not None
+    return outcome
+
+
+def assert_whole(trace: Trace, ranks: int = 2, microbatches: int = 4) -> None:
+    assert trace.ranks == ranks
+    assert len(trace) == ranks * 2 * microbatches
+    assert set(trace.rank.tolist()) == set(range(ranks))
+
+
+@pytest.mark.parametrize(("every", "kept"), [(2, [1, 2, 4, 5]), (0, [1, 5]), (100, [1, 5])])
+def test_the_first_step_the_last_and_every_nth_are_kept(tmp_path: Path, every: int, kept: list[int]):
+    config = tiny(tmp_path, text_folder(tmp_path), train={"steps": 5, "trace_every": every})
+    outcome = run(config)
+    found = read_run(outcome.folder)
+    assert list(found.traces) == kept
+    assert found.problems == ()
+    for trace in found.traces.values():
+        assert_whole(trace)
+        assert trace.info["split"] == SPLIT
+
+
+def test_a_run_ends_with_its_page(tmp_path: Path):
+    outcome = run(tiny(tmp_path, text_folder(tmp_path)))
+    assert outcome.report == str(tmp_path / "runs" / "tiny" / "report.html")
+    page = Path(outcome.report).read_text("utf-8")
+    assert "<title>tiny</title>" in page
+    assert '<option value="1" selected>step 3</option>' in page
+    assert "blocks.2, blocks.3, head" in page
+    assert "Training</h2>" in page
+    assert "trace_every = 100" in page
+    assert "Not everything could be read" not in page
+
+
+def test_without_bokeh_a_line_says_how_to_get_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(traces, "find_spec", lambda name: None if name == "bokeh" else find_spec(name))
+    told = Told()
+    outcome = run(tiny(tmp_path, text_folder(tmp_path)), told)
+    folder = tmp_path / "runs" / "tiny"
+    assert outcome.report is None
+    assert told.lines[-1] == (
+        "no report without Bokeh: pip install 'penstock[report]'; "
+        f"penstock trace {folder} --html {folder / 'report.html'}"
+    )
+    assert not (folder / "report.html").exists()
+    assert list(read_run(folder).traces) == [1, 3]
+
+
+def in_a_process(rank: int, config: Config) -> Outcome | None:
+    torch.set_num_threads(1)
+    return train(config, lambda steps, leads: Silent())
+
+
+def test_processes_keep_one_trace_of_all_by_one_clock(tmp_path: Path, processes: LocalProcesses):
+    config = tiny(tmp_path, text_folder(tmp_path), runtime={"threads": 1})
+    leader, other = processes.run(2, in_a_process, config)
+    assert other is None
+    assert Path(leader.report).exists()
+    found = read_run(leader.folder)
+    assert list(found.traces) == [1, 3]
+    for trace in found.traces.values():
+        assert_whole(trace)
+        assert trace.info["split"] == SPLIT
+        assert 0 < trace.info["clock_error"] < 1.0
+
+
+def side_by_side(rank: int, folder: Path) -> int:
+    torch.set_num_threads(1)
+    with (
+        Pipeline(
+            plain.model(4), torch.nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=300
+        ) as pipe,
+        Metrics(folder if rank == 0 else None) as metrics,
+    ):
+        kept = traces.Traces(folder, 2, 0, metrics)
+        for step in (1, 2):
+            pipe.step(*plain.batch(step, 8))
+            kept.after(step, pipe)
+        return pipe.replica
+
+
+def test_of_pipelines_side_by_side_the_first_is_kept(tmp_path: Path, processes: LocalProcesses):
+    assert processes.run(4, side_by_side, tmp_path) == [0, 1, 0, 1]
+    found = read_run(tmp_path)
+    assert list(found.traces) == [1, 2]
+    for trace in found.traces.values():
+        assert_whole(trace)
+        assert trace.info["split"] == [["0", "1"], ["2", "3"]]
