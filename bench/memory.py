@@ -25,7 +25,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.memory import peak
-from penstock.stage.compute.runner import Ends
+from penstock.stage.compute.runner import LossInputs
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Parcel
 from penstock.train.config.config import ModelConfig
@@ -120,7 +120,7 @@ def one_microbatch(stage: Stage, x: Parcel, target: Tensor | None, split: bool) 
             (out,) = stage.forward(0, (x,), split)
             grads: Parcel | None = Parcel(tuple(torch.ones_like(leaf) for leaf in out.leaves))
         else:
-            stage.forward_with_loss(0, (x,), Ends(target), split)
+            stage.forward_with_loss(0, (x,), LossInputs(target), split)
             out, grads = Parcel((None,)), None
         ends = sum(
             leaf.nbytes for p in (out, grads) if p is not None for leaf in p.leaves if leaf is not None

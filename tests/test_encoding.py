@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from penstock.encoding import decode, encode, sendable
 from penstock.errors import TransportError
-from penstock.parallel.data.shard_slice import Piece
+from penstock.parallel.data.shard_slice import ShardSlice
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import current_world
 from penstock.tensor_file import StoredFile
@@ -75,7 +75,7 @@ def test_tensors_arrive_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]):
 def test_what_pipelines_send_besides_arrives():
     graph = torch.ones(2, requires_grad=True) * 2
     sent = {
-        "piece": Piece((2, 3), (3, 1), 1, 4), "file": StoredFile(8, "ab"), "path": Path("/a/b"), "seen": {1, 2},
+        "piece": ShardSlice((2, 3), (3, 1), 1, 4), "file": StoredFile(8, "ab"), "path": Path("/a/b"), "seen": {1, 2},
         "times": np.array([1.5, math.inf]), "count": np.int64(3), "size": torch.Size([2, 3]), "held": OrderedDict(a=1),
     }  # fmt: skip
     got = decode(encode(sent))
@@ -115,7 +115,7 @@ class Harmful:
         return os.mkdir, ("sprung",)
 
 
-NAME = f"{Piece.__module__}.Piece"
+NAME = f"{ShardSlice.__module__}.ShardSlice"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.health.peers import Roster, supported
-from penstock.runtime.transport.shared_memory import Bell
+from penstock.runtime.health.peers import PeerRegistry, supported
+from penstock.runtime.transport.shared_memory import WakeSocket
 from penstock.scratch import PREFIX, Scratch, remove_abandoned
 
 HOLD = """
@@ -106,7 +106,7 @@ def test_processes_that_start_at_once_leave_each_others_alone(place: Path):
 
 @pytest.mark.skipif(not supported(), reason="no shared memory of this kind here")
 def test_a_bell_wakes_without_a_file_and_rings_at_one_that_is_gone(place: Path):
-    one, other = Bell(Roster()), Bell(Roster())
+    one, other = WakeSocket(PeerRegistry()), WakeSocket(PeerRegistry())
     one.meet(other.host)
     for _ in range(70_000):  # more than a pipe holds
         one.ring(other.host)
@@ -121,7 +121,7 @@ def test_a_bell_wakes_without_a_file_and_rings_at_one_that_is_gone(place: Path):
 
 @pytest.mark.skipif(not supported(), reason="no shared memory of this kind here")
 def test_what_is_no_bell_is_not_rung(tmp_path: Path):
-    bell = Bell(Roster())
+    bell = WakeSocket(PeerRegistry())
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     with pytest.raises(OSError, match="it is no bell"):
         bell.meet(bell.host._replace(bell=file))

@@ -42,8 +42,8 @@ def install(injector: Injector) -> None:
         return result
 
     Pipeline.step = noted  # type: ignore[method-assign]  # notes
-    keeper: Any = loop.Keeper
-    resume = keeper.resume
+    checkpointer: Any = loop.RunCheckpointer
+    resume = checkpointer.resume
 
     def echoed(self: Any) -> Any:
         standing = resume(self)
@@ -54,7 +54,7 @@ def install(injector: Injector) -> None:
                 checkpoints.wait()
         return standing
 
-    keeper.resume = echoed
+    checkpointer.resume = echoed
     train = loop.train
 
     def watched(*args: Any, **named: Any) -> Any:

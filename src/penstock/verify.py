@@ -30,7 +30,7 @@ SLACK = 4.0
 
 
 @dataclass(frozen=True)
-class Subject:
+class VerifyTarget:
     """What is verified.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Outcome:
     gradients: dict[str, Tensor]
 
 
-def load_subject(name: str) -> Subject:
+def load_subject(name: str) -> VerifyTarget:
     """Make the subject that ``module:function`` returns.
 
     Raises:
@@ -93,7 +93,7 @@ def load_subject(name: str) -> Subject:
             "returns a penstock.verify.Subject"
         ) from error
     subject = make()
-    if not isinstance(subject, Subject):
+    if not isinstance(subject, VerifyTarget):
         raise ConfigError(f"{name} returned a {type(subject).__name__}, not a penstock.verify.Subject")
     return subject
 
@@ -165,7 +165,9 @@ def _rows(
                         )
 
 
-def _plain(subject: Subject, microbatches: int, steps: int, dtype: torch.dtype | None = None) -> _Outcome:
+def _plain(
+    subject: VerifyTarget, microbatches: int, steps: int, dtype: torch.dtype | None = None
+) -> _Outcome:
     model = StageModule(as_layers(subject.model)).to(dtype)
     parameters = [p for _, p in model.whole_model_parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)

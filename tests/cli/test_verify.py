@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from penstock.cli import group
 from penstock.errors import ConfigError
-from penstock.verify import Subject
+from penstock.verify import VerifyTarget
 
 
 def run(*args: str):
@@ -35,13 +35,13 @@ class Counting(torch.nn.Module):
         return x * (1 + Counting.seen / 1000)
 
 
-def odd() -> Subject:
+def odd() -> VerifyTarget:
     def batch(step: int, microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(microbatches, 4), torch.zeros(microbatches, 4)
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Counting(), torch.nn.Linear(4, 4))
-    return Subject(model, torch.nn.functional.mse_loss, batch)
+    return VerifyTarget(model, torch.nn.functional.mse_loss, batch)
 
 
 def test_a_difference_ends_with_exit_code_1():

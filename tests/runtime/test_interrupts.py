@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.workers import rank_threads as crew
+from penstock.runtime.workers import rank_threads
 from tests.runtime import plain
 
 
@@ -88,7 +88,7 @@ def test_gradients_that_a_rank_adds_after_an_interrupted_step_are_refused(
     layer: Interrupting, interrupts: int, monkeypatch: pytest.MonkeyPatch
 ):
     if interrupts == 1:
-        monkeypatch.setattr(crew, "GRACE", 0.1)
+        monkeypatch.setattr(rank_threads, "GRACE", 0.1)
     net = model(layer)
     with Pipeline(net, nn.functional.mse_loss, ranks=2, microbatches=2) as pipe:
         pipe.step(*plain.batch(0, 4))

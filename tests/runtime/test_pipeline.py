@@ -74,7 +74,7 @@ def test_one_rank_hands_over_locally_and_needs_no_threads_or_channels():
     with Pipeline(
         net, nn.functional.mse_loss, microbatches=4, ranks=1, schedule="interleaved-1f1b", virtual_stages=4
     ) as pipe:
-        assert pipe._engine._crew is None
+        assert pipe._engine._rank_threads is None
         losses = pipe.step(x, y).losses
         assert pipe._engine._executors[True][0].channel is None
     assert torch.equal(losses, plain.step(other, nn.functional.mse_loss, x, y, 4)[0])

@@ -17,8 +17,8 @@ from penstock.checkpoint.find import differs
 from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.format.values import decode
 from penstock.errors import ConfigError, DataError
-from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, Run
-from penstock.parallel.data.shards import Part
+from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
+from penstock.parallel.data.shards import ShardedParameter
 from penstock.parallel.dtensor import is_cut, is_sharded, like, local, runs_along
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.optimizer import PipelineOptimizer
@@ -57,22 +57,22 @@ class Reader:
         """
         return self._run(name, 0, None)
 
-    def piece(self, key: str, name: str, part: Part) -> Tensor | Run:
+    def piece(self, key: str, name: str, part: ShardedParameter) -> Tensor | ShardValues:
         """A tensor whole, or of an optimizer's entry `key` for every element the piece that this process updates.
 
         Of a piece the rows are read that it is in; elements that lie in memory otherwise are read whole.
         """
         piece, shape, parameter = part.piece, self._shape(name), part.entry.parameter
         if is_cut(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
-            return Run(piece.of(local(self.like(name, parameter))))
+            return ShardValues(piece.of(local(self.like(name, parameter))))
         if key in ONE_A_PARAMETER or shape != piece.shape:
             return self.tensor(name)
         if not shape or piece.stride != torch.empty(shape, device="meta").stride():
-            return Run(piece.of(self.tensor(name)))
+            return ShardValues(piece.of(self.tensor(name)))
         width = math.prod(shape[1:])
         begin, end = piece.first // width, -(-(piece.first + piece.count) // width)
         rows = self._run(name, 0, slice(begin, end)).reshape(-1)
-        return Run(rows[piece.first - begin * width :][: piece.count])
+        return ShardValues(rows[piece.first - begin * width :][: piece.count])
 
     def like(self, name: str, model: Tensor) -> Tensor:
         """A tensor cut over the processes as `model` is, if it has its shape; of it this process reads its own part."""
@@ -210,11 +210,11 @@ def _optimizer_state(reader: Reader, pipe: Pipeline, optimizer: PipelineOptimize
     return {**plain, "state": state, "main_weights": main}
 
 
-def _entry(reader: Reader, key: str, value: Any, parameter: Tensor, part: Part | None) -> Any:
+def _entry(reader: Reader, key: str, value: Any, parameter: Tensor, part: ShardedParameter | None) -> Any:
     if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
         if part is None:
             return reader.like(value["$tensor"], parameter)
-        return reader.piece(key, value["$tensor"], part) if part.own is not None else Run(_ELSEWHERE)
+        return reader.piece(key, value["$tensor"], part) if part.own is not None else ShardValues(_ELSEWHERE)
     return decode(value, reader.tensor)
 
 

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from penstock.doctor.machine import open_now
 from penstock.errors import PenstockError, WaitTimeoutError
 from penstock.runtime.transport.processes import ProcessChannel
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
 from penstock.stage.values import Parcel
 
@@ -133,7 +133,9 @@ class _Opened:
         limit = timedelta(seconds=self._timeout)
         self._group = dist.new_group(backend="gloo", timeout=limit)
         exchange: Callable[[Any], list[Any]] = self._world.exchange
-        self._channel = ProcessChannel(self._group, exchange, self._peers, self._peers, Limit(self._timeout))
+        self._channel = ProcessChannel(
+            self._group, exchange, self._peers, self._peers, Timeout(self._timeout)
+        )
         return self._channel
 
     def __exit__(self, *_: object) -> None:

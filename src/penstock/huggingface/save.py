@@ -17,7 +17,7 @@ from penstock.huggingface.folder import CONFIG, read_json
 from penstock.huggingface.split import config_from, local_folder, on_meta, tied_names
 from penstock.huggingface.weights import own_state, save_together
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.workers.run_group import Fleet
+from penstock.runtime.workers.run_group import RunGroup
 
 T = TypeVar("T")
 
@@ -57,15 +57,15 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
     path = Path(folder).expanduser()
     config = config_of(like)
     state = _as_stored(pipe, config)
-    fleet = Fleet.of(pipe)
-    parts = fleet.each(lambda: {name: tuple(value.shape) for name, value in state.items()})
+    run_group = RunGroup.of(pipe)
+    parts = run_group.each(lambda: {name: tuple(value.shape) for name, value in state.items()})
     require_loadable({name: shape for part in parts for name, shape in part.items()}, config)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {path}: {error.strerror}") from error
-    save_together(fleet, pipe, state, path)
-    fleet.decide(lambda: write_beside(path, config, state, like))
+    save_together(run_group, pipe, state, path)
+    run_group.decide(lambda: write_beside(path, config, state, like))
 
 
 def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from penstock.atomic import replacing, write_text
 from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.errors import DataError, PenstockError
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.workers.run_group import Fleet
+from penstock.runtime.workers.run_group import RunGroup
 from penstock.tensor_file import TensorFile, write_tensors
 
 WHOLE = "model.safetensors"
@@ -55,7 +55,7 @@ def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) 
     return path
 
 
-def save_together(group: Fleet, pipe: Pipeline, state: Mapping[str, Tensor], folder: Path) -> None:
+def save_together(group: RunGroup, pipe: Pipeline, state: Mapping[str, Tensor], folder: Path) -> None:
     """Write the weights of every pipeline rank, each once, and their index; every process calls it with its own.
 
     Raises:

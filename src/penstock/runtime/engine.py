@@ -19,19 +19,19 @@ from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import require_graph
 from penstock.runtime.copies.copies import Copies, CopyOptions
 from penstock.runtime.executor import Executor
-from penstock.runtime.health.hang import Judge
+from penstock.runtime.health.hang import HangDetector
 from penstock.runtime.health.late import LateRanks
-from penstock.runtime.health.watchdog import Watch
-from penstock.runtime.local_stages import Assembly
+from penstock.runtime.health.watchdog import Watchdog
+from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.tracing.gather import gather_trace
 from penstock.runtime.tracing.recorder import measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.weights.recompute_choice import choose_recompute
 from penstock.runtime.weights.shared import equalise
-from penstock.runtime.workers.rank_threads import Crew
+from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
 from penstock.trace.events import Trace
 
@@ -56,9 +56,9 @@ class Engine:
 
     def __init__(
         self,
-        parts: Assembly,
+        parts: LocalStages,
         local_ranks: Sequence[int],
-        limit: Limit,
+        limit: Timeout,
         world: World | None,
         device: torch.device | None,
         replicas: int,
@@ -70,8 +70,8 @@ class Engine:
         self.limit = world.limit if world is not None else limit
         self.closed = False
         self._world = world
-        self._crew: Crew | None = None
-        self._watch: Watch | None = None
+        self._rank_threads: RankThreads | None = None
+        self._watch: Watchdog | None = None
         self._streams: Streams | None = None
         self._executors: dict[bool, list[Executor]] = {}
         self._reduced = False
@@ -85,8 +85,8 @@ class Engine:
             on_cpu = device is None or device.type == "cpu"
             channel = world.connect(parts.program, parts.holders, None if on_cpu else device)
             modules = {s: stage.module for s, stage in parts.own_stages.items()}
-            judge = Judge(self.limit, [channel.words], [f"rank {world.rank}"], parts.program)
-            self._watch = Watch(world.roster, judge)
+            judge = HangDetector(self.limit, [channel.words], [f"rank {world.rank}"], parts.program)
+            self._watch = Watchdog(world.peer_registry, judge)
             equalise(parts.bundles[world.rank], modules, world.rank, channel, schedule.stages)
             self.replicate()
         elif schedule.ranks > 1 or self.twins:
@@ -94,17 +94,17 @@ class Engine:
             self._streams = Streams.of([[parts.stages[r, s].module for s in of_rank[r]] for r in local_ranks])
             if self._streams is not None and self.twins:
                 raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
-            self._crew = Crew(schedule.ranks * replicas, limit, self._streams)
+            self._rank_threads = RankThreads(schedule.ranks * replicas, limit, self._streams)
             if parts.random is not None:
                 parts.random.in_threads = True
             if self.twins:
-                self._replicate(self._crew)
+                self._replicate(self._rank_threads)
         self._copies = Copies(parts, self.twins, world, replicas, options)
         for part in (parts, *self.twins):
             part.watch_copies(replicas)
         self._fixed = parts.fixed(replicas)
 
-    def _replicate(self, crew: Crew) -> None:
+    def _replicate(self, rank_threads: RankThreads) -> None:
         """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""
         everyone = [self.parts, *self.twins]
         ends = {rank: thread_reducers(len(everyone), self.limit.seconds) for rank in self.local_ranks}
@@ -113,7 +113,7 @@ class Engine:
             for n, part in enumerate(everyone)
             for rank in self.local_ranks
         ]
-        crew.run(jobs, _nothing)
+        rank_threads.run(jobs, _nothing)
 
     def _level(self, reduces: bool) -> None:
         """The replicas' gradients begin as the first one's, zeroed by the caller or not, unless they are still their own."""
@@ -146,8 +146,8 @@ class Engine:
                 "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
                 "a hook, the loss function or another thread; call it between two steps"
             )
-        if self._crew is not None:
-            self._crew.settle()
+        if self._rank_threads is not None:
+            self._rank_threads.settle()
         if trains:
             self._late.require_no_gradients()
         if self._world is None and self._fixed is not None:
@@ -169,8 +169,8 @@ class Engine:
                 self._run_step(executors, works)
                 self._copies.after_step(trains)
         except BaseException:
-            if trains and self._crew is not None:
-                self._late.note(executors, self._crew.at_work)
+            if trains and self._rank_threads is not None:
+                self._late.note(executors, self._rank_threads.at_work)
             self._copies.failed()
             if self._world is None:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
@@ -205,14 +205,14 @@ class Engine:
             for e in executors
             if e.replicas is not None
         ]
-        if self._crew is None or not self.twins:
+        if self._rank_threads is None or not self.twins:
             for job in jobs:
                 job()
         else:
-            self._crew.run(jobs, _nothing)
+            self._rank_threads.run(jobs, _nothing)
 
     def _run_step(self, executors: Sequence[Executor], works: Sequence[Work]) -> None:
-        if self._crew is None:
+        if self._rank_threads is None:
             executors[0].run(self._step, works[0])
             return
 
@@ -225,10 +225,10 @@ class Engine:
         if self.twins:
             ranks = len(self.local_ranks)
             names = [f"{name} of replica {n // ranks}" for n, name in enumerate(names)]
-        judge = Judge(self.limit, [e.words for e in executors], names, executors[0].program)
+        judge = HangDetector(self.limit, [e.words for e in executors], names, executors[0].program)
         jobs = [partial(e.run, self._step, w) for e, w in zip(executors, works, strict=True)]
         try:
-            self._crew.run(jobs, stop, judge)
+            self._rank_threads.run(jobs, stop, judge)
         finally:
             self._copies.ran()
 
@@ -269,7 +269,7 @@ class Engine:
             ]
         return self._executors[trains]
 
-    def _executors_of(self, parts: Assembly, trains: bool) -> list[Executor]:
+    def _executors_of(self, parts: LocalStages, trains: bool) -> list[Executor]:
         channels: Sequence[Channel | None] = [None]
         if self._world is not None:
             channels = [self._world.channel]
@@ -298,8 +298,8 @@ class Engine:
         if world is not None and world.mesh is not None:
             self._executors.clear()
             self.parts.replicate(world.rank, world.replicas(), world.exchange_beside, zero)
-        elif self.twins and self._crew is not None:
-            self._replicate(self._crew)
+        elif self.twins and self._rank_threads is not None:
+            self._replicate(self._rank_threads)
         else:
             return
         self._executors.clear()
@@ -317,7 +317,7 @@ class Engine:
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""
-        if self._crew is None:
+        if self._rank_threads is None:
             return [job(rank) for rank in self.local_ranks]
         found: dict[int, T] = {}
 
@@ -326,7 +326,7 @@ class Engine:
 
         jobs = [partial(keep, rank) for rank in self.local_ranks]
         idle = len(self.local_ranks) * len(self.twins)
-        self._crew.run([*jobs, *[_nothing] * idle], _nothing)
+        self._rank_threads.run([*jobs, *[_nothing] * idle], _nothing)
         return [found[rank] for rank in self.local_ranks]
 
     def choose_recompute(self, memory: int) -> None:
@@ -366,8 +366,8 @@ class Engine:
         for part in (self.parts, *self.twins):
             for replicas in part.replicas.values():
                 replicas.detach(wait=self._world is None or not self._failed)
-        if self._crew is not None:
-            self._crew.close()
+        if self._rank_threads is not None:
+            self._rank_threads.close()
         if self._watch is not None:
             self._watch.close()
         if self._world is not None:

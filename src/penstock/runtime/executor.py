@@ -36,11 +36,11 @@ from penstock.runtime.health.progress import END, ROW, STEP, WAITS, new_words
 from penstock.runtime.tracing.clocks import clock
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.weights.replicas import Replicas
-from penstock.runtime.weights.shared import Shared
+from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action, Instruction, Program
-from penstock.stage.compute.runner import Ends, Parcels, Report
+from penstock.stage.compute.runner import LossInputs, LossReport, Parcels
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Parcel
 
@@ -64,7 +64,7 @@ class Executor:
         rank: int,
         stages: Mapping[int, Stage],
         channel: Channel | None,
-        shared: Shared | None = None,
+        shared: SharedGradients | None = None,
         replicas: Replicas | None = None,
         fixed: FixedModules | None = None,
     ) -> None:
@@ -310,14 +310,14 @@ class Executor:
 
     def _last_forward(self, microbatch: int, stage: Stage, slot: int, take: TakeAll) -> Callable[[], None]:
         start, end, held, now = self.start, self.end, self.held, self.now
-        run: Callable[[int, Parcels, Ends], Report] = stage.evaluate_with_loss
+        run: Callable[[int, Parcels, LossInputs], LossReport] = stage.evaluate_with_loss
         if self.trains:
             run = partial(stage.forward_with_loss, **self._how(stage, microbatch))
 
         def op() -> None:
             work = self._work
             self._inputs = parcels = take()
-            ends = Ends(
+            ends = LossInputs(
                 work.targets[microbatch] if work.targets else None, work.shares[microbatch], work.keep_outputs
             )
             start[slot] = now()

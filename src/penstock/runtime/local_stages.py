@@ -17,10 +17,10 @@ from penstock.parallel.tensor.plan import tensor_parallel
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, Separated, alias
 from penstock.runtime.executor import Executor
-from penstock.runtime.routing import Wires, gathered, names_of
+from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.replicas import BucketBytes, Exchange, Replicas
-from penstock.runtime.weights.shared import Bundle, Shared, bundles, groups_of_holders
+from penstock.runtime.weights.shared import SharedGradients, SharedGroup, bundles, groups_of_holders
 from penstock.runtime.weights.tied import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
@@ -46,7 +46,7 @@ class TensorOptions(NamedTuple):
     sequence: bool = False
 
 
-class Assembly:
+class LocalStages:
     """The stages of this process's ranks, and what they share with other ranks.
 
     Args:
@@ -103,7 +103,7 @@ class Assembly:
             )
         compile_modules(modules, compile)
         names = {s: names_of(module) for (_, s), module in modules.items()}
-        self.wires = Wires(gathered(world.gather_dict(names) if world else names))
+        self.wires = ValueRoutes(gathered(world.gather_dict(names) if world else names))
         self.program = replace(program, skips=self.wires.skips)
         self._world = world
         self._bucket_bytes = bucket_bytes
@@ -126,7 +126,7 @@ class Assembly:
             )
             for (rank, s), module in modules.items()
         }
-        self.bundles: dict[int, list[Bundle]] = {
+        self.bundles: dict[int, list[SharedGroup]] = {
             rank: bundles(self.schedule.placement, self.ties, self._of_rank(rank), rank)
             for rank in dict.fromkeys(rank for rank, _ in modules)
         }
@@ -135,7 +135,7 @@ class Assembly:
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
         return {s: module for (r, s), module in self.modules.items() if r == rank}
 
-    def twin(self) -> Assembly:
+    def twin(self) -> LocalStages:
         """A replica for other threads of this process: the same parameters' memory, with gradients of its own."""
         found = copy.copy(self)
         found.__dict__.pop("own_stages", None)
@@ -270,7 +270,7 @@ class Assembly:
         shared = None
         if trains and self.bundles[rank] and channel is not None:
             tags = program.tags + 1  # the one before is that of the step's end
-            shared = Shared(self.bundles[rank], rank, tags, channel, one_memory)
+            shared = SharedGradients(self.bundles[rank], rank, tags, channel, one_memory)
         return Executor(program, rank, stages, channel, shared, self.replicas.get(rank), fixed)
 
 

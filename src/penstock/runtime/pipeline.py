@@ -19,7 +19,7 @@ from penstock.runtime.batch.result import StepResult, step_result
 from penstock.runtime.batch.splitter import Cut, Cutter, Reduction, require_no_graph, require_reduction
 from penstock.runtime.copies.buffers import Rule
 from penstock.runtime.engine import Engine
-from penstock.runtime.local_stages import Assembly, TensorOptions
+from penstock.runtime.local_stages import LocalStages, TensorOptions
 from penstock.runtime.optim import grad_norm as norms
 from penstock.runtime.validation import (
     LossScale,
@@ -35,9 +35,9 @@ from penstock.runtime.validation import (
     resolve_mesh,
     resolve_schedule,
 )
-from penstock.runtime.weights.parameters import Holdings
+from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.weights.replicas import BucketBytes
-from penstock.runtime.workers.timeout import FIRST_TIMEOUT, Limit
+from penstock.runtime.workers.timeout import FIRST_TIMEOUT, Timeout
 from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
@@ -140,7 +140,7 @@ class Pipeline:
         require_count("ranks", 1 if ranks is None else ranks)
         self.bucket_bytes = require_bucket_bytes(bucket_bytes)
         self.timeout = require_timeout(timeout)
-        limit = Limit(self.timeout, require_timeout(first_timeout, "first_timeout"))
+        limit = Timeout(self.timeout, require_timeout(first_timeout, "first_timeout"))
         require_loss(loss_fn)
         self._random = RandomState(require_seed(seed))
         self.seed = self._random.seed
@@ -173,7 +173,7 @@ class Pipeline:
             self.replica = self.world.mesh.coordinate("dp")
         self.is_first = self.world is None or self.world.is_first
         self.reduce_gradients = True
-        self._parts = Assembly(
+        self._parts = LocalStages(
             self.schedule,
             program,
             runs,
@@ -188,7 +188,7 @@ class Pipeline:
         )
         self.stages = self._parts.own_stages
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
-        self._holdings = Holdings(
+        self._holdings = LocalParameters(
             self.layers,
             self.stages,
             self.schedule.placement,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.encoding import sendable
 from penstock.errors import BatchError, SplitError, nearest
-from penstock.stage.compute.runner import Wiring
+from penstock.stage.compute.runner import StageRoutes
 from penstock.stage.module import StageModule
 
 
@@ -34,7 +34,7 @@ def names_of(module: StageModule) -> list[Names]:
     ]
 
 
-class Wires:
+class ValueRoutes:
     """The named values of a whole model.
 
     Args:
@@ -83,7 +83,7 @@ class Wires:
                     straight.setdefault((source, stage), set()).add(name)
         self.skips = tuple(sorted(straight))
         self.stages = [
-            Wiring(
+            StageRoutes(
                 frozenset(onward[s]),
                 tuple(tuple(sorted(straight[skip])) for skip in self.skips if skip[0] == s),
             )

@@ -17,7 +17,7 @@ from penstock.huggingface.weights import own_state, save_together
 from penstock.run_lock import locked, may_be_restart
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice
-from penstock.runtime.workers.run_group import Fleet
+from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
 from penstock.trace.folder import drop_after
 from penstock.train import run_folder
@@ -26,14 +26,14 @@ from penstock.train.config.mesh import describe, shape_of
 from penstock.train.config.optim import build_optimizer
 from penstock.train.data.text import Text, bigram_of, open_text
 from penstock.train.model.sample import sample_run
-from penstock.train.model.trainable import Language, language_of
+from penstock.train.model.trainable import TrainableModel, language_of
 from penstock.train.report.loggers import Logger, open_loggers, require_loggers
 from penstock.train.report.machine import choose_device, sharing_cores
 from penstock.train.report.metrics import Metrics, go_back
 from penstock.train.report.profile import Profile
 from penstock.train.report.progress import Reporter
 from penstock.train.report.traces import Traces, write_page
-from penstock.train.resume import Keeper
+from penstock.train.resume import RunCheckpointer
 from penstock.train.steps import Result, Run, Steps, Stopping
 
 MakeReporter = Callable[[int, bool], Reporter]
@@ -113,47 +113,47 @@ def train(
         # Clipping and the optimizer are many small operations: on a busy machine threads that have to meet after each
         # one wait for one another longer than they compute.
         torch.set_num_threads(threads)
-        fleet = Fleet.of(pipe)
-        _require_one_data(fleet, text)
-        path = Path(fleet.decide(lambda: str(_create(path, config, held if lock else None))))
+        run_group = RunGroup.of(pipe)
+        _require_one_data(run_group, text)
+        path = Path(run_group.decide(lambda: str(_create(path, config, held if lock else None))))
         optimizer = build_optimizer(pipe, config.optim, config.train.steps, config.parallel.zero)
         with (
-            make_reporter(config.train.steps, fleet.leads) as reporter,
-            Keeper(path, config, text.digest, pipe, optimizer, fleet, reporter) as keeper,
+            make_reporter(config.train.steps, run_group.leads) as reporter,
+            RunCheckpointer(path, config, text.digest, pipe, optimizer, run_group, reporter) as checkpointer,
         ):
-            if fleet.leads:
+            if run_group.leads:
                 reporter.say(_opening(config, language, path, device, text))
                 if advice := host_advice():
                     reporter.say(advice)
-            standing = keeper.resume()
+            standing = checkpointer.resume()
             loggers: list[Logger] = []
-            fleet.decide(lambda: loggers.extend(_begin(path, config, standing.done)))
-            with Metrics(path if fleet.leads else None, loggers, reporter.say) as metrics:
+            run_group.decide(lambda: loggers.extend(_begin(path, config, standing.done)))
+            with Metrics(path if run_group.leads else None, loggers, reporter.say) as metrics:
                 traces = Traces(path, config.train.steps, config.train.trace_every, metrics, reporter.say)
-                profiles = Profile(path if profile else None, config.train.steps, fleet.rank)
+                profiles = Profile(path if profile else None, config.train.steps, run_group.rank)
                 run = Run(
                     config,
                     language,
                     text,
                     pipe,
                     optimizer,
-                    fleet,
+                    run_group,
                     reporter,
                     metrics,
-                    keeper,
+                    checkpointer,
                     traces,
                     profiles,
                     stopping,
                 )
                 result = Steps(run, standing).take_all()
-                _save(language, pipe, path, fleet)
+                _save(language, pipe, path, run_group)
                 pipe.close()
-                return _finish(run, path, result) if fleet.leads else None
+                return _finish(run, path, result) if run_group.leads else None
 
 
-def _require_one_data(fleet: Fleet, text: Text) -> None:
+def _require_one_data(run_group: RunGroup, text: Text) -> None:
     """Refuse, on every process, files that are not the same for all: copies on several hosts that differ, for instance."""
-    told = fleet.each(lambda: text.digest.short)
+    told = run_group.each(lambda: text.digest.short)
     other = next((rank for rank, one in enumerate(told) if one != told[0]), 0)
     if other:
         raise DataError(
@@ -200,15 +200,15 @@ def _finish(run: Run, path: Path, result: Result) -> Outcome:
     )
 
 
-def _save(language: Language, pipe: Pipeline, path: Path, fleet: Fleet) -> None:
+def _save(language: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup) -> None:
     """Keep the weights in the run's folder; every process calls it, and each writes its own."""
     if language.source is not None:
         save_transformers(pipe, path, language.source)
         return
-    save_together(fleet, pipe, own_state(pipe), path)
+    save_together(run_group, pipe, own_state(pipe), path)
 
 
-def build_pipeline(config: Config, language: Language, device: torch.device) -> Pipeline:
+def build_pipeline(config: Config, language: TrainableModel, device: torch.device) -> Pipeline:
     """The pipeline of a resolved config; this process's one of ``parallel.dp``."""
     parallel = config.parallel
     assert parallel.virtual_stages is not None, "resolved"
@@ -229,7 +229,7 @@ def build_pipeline(config: Config, language: Language, device: torch.device) -> 
     )
 
 
-def _opening(config: Config, language: Language, path: Path, device: torch.device, text: Text) -> str:
+def _opening(config: Config, language: TrainableModel, path: Path, device: torch.device, text: Text) -> str:
     ranks = describe(shape_of(config.parallel))
     return (
         f"run {path}: {config.schedule.name} on {ranks} ({device.type}), "

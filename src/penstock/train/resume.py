@@ -13,7 +13,7 @@ from penstock.checkpoint.find import FOLDER, is_checkpoint, is_whole, path_of, r
 from penstock.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.workers.run_group import Fleet
+from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.config.allowed import ACCEPT, REFUSE
 from penstock.train.config.config import Config
 from penstock.train.data.digest import DataDigest
@@ -28,7 +28,7 @@ _DECIDES = ("seed", "batch")
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunProgress:
     """Where a run stands, beside weights and optimizer.
 
     Attributes:
@@ -42,7 +42,7 @@ class Standing:
     skipped_in_a_row: int = 0
 
 
-class Keeper:
+class RunCheckpointer:
     """Saves a run as its config says, and loads what it goes on from; a context manager around the steps.
 
     Every process makes one.
@@ -52,7 +52,7 @@ class Keeper:
         config: resolved.
         data: digest of what is trained on.
         pipe, optimizer: what is trained.
-        fleet: the processes.
+        run_group: the processes.
         reporter: where it is told what could not be saved, and what was refused.
     """
 
@@ -63,13 +63,13 @@ class Keeper:
         data: DataDigest,
         pipe: Pipeline,
         optimizer: PipelineOptimizer,
-        fleet: Fleet,
+        run_group: RunGroup,
         reporter: Reporter,
     ) -> None:
         self._run = run
         self._config = config
         self._data = data
-        self._fleet = fleet
+        self._run_group = run_group
         self._reporter = reporter
         self._checkpoints = Checkpoints(
             run / FOLDER,
@@ -80,7 +80,7 @@ class Keeper:
             config=asdict(config),
         )
 
-    def resume(self) -> Standing:
+    def resume(self) -> RunProgress:
         """Load what ``train.resume`` means, if anything.
 
         Returns:
@@ -93,33 +93,33 @@ class Keeper:
         """
         train = self._config.train
         if not train.resume:
-            return Standing()
+            return RunProgress()
         given = Path(train.resume).expanduser()
         chosen = given if is_checkpoint(given) else None
         newest = self._checkpoints.load(chosen) if chosen else self._checkpoints.load_newest()
         if newest is None:
             if train.resume != AUTO:
                 raise ConfigError(f"the run {self._run} has no checkpoint to go on from")
-            if self._fleet.decide(lambda: is_finished(self._run)):
+            if self._run_group.decide(lambda: is_finished(self._run)):
                 raise ConfigError(
                     f"the run {self._run} is finished and has no checkpoint to go on from; give another train.name, or "
                     "delete the folder to train it again"
                 )
             self._reporter.say("no checkpoint to go on from: the run starts at its first step")
-            self._fleet.decide(lambda: keep_config(self._run, self._config))
-            return Standing()
+            self._run_group.decide(lambda: keep_config(self._run, self._config))
+            return RunProgress()
         self._require_same(newest)
         self._require_same_data(newest)
         for problem in newest.refused:
             self._reporter.say(f"refused: {problem}")
         self._reporter.say(f"going on from {newest.path}")
-        finished = self._fleet.decide(lambda: is_finished(self._run))
+        finished = self._run_group.decide(lambda: is_finished(self._run))
         if newest.step > train.steps or (newest.step == train.steps and finished):
             raise ConfigError(
                 f"{newest.path} is of step {newest.step}, and train.steps is {train.steps}; give more steps to go on"
             )
         standing = _standing(newest)
-        self._fleet.decide(lambda: self._go_back(newest.step))
+        self._run_group.decide(lambda: self._go_back(newest.step))
         return standing
 
     def _go_back(self, step: int) -> None:
@@ -171,14 +171,14 @@ class Keeper:
             )
         self._reporter.say(f"data accepted that {loaded.path} was not made with: {'; '.join(changes)}")
 
-    def after_step(self, standing: Standing) -> None:
+    def after_step(self, standing: RunProgress) -> None:
         """After every step: save, if it is time to; what could not be written is told, and the run goes on."""
         every = self._config.train.checkpoint_every
         if every and standing.done % every == 0:
             self._wait()
             self._save(standing)
 
-    def stop(self, standing: Standing) -> StoppedError:
+    def stop(self, standing: RunProgress) -> StoppedError:
         """Save the run where it stands, unless it just has been, and see it on the disk; every process calls it.
 
         Returns:
@@ -192,7 +192,7 @@ class Keeper:
             return StoppedError(f"stopped before the first step, so there is nothing to save; {self._how()}")
         self._wait()
         path = path_of(self._run / FOLDER, done)
-        if not self._fleet.decide(lambda: is_whole(path)):
+        if not self._run_group.decide(lambda: is_whole(path)):
             try:
                 self._save(standing)
                 self._checkpoints.wait()
@@ -203,7 +203,7 @@ class Keeper:
     def _how(self) -> str:
         return f"go on with  penstock train --resume {self._run}"
 
-    def _save(self, standing: Standing) -> None:
+    def _save(self, standing: RunProgress) -> None:
         extra: dict[str, Any] = {"skipped_in_a_row": standing.skipped_in_a_row, "data": self._data.values()}
         if math.isfinite(standing.loss):
             extra["loss"] = standing.loss
@@ -238,7 +238,7 @@ def _words(config: dict[str, Any], section: str, key: str) -> str:
     return repr(table.get(key)) if isinstance(table, dict) else "not known"
 
 
-def _standing(newest: Loaded) -> Standing:
+def _standing(newest: Loaded) -> RunProgress:
     """What the run itself has put into the checkpoint.
 
     Raises:
@@ -250,4 +250,4 @@ def _standing(newest: Loaded) -> Standing:
             f"{newest.path} is of no run of penstock train: its loss is {loss!r:.40}, its steps skipped in a row are "
             f"{skipped!r:.40}"
         )
-    return Standing(newest.step, float(loss), skipped)
+    return RunProgress(newest.step, float(loss), skipped)

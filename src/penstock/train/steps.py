@@ -10,16 +10,16 @@ from time import perf_counter
 from penstock.errors import NonFiniteError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.workers.run_group import Fleet
+from penstock.runtime.workers.run_group import RunGroup
 from penstock.trace.bubbles import busy
 from penstock.train.config.config import Config
 from penstock.train.data.text import Text, batch_of, held_out_bits
-from penstock.train.model.trainable import Language
+from penstock.train.model.trainable import TrainableModel
 from penstock.train.report.metrics import Metrics
 from penstock.train.report.profile import Profile
 from penstock.train.report.progress import Reporter
 from penstock.train.report.traces import Traces
-from penstock.train.resume import Keeper, Standing
+from penstock.train.resume import RunCheckpointer, RunProgress
 
 Stopping = Callable[[], bool]
 """Whether this process has been asked to stop; one that has is enough."""
@@ -30,14 +30,14 @@ class Run:
     """What the steps of a run work with; `stopping` is None where nothing asks."""
 
     config: Config
-    language: Language
+    language: TrainableModel
     text: Text
     pipe: Pipeline
     optimizer: PipelineOptimizer
-    fleet: Fleet
+    run_group: RunGroup
     reporter: Reporter
     metrics: Metrics
-    keeper: Keeper
+    checkpointer: RunCheckpointer
     traces: Traces
     profiles: Profile
     stopping: Stopping | None
@@ -70,7 +70,7 @@ class Steps:
         standing: where it stands.
     """
 
-    def __init__(self, run: Run, standing: Standing) -> None:
+    def __init__(self, run: Run, standing: RunProgress) -> None:
         self._run = run
         self._standing = standing
         self._began = perf_counter()
@@ -109,12 +109,12 @@ class Steps:
         It goes on beside the optimizer's step, and costs a step next to nothing.
         """
         run = self._run
-        return (lambda: 0.0) if run.stopping is None else run.fleet.begin_total(float(run.stopping()))
+        return (lambda: 0.0) if run.stopping is None else run.run_group.begin_total(float(run.stopping()))
 
     def _stop_if_asked(self) -> None:
         if not (self._vote or self._begin_vote())():
             return
-        stopped = self._run.keeper.stop(self._standing)
+        stopped = self._run.checkpointer.stop(self._standing)
         self._run.reporter.say(str(stopped))
         raise stopped
 
@@ -138,7 +138,7 @@ class Steps:
             run.traces.after(done, run.pipe)
         if done % train.eval_every == 0 or done == train.steps:
             self._evaluate()
-        run.keeper.after_step(self._standing)
+        run.checkpointer.after_step(self._standing)
 
     def _update(self, step: int) -> _Measured:
         run = self._run
@@ -150,7 +150,7 @@ class Steps:
         update = run.optimizer.step()
         assert result.loss is not None, "a training step has a loss"
         assert update.grad_norm is not None, "every step is applied, and measured"
-        self._standing = Standing(step + 1, float(result.loss))
+        self._standing = RunProgress(step + 1, float(result.loss))
         return _Measured(update.lr[0], float(update.grad_norm), in_pipe)
 
     def _skip(self, done: int, error: NonFiniteError) -> None:
@@ -185,7 +185,7 @@ class Steps:
         speed = self._tokens(self._taken_since_log, self._since_log)
         self._stepping += self._since_log
         self._since_log, self._taken_since_log = 0.0, 0
-        bubble = measured_bubble(run.pipe, run.fleet, measured.in_pipe)
+        bubble = measured_bubble(run.pipe, run.run_group, measured.in_pipe)
         run.reporter.measured(done, loss, speed, bubble)
         run.metrics.write(
             "train",
@@ -213,15 +213,15 @@ class Steps:
         return config.train.batch * config.data.sequence * steps / seconds if steps else 0.0
 
 
-def measured_bubble(pipe: Pipeline, fleet: Fleet, seconds: float) -> float:
+def measured_bubble(pipe: Pipeline, run_group: RunGroup, seconds: float) -> float:
     """The share of the ranks' time in the last step that went neither into a forward nor into a backward.
 
     Args:
         pipe: right after the step.
-        fleet: its processes; every one calls this.
+        run_group: its processes; every one calls this.
         seconds: the step took.
     """
     trace = pipe.trace()
     assert trace is not None, "a step has just been done"
-    ranks = fleet.size if pipe.in_processes else pipe.ranks
-    return max(0.0, 1.0 - fleet.total(float(busy(trace).sum()) / (ranks * seconds)))
+    ranks = run_group.size if pipe.in_processes else pipe.ranks
+    return max(0.0, 1.0 - run_group.total(float(busy(trace).sum()) / (ranks * seconds)))

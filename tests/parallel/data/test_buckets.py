@@ -13,7 +13,7 @@ from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.order import parameter_order
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.compute.runner import Ends, Share
+from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
@@ -202,7 +202,7 @@ def split_backwards(reducer, spread: bool):
     stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss))
     x, y = share(0, ROWS, reducer.rank, 2)  # a first microbatch, which checks that the backwards can be split
     middle = stages[0].forward(0, (Parcel((x,)),), split=True)
-    stages[1].forward_with_loss(0, middle, Ends(y, Share()), split=True)
+    stages[1].forward_with_loss(0, middle, LossInputs(y, LossWeight()), split=True)
     stages[0].backward(0, stages[1].backward(0, None))
     buckets = GradientBuckets(net, reducer, **SMALL)
     buckets.attach()
@@ -213,7 +213,7 @@ def split_backwards(reducer, spread: bool):
             grads = {}
             for m, (a, b) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
                 middle = stages[0].forward(m, (Parcel((a,)),), split=True)
-                stages[1].forward_with_loss(m, middle, Ends(b, Share(divisor=3)), split=True)
+                stages[1].forward_with_loss(m, middle, LossInputs(b, LossWeight(divisor=3)), split=True)
                 grads[m] = stages[1].backward_input(m, None)
             for m in range(3):
                 stages[0].backward_input(m, grads[m])

@@ -14,7 +14,7 @@ from penstock.parallel.data.zero import ShardedOptimizer
 from penstock.parallel.mesh import make_mesh, replica_rows
 from penstock.parallel.tensor.plan import plan_of, tensor_parallel
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.compute.runner import Ends, Share
+from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
 from penstock.stage.module import StageModule
 from penstock.stage.values import Parcel
@@ -192,7 +192,7 @@ def stage_backward(rank: int, sequence: bool, split: bool):
     x, y = tokens()
     for m in range(2):
         rows = slice(2 * m, 2 * m + 2)
-        stage.forward_with_loss(m, (Parcel((x[rows],)),), Ends(y[rows], Share(divisor=2)), split)
+        stage.forward_with_loss(m, (Parcel((x[rows],)),), LossInputs(y[rows], LossWeight(divisor=2)), split)
     held = stage.held_bytes
     for m in range(2):
         stage.backward_input(m, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.runtime.transport.threads import thread_channels
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
 from penstock.stage.values import Parcel
@@ -17,7 +17,7 @@ def parcel(number: float) -> Parcel:
 
 def test_messages_of_one_tag_from_two_peers_are_kept_apart():
     """Sums of gradients that several ranks hold have one tag, and come in any order."""
-    channels = thread_channels(lower(build_schedule("gpipe", 3, 3)), Limit(5.0), holders=[(0, 1, 2)] * 3)
+    channels = thread_channels(lower(build_schedule("gpipe", 3, 3)), Timeout(5.0), holders=[(0, 1, 2)] * 3)
     for channel in channels:
         channel.open(1)
     shared, later = 100, 101

@@ -3,30 +3,30 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.runtime.health.peers import Roster
+from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.workers.collectives import Collectives
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.runtime.workers.run_group import Fleet
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.run_group import RunGroup
+from penstock.runtime.workers.timeout import Timeout
 
 
 def test_one_process_decides_for_itself():
-    alone = Fleet(None)
+    alone = RunGroup(None)
     assert alone.leads
     assert alone.decide(lambda: "this") == "this"
     assert alone.total(2.5) == 2.5
 
 
 def in_a_process(rank: int) -> tuple[bool, list[str], float, str]:
-    fleet = Fleet(Collectives(Limit(60.0), Roster()))
-    said = [fleet.decide(lambda text=text: text if rank == 0 else "not asked") for text in ("äöü", "")]
+    run_group = RunGroup(Collectives(Timeout(60.0), PeerRegistry()))
+    said = [run_group.decide(lambda text=text: text if rank == 0 else "not asked") for text in ("äöü", "")]
 
     def refuse() -> str:
         raise ConfigError("no such thing")
 
     with pytest.raises(ConfigError) as raised:
-        fleet.decide(refuse)
-    return fleet.leads, said, fleet.total(rank + 0.5), str(raised.value)
+        run_group.decide(refuse)
+    return run_group.leads, said, run_group.total(rank + 0.5), str(raised.value)
 
 
 def test_the_leader_decides_for_all(processes: LocalProcesses):

@@ -14,9 +14,9 @@ from torch import nn
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.tracing.clocks import Readings, clock
 from penstock.runtime.transport.threads import StreamChannel, ThreadChannel, thread_channels
-from penstock.runtime.workers.rank_threads import Crew
+from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
 from penstock.stage.values import Parcel
@@ -96,21 +96,21 @@ def device(monkeypatch):
     return current
 
 
-def run(crew: Crew, *jobs) -> None:
-    crew.run(list(jobs), lambda: None)
+def run(rank_threads: RankThreads, *jobs) -> None:
+    rank_threads.run(list(jobs), lambda: None)
 
 
 @pytest.fixture
 def ranks(device):
     """(crew, channels) of two ranks on the modelled device."""
     streams = Streams([DEVICE, DEVICE], [DEVICE, OTHER])
-    crew = Crew(2, Limit(5.0), streams)
-    yield crew, thread_channels(lower(build_schedule("1f1b", 2, 4)), Limit(5.0), streams=streams)
-    crew.close()
+    rank_threads = RankThreads(2, Timeout(5.0), streams)
+    yield rank_threads, thread_channels(lower(build_schedule("1f1b", 2, 4)), Timeout(5.0), streams=streams)
+    rank_threads.close()
 
 
 def test_what_is_handed_over_is_waited_for_and_its_memory_kept(ranks, device):
-    crew, channels = ranks
+    rank_threads, channels = ranks
     sent, found = value(), {}
 
     def first() -> None:
@@ -123,14 +123,14 @@ def test_what_is_handed_over_is_waited_for_and_its_memory_kept(ranks, device):
         channels[1].recv(0, 7)
         found["after"], found["stream"] = set(device(DEVICE).after), device(DEVICE)
 
-    run(crew, first, second)
+    run(rank_threads, first, second)
     assert "made" in found["after"]
     assert "later" not in found["after"]
     assert sent.users == [found["stream"]]
 
 
 def test_a_message_kept_aside_waits_for_its_own_event(ranks, device):
-    crew, channels = ranks
+    rank_threads, channels = ranks
     found = []
 
     def first() -> None:
@@ -143,12 +143,12 @@ def test_a_message_kept_aside_waits_for_its_own_event(ranks, device):
             channels[1].recv(0, tag)
             found.append("made 8" in device(DEVICE).after)
 
-    run(crew, first, second)
+    run(rank_threads, first, second)
     assert found == [True, True]
 
 
 def test_a_value_on_another_device_is_waited_for_there(ranks, device):
-    crew, channels = ranks
+    rank_threads, channels = ranks
     found = {}
 
     def first() -> None:
@@ -159,12 +159,12 @@ def test_a_value_on_another_device_is_waited_for_there(ranks, device):
         channels[1].recv(0, 7)
         found.update(there="made" in device(OTHER).after, here="made" in device(DEVICE).after)
 
-    run(crew, first, second)
+    run(rank_threads, first, second)
     assert found == {"there": True, "here": False}
 
 
 def test_ranks_begin_after_the_caller_and_the_caller_goes_on_after_them(ranks, device):
-    crew, _ = ranks
+    rank_threads, _ = ranks
     seen = []
 
     def job(rank: int):
@@ -175,24 +175,24 @@ def test_ranks_begin_after_the_caller_and_the_caller_goes_on_after_them(ranks, d
         return work
 
     device(DEVICE).after.add("inputs")
-    run(crew, job(0), job(1))
+    run(rank_threads, job(0), job(1))
     assert all("inputs" in after for after in seen)
     assert not any(f"rank {n}" in after for n, after in enumerate(seen))
     assert {"rank 0", "rank 1"} <= device(DEVICE).after
 
 
 def test_the_next_step_waits_for_the_stream_that_used_the_last_ones_results(ranks, device):
-    crew, _ = ranks
+    rank_threads, _ = ranks
     seen = []
-    run(crew, lambda: None, lambda: None)
+    run(rank_threads, lambda: None, lambda: None)
     device(DEVICE).after.add("results used")
     with torch.cuda.stream(Queue(DEVICE)):  # another stream calls, which has waited for nothing
-        run(crew, lambda: seen.append(set(device(DEVICE).after)), lambda: None)
+        run(rank_threads, lambda: seen.append(set(device(DEVICE).after)), lambda: None)
     assert "results used" in seen[0]
 
 
 def test_after_a_failed_step_too_the_caller_waits(ranks, device):
-    crew, _ = ranks
+    rank_threads, _ = ranks
 
     def works() -> None:
         device(DEVICE).after.add("worked")
@@ -201,16 +201,16 @@ def test_after_a_failed_step_too_the_caller_waits(ranks, device):
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        run(crew, works, fails)
+        run(rank_threads, works, fails)
     assert "worked" in device(DEVICE).after
 
 
 def test_steps_after_the_first_make_no_events(ranks, device):
-    crew, channels = ranks
+    rank_threads, channels = ranks
 
     def step() -> None:
         run(
-            crew,
+            rank_threads,
             lambda: channels[0].send(1, 7, Parcel((value(),))),
             lambda: channels[1].recv(0, 7),
         )
@@ -233,7 +233,7 @@ def test_the_cpu_has_no_streams_and_no_events(monkeypatch):
     assert (trace.end >= trace.start).all()
     assert clock(None, 8) is perf_counter
     assert Streams.of([[nn.Linear(2, 2)], [nn.GELU()]]) is None
-    channels = thread_channels(lower(build_schedule("1f1b", 2, 4)), Limit(5.0))
+    channels = thread_channels(lower(build_schedule("1f1b", 2, 4)), Timeout(5.0))
     assert [type(channel) for channel in channels] == [ThreadChannel, ThreadChannel]
     assert not any(isinstance(channel, StreamChannel) for channel in channels)
 

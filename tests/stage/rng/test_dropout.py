@@ -1,4 +1,4 @@
-"""What `drawing` computes on devices other than the CPU, where it keeps a mask of one byte an element."""
+"""What `isolated_rng` computes on devices other than the CPU, where it keeps a mask of one byte an element."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from penstock.stage.rng.dropout import _Masked
-from penstock.stage.rng.isolated_rng import drawing
+from penstock.stage.rng.isolated_rng import isolated_rng
 
 
 def test_the_mask_of_one_byte_gives_the_product_and_its_gradients():
@@ -23,6 +23,6 @@ def test_the_mask_of_one_byte_gives_the_product_and_its_gradients():
 
 def test_dropout_in_place_writes_into_its_input():
     x = torch.ones(1000)
-    with drawing(1, 2, 3, "blocks.0"):
+    with isolated_rng(1, 2, 3, "blocks.0"):
         assert F.dropout(x, 0.5, inplace=True) is x
     assert set(x.tolist()) == {0.0, 2.0}

@@ -1,4 +1,4 @@
-"""Within `drawing` a layer draws what it would draw alone after torch.manual_seed, and leaves torch's generators be."""
+"""Within `isolated_rng` a layer draws what it would draw alone after torch.manual_seed, and leaves torch's generators be."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.overrides import get_overridable_functions
 from torch.utils._pytree import tree_leaves
 
-from penstock.stage.rng.isolated_rng import _REPLACED, drawing
+from penstock.stage.rng.isolated_rng import _REPLACED, isolated_rng
 from penstock.stage.rng.seeds import seed_of
-from penstock.stage.split_backward.deferring import deferring
+from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import Queue
 
 FIXED = torch.Generator().manual_seed(0)
@@ -132,12 +132,12 @@ def assert_same(one: Any, other: Any) -> None:
 def test_draws_are_those_of_the_seeded_default_generator_which_is_not_touched(name: str):
     expected = alone(CASES[name])
     before = torch.get_rng_state()
-    with drawing(*KEY) as mode:
+    with isolated_rng(*KEY) as mode:
         found = CASES[name]()
     assert torch.equal(torch.get_rng_state(), before)
     assert mode.drew
     assert_same(found, expected)
-    with drawing(*KEY):
+    with isolated_rng(*KEY):
         assert_same(CASES[name](), expected)
 
 
@@ -147,7 +147,7 @@ def test_draws_are_those_of_the_seeded_default_generator_which_is_not_touched(na
 def test_autocast_casts_what_it_casts_in_torch(name: str):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = alone(CASES[name])
-        with drawing(*KEY):
+        with isolated_rng(*KEY):
             assert_same(CASES[name](), expected)
 
 
@@ -155,9 +155,9 @@ def test_autocast_casts_what_it_casts_in_torch(name: str):
     "other", [(0, 2, 3, "blocks.0"), (1, 0, 3, "blocks.0"), (1, 2, 0, "blocks.0"), (1, 2, 3, "b")]
 )
 def test_every_part_of_the_key_changes_the_draws(other: tuple[int, int, int, str]):
-    with drawing(*KEY):
+    with isolated_rng(*KEY):
         one = torch.rand(100)
-    with drawing(*other):
+    with isolated_rng(*other):
         assert not torch.equal(torch.rand(100), one)
 
 
@@ -165,7 +165,7 @@ def test_threads_draw_what_they_draw_alone():
     keys = [(1, step, microbatch, "blocks.0") for step in range(4) for microbatch in range(8)]
 
     def mask(key: tuple[int, int, int, str]) -> Tensor:
-        with drawing(*key):
+        with isolated_rng(*key):
             return F.dropout(F.dropout(torch.ones(64, 64), 0.3), 0.2)
 
     with ThreadPoolExecutor(8) as pool:
@@ -177,7 +177,7 @@ def test_threads_draw_what_they_draw_alone():
 def test_dropout_is_the_mask_over_the_rate_kept_and_so_is_its_gradient(p: float):
     x = randn(300, 100).requires_grad_()
     kept = torch.empty(300, 100).bernoulli_(1 - p, generator=torch.Generator().manual_seed(seed_of(*KEY)))
-    with drawing(*KEY):
+    with isolated_rng(*KEY):
         y = F.dropout(x, p)
     assert torch.equal(y, x * (kept / (1 - p)))
     (gradient,) = torch.autograd.grad(y.square().sum(), x)
@@ -202,7 +202,7 @@ def test_gradients_are_those_of_torch(name: str):
 
     try:
         expected = alone(gradients)
-        with drawing(*KEY):
+        with isolated_rng(*KEY):
             found = gradients()
         assert found
         assert_same(found, expected)
@@ -213,7 +213,7 @@ def test_gradients_are_those_of_torch(name: str):
 
 def test_nothing_is_drawn_where_torch_draws_nothing():
     state = torch.get_rng_state()
-    with drawing(*KEY) as mode:
+    with isolated_rng(*KEY) as mode:
         assert F.dropout(X, 0.0) is X
         assert F.dropout(X, 0.3, training=False) is X
         assert not F.dropout(X, 1.0).any()
@@ -227,15 +227,15 @@ def test_nothing_is_drawn_where_torch_draws_nothing():
 
 
 def test_wrong_probabilities_are_refused_in_torch_own_words():
-    with drawing(*KEY), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+    with isolated_rng(*KEY), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
         F.dropout(X, 1.5)
-    with drawing(*KEY), pytest.raises(RuntimeError, match="attn_mask"):
+    with isolated_rng(*KEY), pytest.raises(RuntimeError, match="attn_mask"):
         attention(Q, Q, Q, torch.ones(5, 5), 0.2, is_causal=True)
 
 
 def test_a_generator_of_the_layer_is_left_alone():
     own = torch.Generator().manual_seed(5)
-    with drawing(*KEY) as mode:
+    with isolated_rng(*KEY) as mode:
         found = [
             torch.rand(3, generator=own),
             torch.rand(3).uniform_(generator=own),
@@ -285,8 +285,8 @@ NETS = {
 def test_with_the_split_backward_gradients_are_those_of_torch(name: str, order: str, autocast: bool):
     """Neither mode hides from the other what it has to see: linear layers are deferred, all draws are the key's.
 
-    torch's multi-head attention hides its linear layers from `deferring` alone; `drawing` within it brings one to light,
-    the other one's input is not contiguous.
+    torch's multi-head attention hides its linear layers from `defer_weight_grads` alone; `isolated_rng` within it brings one
+    to light, the other one's input is not contiguous.
     """
     net, deferred = NETS[name]
     x, weights = randn(2, 5, 16), randn(2, 5, 16)
@@ -299,7 +299,7 @@ def test_with_the_split_backward_gradients_are_those_of_torch(name: str, order: 
 
     alone(plain)
     queue, state = Queue(), torch.get_rng_state()
-    modes = [deferring(queue), drawing(*KEY)]
+    modes = [defer_weight_grads(queue), isolated_rng(*KEY)]
     outer, inner = modes if order == "within" else reversed(modes)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), outer, inner:
         y = net(x)

@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.split_backward.deferring import deferring
+from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import Queue
 from penstock.stage.values import Parcel
 
@@ -100,7 +100,7 @@ def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcont
             plain(leaves[0]).float().square().mean().backward()
         queue = Queue(shared)
         with context():
-            with deferring(queue):
+            with defer_weight_grads(queue):
                 y = net(leaves[1])
             loss = y.float().square().mean()
         loss.backward()
@@ -177,7 +177,7 @@ def test_hooks_of_a_parameter_fire_once_a_microbatch_after_the_last_contribution
     net.table.weight.register_hook(lambda g: seen.append(("grad", g.clone())))
     net.table.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("done", p.grad.clone())))
     queue = Queue()
-    with deferring(queue):
+    with defer_weight_grads(queue):
         loss = net(torch.arange(5)).square().mean()
     loss.backward()
     assert seen == []
@@ -199,7 +199,7 @@ def test_an_input_that_is_written_to_after_its_use_is_refused():
             return y
 
     net, queue = Overwrites(), Queue()
-    with deferring(queue):
+    with defer_weight_grads(queue):
         loss = net(randn(2, 4)).sum()
     loss.backward()
     with pytest.raises(PenstockError, match=r"shape \(2, 4\) .* was modified in place"):

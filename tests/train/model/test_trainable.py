@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.huggingface.loss import causal_lm_loss
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.data.text import batch_of, open_text
-from penstock.train.data.tokenizer import Bytes, Numbers, Words
+from penstock.train.data.tokenizer import Bytes, HFTokenizer, Numbers
 from penstock.train.loop import train
 from penstock.train.model.llama import next_token_loss
 from penstock.train.model.sample import sample_run
@@ -46,7 +46,7 @@ def test_a_folder_brings_its_vocabulary_and_tokenizer(tmp_path: Path):
     language = language_of(of(path=str(hf.folder(tmp_path, "llama", tied=False))))
     assert (language.vocabulary, language.target_is_input) == (families.VOCABULARY, True)
     assert language.loss_fn is causal_lm_loss
-    assert isinstance(language.codec, Words)
+    assert isinstance(language.codec, HFTokenizer)
     assert (language.codec.end, language.codec.start) == (hf.END, hf.END)
     assert language.codec.decode(language.codec.encode("def return")) == "def return"
 

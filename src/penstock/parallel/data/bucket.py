@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import PenstockError
 from penstock.parallel.data.layout import Plan, Slot
 from penstock.parallel.data.reducer import Handle, Reducer, part_of
-from penstock.parallel.data.reduction_stream import Lane
+from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.dtensor import gradient_dtype, is_sharded, like, local, strides_of
 
 
@@ -185,7 +185,12 @@ class Bucket:
     """
 
     def __init__(
-        self, plan: Plan, lane: Lane, divisor: float, reduce_dtype: torch.dtype | None, sharded: bool
+        self,
+        plan: Plan,
+        lane: ReductionStream,
+        divisor: float,
+        reduce_dtype: torch.dtype | None,
+        sharded: bool,
     ) -> None:
         self.plan = plan
         self.flat = torch.zeros(plan.elements, dtype=plan.dtype, device=plan.device)

@@ -26,7 +26,7 @@ from penstock.parallel.data.frozen import Frozen
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
 from penstock.parallel.data.leftovers import Missing, add_late, find_late, require_options, settle_absent
 from penstock.parallel.data.reducer import Reducer
-from penstock.parallel.data.reduction_stream import Lane
+from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.dtensor import local
 
 
@@ -97,7 +97,9 @@ class GradientBuckets:
         replica_checks.require_equal_models(reducer, [(e.name, e.parameter) for e in self.entries])
         self._groups = groups or {}
         self._limits: Mapping[Hashable, int] | None = None
-        self._lanes = {device: Lane(device) for device in {local(p).device for _, p in self._frozen.known}}
+        self._lanes = {
+            device: ReductionStream(device) for device in {local(p).device for _, p in self._frozen.known}
+        }
         self._next_order: list[int] | None = None
         self.buckets: list[Bucket] = []
         self._build(replica_checks.first_replicas(reducer, order_of(self.entries, order)))

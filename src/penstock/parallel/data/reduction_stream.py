@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Lane:
+class ReductionStream:
     """A device's lane for reductions. Its events live only from the record to the wait, so errors leave none behind."""
 
     def __init__(self, device: torch.device) -> None:

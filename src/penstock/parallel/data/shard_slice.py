@@ -17,7 +17,7 @@ ONE_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 
 @sendable
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """A run of a parameter's elements, in the order in which memory has them.
 
     Attributes:
@@ -48,8 +48,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The values of a `Piece`, where a whole tensor could stand.
+class ShardValues:
+    """The values of a `ShardSlice`, where a whole tensor could stand.
 
     Attributes:
         values: 1-d.
@@ -58,7 +58,7 @@ class Run:
     values: Tensor
 
 
-def joined(pieces: Sequence[tuple[Piece, Mapping[str, Any]]]) -> dict[str, Any]:
+def joined(pieces: Sequence[tuple[ShardSlice, Mapping[str, Any]]]) -> dict[str, Any]:
     """The entries of a whole parameter, made of those of all its pieces, where the first of them is."""
     piece, entries = pieces[0]
     size = torch.Size(piece.shape)

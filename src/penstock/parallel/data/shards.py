@@ -22,12 +22,12 @@ from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.data.leftovers import Missing
 from penstock.parallel.data.reducer import Handle, Reducer, part_of
-from penstock.parallel.data.reduction_stream import Lane
-from penstock.parallel.data.shard_slice import Piece, joined
+from penstock.parallel.data.reduction_stream import ReductionStream
+from penstock.parallel.data.shard_slice import ShardSlice, joined
 from penstock.parallel.dtensor import gradient_dtype, local, move
 
 
-class Part(NamedTuple):
+class ShardedParameter(NamedTuple):
     """A parameter and what of it is updated here.
 
     Attributes:
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     """
 
     entry: Entry
-    piece: Piece
+    piece: ShardSlice
     own: nn.Parameter | None
     at: int
 
@@ -81,10 +81,10 @@ class Shards:
             groups={p: (p.dtype, (groups or {}).get(p)) for _, p in named},
         )  # fmt: skip
         self._flats: list[Tensor] = []
-        self._lanes = [Lane(b.plan.device) for b in self.buckets.buckets]
+        self._lanes = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
         self._coming: dict[int, Handle] = {}
         self._fresh = False
-        by_index: dict[int, Part] = {}
+        by_index: dict[int, ShardedParameter] = {}
         for bucket in self.buckets.buckets:
             members = [self.buckets.entries[m] for m in bucket.plan.members]
             dtype = members[0].parameter.dtype
@@ -95,7 +95,7 @@ class Shards:
         self.parts = [by_index[n] for n in range(len(self.buckets.entries))]
         self._part = {id(part.entry.parameter): part for part in self.parts}
 
-    def _place(self, entry: Entry, flat: Tensor, start: int) -> Part:
+    def _place(self, entry: Entry, flat: Tensor, start: int) -> ShardedParameter:
         """Move a parameter into its bucket's buffer; `start` is where it begins there."""
         view = entry.view
         place = flat.as_strided(view.shape, view.stride(), view.storage_offset())
@@ -105,15 +105,15 @@ class Shards:
         begin = self.reducer.rank * mine.numel()
         at = min(max(0, start - begin), mine.numel())
         count = max(0, min(mine.numel(), start - begin + view.numel()) - at)
-        piece = Piece(tuple(view.shape), view.stride(), max(0, begin - start) if count else 0, count)
+        piece = ShardSlice(tuple(view.shape), view.stride(), max(0, begin - start) if count else 0, count)
         own = None
         if count:
             own = nn.Parameter(mine[at : at + count])
             if hasattr(own, "grad_dtype"):
                 own.grad_dtype = gradient_dtype(entry.parameter)
-        return Part(entry, piece, own, at)
+        return ShardedParameter(entry, piece, own, at)
 
-    def part(self, parameter: Tensor) -> Part | None:
+    def part(self, parameter: Tensor) -> ShardedParameter | None:
         """What of a parameter is updated here; None if it is not among them."""
         return self._part.get(id(parameter))
 
@@ -198,7 +198,7 @@ class Shards:
             self._lanes[number].join()
 
     def join(
-        self, entries: Callable[[Part], Mapping[str, Any] | None], keep: bool = True
+        self, entries: Callable[[ShardedParameter], Mapping[str, Any] | None], keep: bool = True
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Make whole what every replica keeps for its pieces, a bucket at a time; every replica calls it.
 

@@ -15,7 +15,7 @@ from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.data.leftovers import Missing
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, joined
-from penstock.parallel.data.shards import Part, Shards
+from penstock.parallel.data.shards import ShardedParameter, Shards
 from penstock.parallel.dtensor import is_sharded
 
 NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
@@ -88,7 +88,7 @@ class ShardedOptimizer:
         self.buckets = self.shards.buckets
         self.buckets.attach()
         seen: set[int] = set()
-        self._members: list[list[Part]] = []
+        self._members: list[list[ShardedParameter]] = []
         for group in groups:
             mine = [part for _, p in group["params"] if (part := self.shards.part(p)) and id(p) not in seen]
             seen |= {id(part.entry.parameter) for part in mine}
@@ -231,7 +231,7 @@ class ShardedOptimizer:
                     raise ConfigError(f"the state has no options for parameter {name!r}")
                 group.update({k: v for k, v in by_name[name].items() if k != "params"})
 
-    def _entries(self, part: Part) -> dict[str, Any] | None:
+    def _entries(self, part: ShardedParameter) -> dict[str, Any] | None:
         entries = self.optimizer.state.get(part.own) if part.own is not None else None
         return None if not entries else {k: v for k, v in entries.items() if v is not None}
 
@@ -263,7 +263,7 @@ def join_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"state": state, "param_groups": parts[0]["param_groups"]}
 
 
-def _cut(state: Mapping[str, Mapping[str, Any]], part: Part) -> dict[str, Any]:
+def _cut(state: Mapping[str, Mapping[str, Any]], part: ShardedParameter) -> dict[str, Any]:
     """An optimizer's entries for a piece, out of those for the parameter."""
     name, piece, own = part.entry.name, part.piece, part.own
     assert own is not None

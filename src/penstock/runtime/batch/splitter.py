@@ -13,8 +13,8 @@ from torch import Tensor
 from penstock.errors import BatchError, ConfigError
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import Losses
-from penstock.runtime.routing import Wires
-from penstock.stage.compute.runner import Share
+from penstock.runtime.routing import ValueRoutes
+from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Carried, Microbatches, has_tensor, leaves_of, slices
 
 Reduction = str | Callable[[object], object]
@@ -53,7 +53,7 @@ class Cut(NamedTuple):
 
     inputs: list[object]
     targets: list[object]
-    shares: list[Share]
+    shares: list[LossWeight]
     rows_in: tuple[int, ...]
     rows_out: tuple[int, ...]
     first: int
@@ -126,7 +126,7 @@ class Cutter:
         replica: int,
         device: torch.device | None,
         reduction: Reduction,
-        wires: Wires,
+        wires: ValueRoutes,
     ) -> None:
         self.microbatches = microbatches * replicas
         self.own = slice(replica * microbatches, (replica + 1) * microbatches)
@@ -157,7 +157,7 @@ class Cutter:
         """
         inputs: list[object] = []
         targets: list[object] = []
-        shares = [Share(divisor=self.microbatches)] * self.microbatches
+        shares = [LossWeight(divisor=self.microbatches)] * self.microbatches
         rows: list[int] = []
         found: list[int] = []
         if first:
@@ -212,7 +212,7 @@ def _unequal(what: str, found: Sequence[int], rows: Sequence[int]) -> str:
 
 def shares_of(
     targets: Sequence[object], rows: Sequence[int], reduction: Reduction, scale: float = 1.0
-) -> list[Share]:
+) -> list[LossWeight]:
     """How much of each microbatch's loss counts.
 
     Args:
@@ -226,11 +226,11 @@ def shares_of(
     """
     many = len(rows)
     if reduction == "sum":
-        return [Share(scale=scale)] * many
+        return [LossWeight(scale=scale)] * many
     if reduction == "mean":
         if len(set(rows)) == 1:
-            return [Share(divisor=many, scale=scale)] * many
-        return [Share(n / sum(rows), scale=scale) for n in rows]
+            return [LossWeight(divisor=many, scale=scale)] * many
+        return [LossWeight(n / sum(rows), scale=scale) for n in rows]
     assert callable(reduction)
     counts = [_number(reduction(target)) for target in targets]
     total = sum(counts)
@@ -238,7 +238,7 @@ def shares_of(
         raise BatchError(
             f"reduction counted {counts} for the microbatches; it must return numbers of at least 0, not all 0"
         )
-    return [Share(n / total, scale=scale) for n in counts]
+    return [LossWeight(n / total, scale=scale) for n in counts]
 
 
 def _number(count: object) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.runtime.consensus import Losses
-from penstock.stage.compute.runner import Share
+from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Carried, Parcel, flatten
 
 
@@ -35,7 +35,7 @@ class Work:
 
     inputs: Sequence[object] = ()
     targets: Sequence[object] = ()
-    shares: Sequence[Share] = ()
+    shares: Sequence[LossWeight] = ()
     keep_outputs: bool = False
     input_grads: bool = False
     finite: bool = True

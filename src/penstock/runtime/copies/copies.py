@@ -17,7 +17,7 @@ from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
 
 if TYPE_CHECKING:
-    from penstock.runtime.local_stages import Assembly
+    from penstock.runtime.local_stages import LocalStages
 
 
 class CopyOptions(NamedTuple):
@@ -45,8 +45,8 @@ class Copies:
 
     def __init__(
         self,
-        parts: Assembly,
-        twins: Sequence[Assembly],
+        parts: LocalStages,
+        twins: Sequence[LocalStages],
         world: World | None,
         replicas: int,
         options: CopyOptions,

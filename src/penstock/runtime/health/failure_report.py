@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from penstock.errors import PeerError, ReplicaError, StageError, TransportError, WaitTimeoutError
 from penstock.runtime.health.hang import dump_stacks
-from penstock.runtime.health.progress import ROW, STEP, WAITS, Words, awaited, culprit, place_of, rows_of
+from penstock.runtime.health.progress import (
+    ROW,
+    STEP,
+    WAITS,
+    RankProgress,
+    awaited,
+    culprit,
+    place_of,
+    rows_of,
+)
 from penstock.runtime.transport.channel import Channel
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
@@ -17,7 +26,7 @@ def explained(
     rank: int,
     program: Program,
     channel: Channel | None,
-    words: Words,
+    words: RankProgress,
     inputs: Parcels | None,
 ) -> BaseException:
     """The error to raise: it names rank, stage, microbatch and op, unless another rank has named its own.
@@ -58,7 +67,7 @@ def _show(error: TransportError, rank: int, channel: Channel) -> None:
         dump_stacks(f"rank {rank}: {error}")
 
 
-def _where(rank: int, program: Program, words: Words) -> str:
+def _where(rank: int, program: Program, words: RankProgress) -> str:
     step, row, schedule = words[STEP], words[ROW], program.schedule
     if row < 0:
         return f"rank {rank}, at the end of step {step}"
@@ -67,12 +76,12 @@ def _where(rank: int, program: Program, words: Words) -> str:
     return f"rank {rank}, stage {op.stage}, microbatch {op.microbatch}, op {ops} of step {step}"
 
 
-def _awaited(program: Program, words: Words) -> str:
+def _awaited(program: Program, words: RankProgress) -> str:
     found = awaited(program, words[ROW], words[WAITS] - 1)
     return f"; it was to send what {found}" if found else ""
 
 
-def _blame(program: Program, channel: Channel, words: Words, said: str, gone: str | None) -> str:
+def _blame(program: Program, channel: Channel, words: RankProgress, said: str, gone: str | None) -> str:
     """Who it is that the others wait for, and what that rank does."""
     if gone is not None:
         return "" if gone in said else f". {gone[:1].upper()}{gone[1:]}"

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Sequence
 from time import monotonic
 
-from penstock.runtime.health.progress import ROW, STEP, WAITS, Words, place_of
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.health.progress import ROW, STEP, WAITS, RankProgress, place_of
+from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
 
 HUNG = 124
@@ -25,7 +25,7 @@ SHORT_GRACE = 1.0
 """The same after a wait that ran out: who kept it waiting had the whole limit already."""
 
 
-class Judge:
+class HangDetector:
     """Watches what ranks do, by their words, and tells which of them hang.
 
     A rank hangs if one op of it computes for longer than a wait may last: the others, who wait for it, give up then. A rank
@@ -38,7 +38,9 @@ class Judge:
         program: of the step.
     """
 
-    def __init__(self, limit: Limit, words: Sequence[Words], names: Sequence[str], program: Program) -> None:
+    def __init__(
+        self, limit: Timeout, words: Sequence[RankProgress], names: Sequence[str], program: Program
+    ) -> None:
         self.limit = limit
         self._words = words
         self._names = names

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from penstock.encoding import sendable
 from penstock.errors import PeerError
-from penstock.runtime.health.progress import WORDS, Words, new_words
+from penstock.runtime.health.progress import WORDS, RankProgress, new_words
 
 _BYTES, _TEXT = 4096, 512
 _CLOSED, _LENGTH = WORDS - 1, WORDS - 2
@@ -64,7 +64,7 @@ class _Page:
         return bytes(self.memory[_TEXT : _TEXT + self.words[_LENGTH]]).decode(errors="replace")
 
 
-class Roster:
+class PeerRegistry:
     """This process's page, and those of the others.
 
     Attributes:
@@ -74,8 +74,8 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self.words: Words = new_words()
-        self.place: Callable[[Words], str] = lambda words: ""
+        self.words: RankProgress = new_words()
+        self.place: Callable[[RankProgress], str] = lambda words: ""
         self.gone: str | None = None
         self._page: _Page | None = None
         self._descriptor = -1
@@ -112,7 +112,7 @@ class Roster:
         """Whether `meet` found the pages of all of them, and this process's own among them."""
         return len(self._others) == len(entries) - 1
 
-    def of_pipeline(self, place: int) -> Mapping[int, Words]:
+    def of_pipeline(self, place: int) -> Mapping[int, RankProgress]:
         """The words of the other ranks of a pipeline, as far as they can be seen."""
         return {entry.rank: page.words for entry, page in self._others if entry.place == place}
 

@@ -17,7 +17,7 @@ END = -1
 """The row where all ops are done, and the step ends."""
 
 
-class Words(Protocol):
+class RankProgress(Protocol):
     """The numbers of one rank: a list, or memory that other processes see."""
 
     def __getitem__(self, at: int) -> int: ...
@@ -29,7 +29,7 @@ def new_words() -> list[int]:
     return [0] * WORDS
 
 
-def place_of(program: Program, words: Words) -> str:
+def place_of(program: Program, words: RankProgress) -> str:
     """Where a rank is, in words: its step, and the op with its stage and microbatch."""
     step, row = words[STEP], words[ROW]
     if not step:
@@ -57,7 +57,7 @@ def awaited(program: Program, row: int, peer: int) -> str:
     return ""
 
 
-def culprit(rank: int, words: Sequence[Words | None]) -> int:
+def culprit(rank: int, words: Sequence[RankProgress | None]) -> int:
     """Follow who waits for whom, from a rank that is waited for in vain, to the one that waits for nobody.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import is_cut, local, numbers_of
-from penstock.runtime.weights.parameters import Holdings
+from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 
 
@@ -30,7 +30,7 @@ class Held(NamedTuple):
     cut: bool
 
 
-def held(holdings: Holdings, shards: Shards | None, places: Mapping[str, int]) -> list[Held]:
+def held(holdings: LocalParameters, shards: Shards | None, places: Mapping[str, int]) -> list[Held]:
     """What this process may have gradients of.
 
     Args:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.parallel.data.shard_slice import Piece, Run
-from penstock.parallel.data.shards import Part
+from penstock.parallel.data.shard_slice import ShardSlice, ShardValues
+from penstock.parallel.data.shards import ShardedParameter
 from penstock.parallel.dtensor import cut_like, is_sharded, like, local, whole
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _Member(NamedTuple):
     name: str
     parameter: nn.Parameter
     updated: nn.Parameter | None
-    piece: Piece | None
+    piece: ShardSlice | None
 
 
 def common(optimizer: PipelineOptimizer) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _collect_divided(
     states, mains = optimizer.optimizers[rank].state, optimizer.main_weights[rank].by_name
     by_parameter = {id(member.parameter): member for member in members}
 
-    def entries(part: Part) -> dict[str, Any] | None:
+    def entries(part: ShardedParameter) -> dict[str, Any] | None:
         member = by_parameter[id(part.entry.parameter)]
         own = member.updated
         found = dict(states[own]) if own is not None and own in states else {}
@@ -149,7 +149,7 @@ def _taken_apart(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def _parted(state: Mapping[str, Any], parameter: nn.Parameter, piece: Piece | None) -> Mapping[str, Any]:
+def _parted(state: Mapping[str, Any], parameter: nn.Parameter, piece: ShardSlice | None) -> Mapping[str, Any]:
     """The state of this process's part of a parameter; the reverse of `_joined`."""
     if piece is not None:
         return {key: _run(key, _taken_apart(value, parameter), piece) for key, value in state.items()}
@@ -158,9 +158,9 @@ def _parted(state: Mapping[str, Any], parameter: nn.Parameter, piece: Piece | No
     return {key: _taken_apart(value, parameter) for key, value in state.items()}
 
 
-def _run(key: str, value: Any, piece: Piece) -> Any:
+def _run(key: str, value: Any, piece: ShardSlice) -> Any:
     """A piece's values out of the parameter's, or as they were read."""
-    if isinstance(value, Run):
+    if isinstance(value, ShardValues):
         return value.values
     return piece.of(value) if piece.covers(key, value) else value
 
@@ -226,7 +226,9 @@ def _problems_by_name(optimizer: PipelineOptimizer, state: Mapping[str, Any]) ->
                 problems.append(
                     f"{name} has {'a' if saved_one else 'no'} main weight, and has {'none' if saved_one else 'one'} here"
                 )
-            elif has_main and not isinstance(mains[name], Run) and mains[name].shape != parameter.shape:
+            elif (
+                has_main and not isinstance(mains[name], ShardValues) and mains[name].shape != parameter.shape
+            ):
                 problems.append(f"the main weight of {name} has shape {tuple(mains[name].shape)}")
     here = {name for stage in optimizer.pipe.stages.values() for name in stage.module.names}
     layers = {layer.name for layer in optimizer.pipe.layers}

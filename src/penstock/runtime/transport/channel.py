@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.runtime.health.progress import Words
+from penstock.runtime.health.progress import RankProgress
 from penstock.stage.values import Parcel
 
 
@@ -38,8 +38,8 @@ class Channel(Protocol):
     """
 
     one_process: bool
-    words: Words
-    others: Sequence[Words | None]
+    words: RankProgress
+    others: Sequence[RankProgress | None]
 
     def guilty(self, patience: float = 0.0) -> str | None:
         """Whose process is stopped or has ended, and where it was; None if that is nobody's, as far as can be seen.

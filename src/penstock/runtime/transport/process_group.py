@@ -46,7 +46,7 @@ from penstock.runtime.transport.frame import (
     Views,
     aligned,
 )
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Parcel
 
 _FRAME, _PAYLOAD, _EXTRA = 1, 2, 3  # tags of the three kinds of message on an edge
@@ -106,7 +106,7 @@ class GroupOutgoing:
         peer: int,
         slots: int,
         capacity: int,
-        limit: Limit,
+        limit: Timeout,
         bulk: Bulk | None = None,
     ) -> None:
         self.group, self.peer, self.limit, self.bulk = group, peer, limit, bulk
@@ -206,7 +206,7 @@ class GroupIncoming:
         group: dist.ProcessGroup,
         peer: int,
         slots: int,
-        limit: Limit,
+        limit: Timeout,
         bulk: Bulk | None = None,
     ) -> None:
         self.group, self.peer, self.limit, self.bulk = group, peer, limit, bulk

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from torch import distributed as dist
 
 from penstock.errors import PeerError, TransportError
-from penstock.runtime.health.peers import Roster, supported
-from penstock.runtime.health.progress import WAITS, Words
+from penstock.runtime.health.peers import PeerRegistry, supported
+from penstock.runtime.health.progress import WAITS, RankProgress
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
-from penstock.runtime.transport.shared_memory import Bell, Host, SharedIncoming, SharedOutgoing
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.transport.shared_memory import Host, SharedIncoming, SharedOutgoing, WakeSocket
+from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Parcel
 
 SWITCH = "PENSTOCK_SHARED_MEMORY"
@@ -46,7 +46,7 @@ class ProcessChannel:
         limit: of any wait.
         bulk: (sender, receiver) → the communicator of that edge for values on a device; empty where stages are on
             the CPU.
-        roster: of the processes of this machine, with this one in it.
+        peer_registry: of the processes of this machine, with this one in it.
     """
 
     one_process = False
@@ -57,15 +57,15 @@ class ProcessChannel:
         exchange: Callable[[Any], list[Any]],
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
-        limit: Limit,
+        limit: Timeout,
         bulk: Mapping[tuple[int, int], Bulk] | None = None,
-        roster: Roster | None = None,
+        peer_registry: PeerRegistry | None = None,
     ) -> None:
         shares = not bulk and supported() and os.environ.get(SWITCH, "1") != "0"
-        self._roster = roster if roster is not None else Roster()
-        self._bell = Bell(self._roster) if shares else None
-        self.words = self._roster.words
-        self.others: Sequence[Words | None] = ()
+        self._peer_registry = peer_registry if peer_registry is not None else PeerRegistry()
+        self._bell = WakeSocket(self._peer_registry) if shares else None
+        self.words = self._peer_registry.words
+        self.others: Sequence[RankProgress | None] = ()
         rank = dist.get_rank(group)
         lanes = bulk or {}
         self._out: dict[int, _Sender] = {}
@@ -85,7 +85,7 @@ class ProcessChannel:
         exchange: Callable[[Any], list[Any]],
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
-        limit: Limit,
+        limit: Timeout,
     ) -> None:
         """Open the edges that can go through shared memory; both ends must be able to."""
         bell = self._bell
@@ -126,11 +126,11 @@ class ProcessChannel:
     def open(self, step: int) -> None:
         self._step = step
         self._aside.clear()
-        self._roster.say("")
+        self._peer_registry.say("")
 
     def guilty(self, patience: float = 0.0) -> str | None:
         """Who is stopped or gone, as far as that can be seen from here."""
-        return self._roster.guilty(patience)
+        return self._peer_registry.guilty(patience)
 
     def send(self, peer: int, tag: int, parcel: Parcel) -> None:
         words = self.words
@@ -155,7 +155,7 @@ class ProcessChannel:
             self._aside[peer, arrived] = content
 
     def fail(self, failure: Failure) -> None:
-        self._roster.say(failure.message)
+        self._peer_registry.say(failure.message)
         for edge in self._out.values():
             # A peer that is gone cannot be told, and the others must be.
             with contextlib.suppress(TransportError, RuntimeError):

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from penstock.encoding import sendable
 from penstock.errors import PeerError, TransportError, WaitTimeoutError
-from penstock.runtime.health.peers import Roster, machine
+from penstock.runtime.health.peers import PeerRegistry, machine
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (
     FAILURE,
@@ -46,7 +46,7 @@ from penstock.runtime.transport.frame import (
     Views,
     aligned,
 )
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Parcel
 
 _TAKEN, _RECEIVER_SLEEPS, _SENDER_SLEEPS = 0, 8, 16  # places of the ring's counters, in 8-byte words
@@ -72,15 +72,15 @@ class Host(NamedTuple):
     bell: int
 
 
-class Bell:
+class WakeSocket:
     """This process's pipe, by which others wake it, theirs, and the ends of their processes.
 
     Args:
-        roster: says who has ended, on whom everybody may wait at the end of a chain.
+        peer_registry: says who has ended, on whom everybody may wait at the end of a chain.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, peer_registry: PeerRegistry) -> None:
+        self._peer_registry = peer_registry
         # The end for writing stays open, too: with none a pipe is always ready to be read.
         self._own, self._kept = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.host = Host(machine(), os.getpid(), self._own)
@@ -154,12 +154,12 @@ class Bell:
                 return
             if any(fd == descriptor for fd, _ in events):
                 raise PeerError(self._ended(peer, host.pid))
-            self._roster.require_all()
+            self._peer_registry.require_all()
             if time.monotonic() > limit:
                 raise WaitTimeoutError(f"waited {timeout:g} s for rank {peer} to {what}")
 
     def _ended(self, peer: int, pid: int) -> str:
-        return self._roster.guilty() or f"rank {peer} has ended (process id {pid})"
+        return self._peer_registry.guilty() or f"rank {peer} has ended (process id {pid})"
 
     def close(self) -> None:
         """Close the pipes; may be called twice."""
@@ -250,7 +250,7 @@ class SharedOutgoing:
         host: where the receiver is.
     """
 
-    def __init__(self, peer: int, capacity: int, limit: Limit, bell: Bell, host: Host) -> None:
+    def __init__(self, peer: int, capacity: int, limit: Timeout, bell: WakeSocket, host: Host) -> None:
         self.peer, self.limit, self.bell, self.host = peer, limit, bell, host
         bell.meet(host)
         # One slot more than messages, so that word of a failure always finds one.
@@ -333,7 +333,9 @@ class SharedOutgoing:
 class SharedIncoming:
     """The receiving end of an edge; its ring is the one that the sender offers."""
 
-    def __init__(self, peer: int, limit: Limit, bell: Bell, host: Host, offer: tuple[int, int]) -> None:
+    def __init__(
+        self, peer: int, limit: Timeout, bell: WakeSocket, host: Host, offer: tuple[int, int]
+    ) -> None:
         self.peer, self.limit, self.bell, self.host = peer, limit, bell, host
         bell.meet(host)
         descriptor, slots = offer

@@ -14,10 +14,10 @@ import queue
 from collections.abc import Sequence
 
 from penstock.errors import PeerError, WaitTimeoutError
-from penstock.runtime.health.progress import WAITS, Words, new_words
+from penstock.runtime.health.progress import WAITS, RankProgress, new_words
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.workers.streams import Events, Streams
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
 from penstock.stage.values import Parcel
 
@@ -31,12 +31,12 @@ class ThreadChannel:
     one_process = True
 
     def __init__(
-        self, rank: int, limit: Limit, edges: dict[tuple[int, int], tuple[_Messages, _Places]]
+        self, rank: int, limit: Timeout, edges: dict[tuple[int, int], tuple[_Messages, _Places]]
     ) -> None:
         self.rank = rank
         self.limit = limit
-        self.words: Words = new_words()
-        self.others: Sequence[Words | None] = [self.words]
+        self.words: RankProgress = new_words()
+        self.others: Sequence[RankProgress | None] = [self.words]
         self._out = {dst: edge for (src, dst), edge in edges.items() if src == rank}
         self._in = {src: edge for (src, dst), edge in edges.items() if dst == rank}
         self._aside: dict[tuple[int, int], Parcel] = {}  # by peer and tag
@@ -106,7 +106,7 @@ class StreamChannel(ThreadChannel):
     def __init__(
         self,
         rank: int,
-        limit: Limit,
+        limit: Timeout,
         edges: dict[tuple[int, int], tuple[_Messages, _Places]],
         streams: Streams,
         events: Events,
@@ -127,7 +127,7 @@ class StreamChannel(ThreadChannel):
 
 def thread_channels(
     program: Program,
-    limit: Limit,
+    limit: Timeout,
     holders: Sequence[Sequence[int]] = (),
     streams: Streams | None = None,
 ) -> Sequence[ThreadChannel]:

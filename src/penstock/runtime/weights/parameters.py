@@ -17,7 +17,7 @@ from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 
 
-class Holdings:
+class LocalParameters:
     """What a process holds of the model.
 
     Args:

@@ -25,7 +25,7 @@ from penstock.stage.module import StageModule
 from penstock.stage.values import Parcel
 
 
-class Bundle(NamedTuple):
+class SharedGroup(NamedTuple):
     """Parameters that the same ranks hold and whose gradients are complete at the same time.
 
     Attributes:
@@ -48,7 +48,9 @@ def groups_of_holders(placement: Placement, ties: Ties) -> list[tuple[int, ...]]
     return [*placement.holders, *ties.holders]
 
 
-def bundles(placement: Placement, ties: Ties, modules: Mapping[int, StageModule], rank: int) -> list[Bundle]:
+def bundles(
+    placement: Placement, ties: Ties, modules: Mapping[int, StageModule], rank: int
+) -> list[SharedGroup]:
     """A rank's bundles, in the order of their numbers.
 
     Args:
@@ -73,11 +75,11 @@ def bundles(placement: Placement, ties: Ties, modules: Mapping[int, StageModule]
             owner, inner = next(modules[s].find(n) for n in names for s in stages if modules[s].has(n))
             named = [(ties.groups[at][0], getattr(owner, inner))]
         parameters = tuple(p for _, p in named)
-        found.append(Bundle(number, holders, stages, parameters, tuple(name for name, _ in named)))
+        found.append(SharedGroup(number, holders, stages, parameters, tuple(name for name, _ in named)))
     return found
 
 
-class Shared:
+class SharedGradients:
     """One rank's part in the sums.
 
     Args:
@@ -90,7 +92,7 @@ class Shared:
     """
 
     def __init__(
-        self, bundles: Sequence[Bundle], rank: int, tags: int, channel: Channel, one_memory: bool
+        self, bundles: Sequence[SharedGroup], rank: int, tags: int, channel: Channel, one_memory: bool
     ) -> None:
         self.bundles = bundles
         self.rank = rank
@@ -119,7 +121,7 @@ class Shared:
                 if not waiting:
                     self._send(bundle)
 
-    def _send(self, bundle: Bundle) -> None:
+    def _send(self, bundle: SharedGroup) -> None:
         for name, parameter in zip(bundle.names, bundle.parameters, strict=True):
             if parameter.grad is not None:
                 require_dense(f"parameter {name!r}", parameter.grad)
@@ -160,7 +162,7 @@ class Shared:
                     )
         self._before = []
 
-    def _require_same(self, bundle: Bundle, frozen: Sequence[str]) -> None:
+    def _require_same(self, bundle: SharedGroup, frozen: Sequence[str]) -> None:
         for n, told in enumerate(zip(*frozen, strict=True)):
             if len(set(told)) > 1:
                 ranks = [r for r, flag in zip(bundle.holders, told, strict=True) if flag == _FROZEN]
@@ -181,13 +183,17 @@ class Shared:
 _FROZEN, _TRAINED = "01"
 
 
-def _frozen(bundle: Bundle) -> str:
+def _frozen(bundle: SharedGroup) -> str:
     """A character a parameter; text, since what is no tensor travels only when it changes."""
     return "".join(_TRAINED if p.requires_grad else _FROZEN for p in bundle.parameters)
 
 
 def equalise(
-    bundles: Sequence[Bundle], modules: Mapping[int, StageModule], rank: int, channel: Channel, stages: int
+    bundles: Sequence[SharedGroup],
+    modules: Mapping[int, StageModule],
+    rank: int,
+    channel: Channel,
+    stages: int,
 ) -> None:
     """Give every holder the first one's parameters, and of copied stages the buffers; every rank calls it, before step 1.
 
@@ -200,7 +206,7 @@ def equalise(
     """
     channel.open(0)
 
-    def state(bundle: Bundle) -> list[Tensor]:
+    def state(bundle: SharedGroup) -> list[Tensor]:
         buffers = modules[bundle.number].buffers() if bundle.number < stages else ()
         return [*bundle.parameters, *buffers]
 

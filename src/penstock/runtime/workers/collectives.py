@@ -15,8 +15,8 @@ from penstock.errors import PeerError, WaitTimeoutError
 from penstock.parallel.data.attendance import Attendance, Visit
 from penstock.parallel.data.exchange import gather_values
 from penstock.runtime.health.hang import TICK, dump_stacks
-from penstock.runtime.health.peers import Roster
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.health.peers import PeerRegistry
+from penstock.runtime.workers.timeout import Timeout
 
 ANSWERED = 3.0
 """Seconds in which those that wait have said so, once a connection is broken."""
@@ -27,15 +27,15 @@ class Collectives:
 
     Args:
         limit: of a wait for the others.
-        roster: of the processes of this machine.
+        peer_registry: of the processes of this machine.
 
     Attributes:
-        attendance: of processes that the roster does not show; None if it shows all.
+        attendance: of processes that the registry does not show; None if it shows all.
     """
 
-    def __init__(self, limit: Limit, roster: Roster) -> None:
+    def __init__(self, limit: Timeout, peer_registry: PeerRegistry) -> None:
         self.limit = limit
-        self.roster = roster
+        self.peer_registry = peer_registry
         self.attendance: Attendance | None = None
 
     def enter(self, group: dist.ProcessGroup | None) -> Visit | None:
@@ -113,15 +113,15 @@ class Collectives:
                         raise self._broken(what, error, visit) from error
                     if monotonic() > until:
                         raise self._late(what, seconds, visit) from error
-                self.roster.require_all()
+                self.peer_registry.require_all()
                 if visit is not None:
                     visit.waits(seconds)
         except (PeerError, WaitTimeoutError) as error:
-            self.roster.say(str(error))
+            self.peer_registry.say(str(error))
             raise
 
     def _broken(self, what: str, error: RuntimeError, visit: Visit | None) -> PeerError:
-        who = self.roster.guilty(patience=1.0)
+        who = self.peer_registry.guilty(patience=1.0)
         if who:
             return PeerError(f"{who}, while the others were to {what}")
         missing = visit.missing(patience=ANSWERED) if visit is not None else ""
@@ -129,7 +129,7 @@ class Collectives:
         return PeerError(f"{who}, when they were to {what}: {str(error).splitlines()[0]}")
 
     def _late(self, what: str, seconds: float, visit: Visit | None) -> WaitTimeoutError:
-        who = self.roster.guilty() or (visit.missing() if visit is not None else "")
+        who = self.peer_registry.guilty() or (visit.missing() if visit is not None else "")
         text = f"waited {seconds:g} s for the other processes, to {what}"
         error = WaitTimeoutError(f"{text}: {who}" if who else f"{text}; one of them failed, or is slow")
         dump_stacks(str(error))

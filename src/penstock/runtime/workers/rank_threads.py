@@ -11,10 +11,10 @@ from time import monotonic
 import torch
 
 from penstock.errors import HangError, PeerError, WaitTimeoutError
-from penstock.runtime.health.hang import GRACE, RANK_THREAD, SHORT_GRACE, TICK, Judge, dump_stacks
+from penstock.runtime.health.hang import GRACE, RANK_THREAD, SHORT_GRACE, TICK, HangDetector, dump_stacks
 from penstock.runtime.workers.caller import Job, with_settings
 from penstock.runtime.workers.streams import Streams
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 
 
 class _Ends:
@@ -28,7 +28,7 @@ class _Ends:
 _Inbox = queue.SimpleQueue[tuple[Job, _Ends] | None]
 
 
-class Crew:
+class RankThreads:
     """One thread a rank.
 
     Args:
@@ -37,7 +37,7 @@ class Crew:
         streams: on which the ranks compute; None on the CPU.
     """
 
-    def __init__(self, ranks: int, limit: Limit, streams: Streams | None = None) -> None:
+    def __init__(self, ranks: int, limit: Timeout, streams: Streams | None = None) -> None:
         self.limit = limit
         self._streams = streams
         self._jobs: list[_Inbox] = [queue.SimpleQueue() for _ in range(ranks)]
@@ -55,7 +55,7 @@ class Crew:
             )
             for r in range(ranks)
         ]
-        # The threads do not hold the crew, so one that nobody has any more ends them, closed or not.
+        # The threads do not hold this object, so one that is dropped ends them, closed or not.
         weakref.finalize(self, _dismiss, self._jobs).atexit = False
         for thread in self._threads:
             thread.start()
@@ -65,7 +65,9 @@ class Crew:
         """The ranks still at work on jobs that failed or were interrupted."""
         return self._running - self._ends.ranks
 
-    def run(self, jobs: Sequence[Job], stop: Callable[[str], None], judge: Judge | None = None) -> None:
+    def run(
+        self, jobs: Sequence[Job], stop: Callable[[str], None], judge: HangDetector | None = None
+    ) -> None:
         """Run one job a rank and wait for all.
 
         Args:
@@ -78,7 +80,7 @@ class Crew:
                 still at work a few seconds later are named in a note, and waited for before the next jobs. What interrupts
                 the caller (KeyboardInterrupt) stops the ranks and is raised once they have ended, in the same way; a
                 second interrupt ends that wait.
-            HangError: a rank hangs, as `Judge` says it, or did not stop when a wait for it had run out.
+            HangError: a rank hangs, as `HangDetector` says it, or did not stop when a wait for it had run out.
         """
         self.settle()
         torch.clear_autocast_cache()  # see _serve
@@ -107,7 +109,7 @@ class Crew:
                 )
         self._hung.clear()
 
-    def _run(self, jobs: Sequence[Job], stop: Callable[[str], None], judge: Judge | None) -> None:
+    def _run(self, jobs: Sequence[Job], stop: Callable[[str], None], judge: HangDetector | None) -> None:
         failures: list[BaseException] = []
         began = failed = monotonic()
         try:
@@ -139,7 +141,9 @@ class Crew:
             self._running.add(rank)
             inbox.put((job, ends))
 
-    def _interrupted(self, error: BaseException, stop: Callable[[str], None], judge: Judge | None) -> None:
+    def _interrupted(
+        self, error: BaseException, stop: Callable[[str], None], judge: HangDetector | None
+    ) -> None:
         """Stop the ranks and wait until they have ended: they add to gradients as long as they compute."""
         stop("the step was interrupted")
         until = monotonic() + min(self.limit.seconds, GRACE)
@@ -161,13 +165,13 @@ class Crew:
         self._running.discard(rank)
         return (error,)
 
-    def _who_hangs(self, judge: Judge | None, began: float) -> set[int]:
+    def _who_hangs(self, judge: HangDetector | None, began: float) -> set[int]:
         if judge is not None:
             return self._running.intersection(judge.hung())
         return set(self._running) if monotonic() - began > self.limit.first else set()
 
     def _give_up(
-        self, failures: Sequence[BaseException], since: float, hung: set[int], judge: Judge | None
+        self, failures: Sequence[BaseException], since: float, hung: set[int], judge: HangDetector | None
     ) -> None:
         """Once some have failed: leave those behind that do not stop."""
         first = _first(failures)
@@ -185,7 +189,7 @@ class Crew:
         first.add_note(f"{doing}; it was left behind after {since:.1f} s")
         raise first
 
-    def _end(self, hung: set[int], stop: Callable[[str], None], judge: Judge | None) -> None:
+    def _end(self, hung: set[int], stop: Callable[[str], None], judge: HangDetector | None) -> None:
         """End the jobs of all but those that hang."""
         doing = self._doing(hung, judge)
         dump_stacks(doing)
@@ -199,7 +203,7 @@ class Crew:
             "only the end of the process ends this thread"
         )
 
-    def _doing(self, ranks: set[int], judge: Judge | None) -> str:
+    def _doing(self, ranks: set[int], judge: HangDetector | None) -> str:
         if judge is None:
             return f"{_named(ranks)} still at work"
         return "; ".join(judge.where(n) for n in sorted(ranks))

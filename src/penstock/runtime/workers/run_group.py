@@ -18,7 +18,7 @@ from penstock.runtime.workers.collectives import Collectives
 T = TypeVar("T")
 
 
-class Fleet:
+class RunGroup:
     """This process among those of the run.
 
     Args:
@@ -34,9 +34,9 @@ class Fleet:
         self._together = together
 
     @staticmethod
-    def of(pipe: Pipeline) -> Fleet:
+    def of(pipe: Pipeline) -> RunGroup:
         """All processes of a pipeline's run, those of the pipelines beside it included."""
-        return Fleet(None if pipe.world is None else pipe.world.together)
+        return RunGroup(None if pipe.world is None else pipe.world.together)
 
     @property
     def leads(self) -> bool:

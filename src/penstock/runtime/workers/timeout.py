@@ -14,7 +14,7 @@ YEAR = 365 * 24 * 3600
 """Seconds; the longest limit. Clocks and locks count in 64 bits, and sums of limits must not overflow."""
 
 
-class Limit:
+class Timeout:
     """What every wait asks when it begins.
 
     Args:

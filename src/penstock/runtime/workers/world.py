@@ -22,13 +22,13 @@ from penstock.errors import ConfigError, PeerError, TransportError, WaitTimeoutE
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer, Reducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
-from penstock.runtime.health.peers import Roster
+from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.start.launch_environment import find_launch
 from penstock.runtime.start.restarts import store_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.collectives import Collectives
-from penstock.runtime.workers.timeout import Limit
+from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2
@@ -50,7 +50,7 @@ class World:
         self.rank = rank
         self.size = size
         self.channel: ProcessChannel | None = None
-        self._roster: Roster | None = None
+        self._peer_registry: PeerRegistry | None = None
         self._together: Collectives | None = None
         self._applied = 0.0
         self.mesh: Mesh | None = None
@@ -61,7 +61,7 @@ class World:
         self._buckets: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
         self._lanes: list[dist.ProcessGroup] = []
-        self.limit = Limit(60.0)
+        self.limit = Timeout(60.0)
 
     @property
     def is_first(self) -> bool:
@@ -80,9 +80,9 @@ class World:
             ConfigError: a shape that does not fit the number of processes.
             WaitTimeoutError: not all processes came in time.
         """
-        self.limit = Limit(timeout, first)
-        self._roster = Roster()
-        self._together = Collectives(self.limit, self._roster)
+        self.limit = Timeout(timeout, first)
+        self._peer_registry = PeerRegistry()
+        self._together = Collectives(self.limit, self._peer_registry)
         if not dist.is_initialized():
             self._meet()
         if shape is not None and (shape.dp > 1 or shape.tp > 1):
@@ -104,10 +104,10 @@ class World:
         return timedelta(seconds=self.limit.longest)
 
     @property
-    def roster(self) -> Roster:
+    def peer_registry(self) -> PeerRegistry:
         """What the processes of this machine do."""
-        assert self._roster is not None, "joined"
-        return self._roster
+        assert self._peer_registry is not None, "joined"
+        return self._peer_registry
 
     @property
     def together(self) -> Collectives:
@@ -188,7 +188,7 @@ class World:
         return GroupReducer(
             self._buckets,
             self.limit.seconds,
-            require_all=self.roster.require_all,
+            require_all=self.peer_registry.require_all,
             enter=lambda: self.together.enter(self._buckets),
         )
 
@@ -239,7 +239,7 @@ class World:
             {t: size for (s, t), size in sizes.items() if s == self.rank},
             self.limit,
             bulk,
-            self.roster,
+            self.peer_registry,
         )
         self._see_each_other(self.channel)
         return self.channel
@@ -250,16 +250,22 @@ class World:
         if self.mesh is not None:
             axes = ", ".join(f"{axis} {self.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
             name = f"process {number} ({axes})"
-        told = self.together.exchange((self.roster.entry(name, self.rank, place), uuid4().hex), None, "meet")
+        told = self.together.exchange(
+            (self.peer_registry.entry(name, self.rank, place), uuid4().hex), None, "meet"
+        )
         entries = [entry for entry, _ in told]
-        self.roster.meet(entries)
-        if any(self.together.exchange(not self.roster.sees(entries), None, "meet")):  # all ask, or nobody
+        self.peer_registry.meet(entries)
+        if any(
+            self.together.exchange(not self.peer_registry.sees(entries), None, "meet")
+        ):  # all ask, or nobody
             names = [f"{entry.name} on host {entry.host}" for entry in entries]
             whole: Any = dist.group.WORLD
             store = whole.get_group_store().clone()  # a connection of its own
             self.together.attendance = Attendance(store, told[0][1], names)
-        found = self.roster.of_pipeline(place)
-        channel.others = [self.roster.words if r == self.rank else found.get(r) for r in range(self.size)]
+        found = self.peer_registry.of_pipeline(place)
+        channel.others = [
+            self.peer_registry.words if r == self.rank else found.get(r) for r in range(self.size)
+        ]
         self.together.meet(None, "meet")  # nobody closes its page before all have found it
 
     def _lane(self, pair: tuple[int, int], backend: str) -> dist.ProcessGroup | None:
@@ -308,7 +314,7 @@ class World:
             # A rank that is gone, or never comes, does not matter any more.
             with contextlib.suppress(TransportError):
                 self.together.meet(self._reductions, "close")
-        self.roster.close()
+        self.peer_registry.close()
         self.channel.close()
         self.channel = None
         for group in (*self._lanes, self._messages, self._reductions, self._buckets, self._beside):

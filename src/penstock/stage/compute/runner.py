@@ -22,7 +22,7 @@ from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, Draw, enter
 from penstock.stage.rng.random_state import RandomState
-from penstock.stage.split_backward.deferring import deferring
+from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import Queue
 from penstock.stage.values import Carried, Collecting, Parcel, pack, unpack
 
@@ -53,7 +53,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Wiring:
+class StageRoutes:
     """What a stage hands on besides its output.
 
     Attributes:
@@ -65,7 +65,7 @@ class Wiring:
     skips: tuple[tuple[str, ...], ...] = ()
 
 
-class Share(NamedTuple):
+class LossWeight(NamedTuple):
     """How much of a microbatch's loss counts.
 
     Attributes:
@@ -92,7 +92,7 @@ class Share(NamedTuple):
         return self.factor / self.divisor
 
 
-class Report(NamedTuple):
+class LossReport(NamedTuple):
     """What the last stage says of a microbatch: losses are 0-d tensors without a graph.
 
     Attributes:
@@ -108,20 +108,20 @@ class Report(NamedTuple):
     has_graph: bool = False
 
 
-class Ends(NamedTuple):
+class LossInputs(NamedTuple):
     """What the last stage needs to end a microbatch: its target, its share, and whether its output is wanted."""
 
     target: object
-    share: Share = Share()
+    share: LossWeight = LossWeight()
     keep_output: bool = False
 
 
-class Advanced(NamedTuple):
+class SegmentOutput(NamedTuple):
     """What a segment's forward made."""
 
     parcels: Parcels
     roots: tuple[Tensor, ...]
-    report: Report | None
+    report: LossReport | None
 
 
 class Runner:
@@ -145,7 +145,7 @@ class Runner:
         module: StageModule,
         loss_fn: LossFunction | None,
         settings: Settings,
-        wiring: Wiring,
+        wiring: StageRoutes,
     ) -> None:
         self.index = index
         self.module = module
@@ -182,8 +182,8 @@ class Runner:
         return state, collecting
 
     def advance(
-        self, segment: Segment, microbatch: int, state: Carried, ends: Ends | None, queue: Queue | None
-    ) -> Advanced:
+        self, segment: Segment, microbatch: int, state: Carried, ends: LossInputs | None, queue: Queue | None
+    ) -> SegmentOutput:
         """Run a segment's layers, and at the end of the last stage the loss.
 
         Args:
@@ -202,8 +202,8 @@ class Runner:
             queue.running = False
 
     def _advance(
-        self, segment: Segment, microbatch: int, state: Carried, ends: Ends | None, queue: Queue | None
-    ) -> Advanced:
+        self, segment: Segment, microbatch: int, state: Carried, ends: LossInputs | None, queue: Queue | None
+    ) -> SegmentOutput:
         draw = self._draw(microbatch)
         context = Context(dict(state.named), dict(state.losses), self.module.gives, draw, self._quiet)
         before = enter(context)
@@ -211,7 +211,7 @@ class Runner:
             if queue is None and self.settings.autocast is None:
                 value = self.module.run(state.value, context, segment.start, segment.stop)
             else:
-                with self._autocast(), deferring(queue) if queue else nullcontext():
+                with self._autocast(), defer_weight_grads(queue) if queue else nullcontext():
                     value = self.module.run(state.value, context, segment.start, segment.stop)
         except BaseException as error:
             self.in_place.failed(error)
@@ -224,11 +224,11 @@ class Runner:
             context.require_unwritten()
         if segment.stop < len(self.module.layers):
             parcel, roots = pack(Carried(value, context.named, context.losses), travels=False)
-            return Advanced((parcel,), roots, None)
+            return SegmentOutput((parcel,), roots, None)
         if self.loss_fn is None:
             return self._hand_on(value, context)
         if ends is None:
-            return Advanced((), (), Report(None, {}, _detached(value)))
+            return SegmentOutput((), (), LossReport(None, {}, _detached(value)))
         with self._autocast():
             if draw is None or _LOSS in self._quiet:
                 parts = self._losses(value, ends.target)
@@ -240,13 +240,13 @@ class Runner:
         loss = losses[0] if len(losses) == 1 else reduce(torch.add, losses)
         # A microbatch that does not count (no valid token, say) may have a loss of 0/0, and has no backward.
         roots = (ends.share.of(loss),) if ends.share.factor and loss.requires_grad else ()
-        report = Report(
+        report = LossReport(
             loss.detach(),
             {name: part.detach() for name, part in parts.items()},
             _detached(value) if ends.keep_output else None,
             bool(roots),
         )
-        return Advanced((), roots, report)
+        return SegmentOutput((), roots, report)
 
     def _draw(self, microbatch: int) -> Draw | None:
         random, step = self.settings.random, self.step
@@ -262,7 +262,7 @@ class Runner:
 
         return draw
 
-    def _hand_on(self, value: object, context: Context) -> Advanced:
+    def _hand_on(self, value: object, context: Context) -> SegmentOutput:
         onward = {n: context.named[n] for n in sorted(self.wiring.onward) if n in context.named}
         whole = Carried(value, onward, context.losses) if onward or context.losses else value
         parcel, roots = pack(whole)
@@ -275,7 +275,7 @@ class Runner:
             skip, more = pack({n: context.named[n] for n in names})
             parcels.append(skip)
             roots += more
-        return Advanced(tuple(parcels), roots, None)
+        return SegmentOutput(tuple(parcels), roots, None)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.settings.autocast

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.stage.compute.recompute import Segment
-from penstock.stage.compute.runner import Advanced, Ends, Parcels
+from penstock.stage.compute.runner import LossInputs, Parcels, SegmentOutput
 from penstock.stage.split_backward.weight_grad import Queue
 from penstock.stage.values import Collecting, same_numbers
 
@@ -27,8 +27,8 @@ class Dropped(NamedTuple):
     segment: Segment
     inputs: Parcels
     buffers: list[Tensor]
-    ends: Ends | None
-    found: Advanced | None
+    ends: LossInputs | None
+    found: SegmentOutput | None
 
 
 class Saved(NamedTuple):
@@ -51,7 +51,7 @@ class LayerBytes(NamedTuple):
     inputs: int
 
 
-def require_same(first: Advanced, again: Advanced, layers: Sequence[str]) -> None:
+def require_same(first: SegmentOutput, again: SegmentOutput, layers: Sequence[str]) -> None:
     """Compare what a recomputed segment returned at first with what it returns now.
 
     Raises:
@@ -68,7 +68,7 @@ def require_same(first: Advanced, again: Advanced, layers: Sequence[str]) -> Non
     )
 
 
-def _numbers(found: Advanced) -> list[Tensor]:
+def _numbers(found: SegmentOutput) -> list[Tensor]:
     leaves = [x for parcel in found.parcels for x in parcel.leaves if isinstance(x, Tensor) and x.numel()]
     if found.report is not None and found.report.loss is not None:
         leaves.append(found.report.loss)

@@ -18,20 +18,20 @@ from penstock.stage.compute.footprint import Footprint
 from penstock.stage.compute.input_hooks import follow_hooks
 from penstock.stage.compute.recompute import Buffers, Segment, chosen, nothing_saved, segments
 from penstock.stage.compute.runner import (
-    Advanced,
-    Ends,
     LossFunction,
+    LossInputs,
+    LossReport,
     Parcels,
-    Report,
     Runner,
+    SegmentOutput,
     Settings,
-    Wiring,
+    StageRoutes,
 )
 from penstock.stage.compute.saved import Dropped, Graph, LayerBytes, Saved, require_same
 from penstock.stage.isolation import Isolation, graph_of
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.split_check import SplitCheck, SplitChecks
-from penstock.stage.split_backward.weight_grad import Delivery, Queue
+from penstock.stage.split_backward.weight_grad import GradAccumulator, Queue
 from penstock.stage.values import Collecting, finite_sum, gradients
 
 
@@ -59,7 +59,7 @@ class Stage:
         module: StageModule,
         loss_fn: LossFunction | None = None,
         settings: Settings | None = None,
-        wiring: Wiring | None = None,
+        wiring: StageRoutes | None = None,
         isolation: Isolation | None = None,
     ) -> None:
         self.index = index
@@ -68,12 +68,12 @@ class Stage:
         self.held_bytes = 0
         self.suspects: list[tuple[int, Tensor]] = []
         self.split_checks = SplitChecks(index, module, self.settings.strict)
-        self._runner = Runner(index, module, loss_fn, self.settings, wiring or Wiring())
+        self._runner = Runner(index, module, loss_fn, self.settings, wiring or StageRoutes())
         self.isolation = isolation or Isolation()
         self._first = True  # until the first backward has run
         self._saved: dict[int, Saved] = {}
         self._waiting: dict[int, Queue] = {}
-        self._deliveries: dict[tuple[int, ...], Delivery] = {}
+        self._deliveries: dict[tuple[int, ...], GradAccumulator] = {}
         self._saved_bytes: dict[tuple[bool, bool], int] = {}
         self._waiting_bytes: int | None = None
         self._kind: tuple[torch.dtype, torch.device] | None = None
@@ -138,16 +138,16 @@ class Stage:
         return self._forward(microbatch, inputs, None, split, drop).parcels
 
     def forward_with_loss(
-        self, microbatch: int, inputs: Parcels, ends: Ends, split: bool = False, drop: bool = False
-    ) -> Report:
+        self, microbatch: int, inputs: Parcels, ends: LossInputs, split: bool = False, drop: bool = False
+    ) -> LossReport:
         """As `forward`, on the last stage: returns the microbatch's losses and, if wanted, the detached output."""
         report = self._forward(microbatch, inputs, ends, split, drop).report
         assert report is not None, "a stage with a loss_fn"
         return report
 
     def _forward(
-        self, microbatch: int, inputs: Parcels, ends: Ends | None, split: bool, drop: bool
-    ) -> Advanced:
+        self, microbatch: int, inputs: Parcels, ends: LossInputs | None, split: bool, drop: bool
+    ) -> SegmentOutput:
         if microbatch in self._saved or microbatch in self._waiting:
             raise PenstockError(
                 f"stage {self.index} already holds microbatch {microbatch}; its backward has to come first"
@@ -169,8 +169,14 @@ class Stage:
         return found
 
     def _by_segments(
-        self, saved: Saved, microbatch: int, inputs: Parcels, ends: Ends | None, drop: bool, measured: bool
-    ) -> Advanced:
+        self,
+        saved: Saved,
+        microbatch: int,
+        inputs: Parcels,
+        ends: LossInputs | None,
+        drop: bool,
+        measured: bool,
+    ) -> SegmentOutput:
         footprint = None if measured else Footprint(self.module)
         for segment in (self._whole,) if drop else self._segments:
             record, found = self._first_time(segment, microbatch, inputs, ends, saved.queue, footprint)
@@ -185,14 +191,14 @@ class Stage:
         segment: Segment,
         microbatch: int,
         inputs: Parcels,
-        ends: Ends | None,
+        ends: LossInputs | None,
         queue: Queue | None,
         footprint: Footprint | None,
-    ) -> tuple[Graph | Dropped, Advanced]:
+    ) -> tuple[Graph | Dropped, SegmentOutput]:
         if not segment.recompute:
             collecting = Collecting()
 
-            def keep() -> Advanced:
+            def keep() -> SegmentOutput:
                 nonlocal collecting
                 state, collecting = self._runner.join(inputs, segment)
                 self._runner.in_place.footprint = footprint
@@ -210,7 +216,7 @@ class Stage:
                     queue.note = None
                 footprint.of(collecting.leaves)
             return self._graph(collecting, found), found
-        found_once: list[Advanced] = []
+        found_once: list[SegmentOutput] = []
 
         def forward() -> None:
             with nothing_saved():
@@ -267,7 +273,7 @@ class Stage:
                 require_same(part.found, found, self.module.names[part.segment.start : part.segment.stop])
             return self._graph(collecting, found)
 
-    def _graph(self, collecting: Collecting, found: Advanced) -> Graph:
+    def _graph(self, collecting: Collecting, found: SegmentOutput) -> Graph:
         collecting.ran()
         if self._first:
             graph = graph_of(found.roots)
@@ -287,13 +293,13 @@ class Stage:
         """Run the layers on a microbatch and keep nothing; to be called without gradients enabled."""
         return self._evaluated(microbatch, inputs, None).parcels
 
-    def evaluate_with_loss(self, microbatch: int, inputs: Parcels, ends: Ends) -> Report:
+    def evaluate_with_loss(self, microbatch: int, inputs: Parcels, ends: LossInputs) -> LossReport:
         """As `evaluate`, on the last stage; the loss is None if there is no target."""
         report = self._evaluated(microbatch, inputs, None if ends.target is None else ends).report
         assert report is not None, "a stage with a loss_fn"
         return report
 
-    def _evaluated(self, microbatch: int, inputs: Parcels, ends: Ends | None) -> Advanced:
+    def _evaluated(self, microbatch: int, inputs: Parcels, ends: LossInputs | None) -> SegmentOutput:
         state, _ = self._runner.join(inputs, self._whole)
         return self._runner.advance(self._whole, microbatch, state, ends, None)
 

@@ -26,7 +26,7 @@ class Source(Protocol):
 
 
 Replacement = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Called with the source (a `drawing`), the function it replaces, and that function's arguments."""
+"""Called with the source (an `isolated_rng`), the function it replaces, and that function's arguments."""
 
 
 class _Masked(torch.autograd.Function):

@@ -1,11 +1,11 @@
 """Random numbers of a layer, drawn from a generator of its own.
 
 torch's default generators belong to the whole process: what a layer draws from them depends on what else has drawn,
-which other layers share the process, and, in threads, on chance. Within `drawing` every function of torch that draws
+which other layers share the process, and, in threads, on chance. Within `isolated_rng` every function of torch that draws
 does so from a generator seeded by (seed, step, microbatch, layer) alone. Functions that take a generator are given
 it; the others are computed from its draws (`stage.dropout`).
 
-On a CPU a layer within `drawing` gives bit for bit what it would give alone in a process after ``torch.manual_seed`` of
+On a CPU a layer within `isolated_rng` gives bit for bit what it would give alone in a process after ``torch.manual_seed`` of
 the same seed.
 """
 
@@ -24,7 +24,7 @@ from penstock.stage.rng.dropout import COMPUTED, Replacement
 from penstock.stage.rng.seeds import seed_of
 
 
-class drawing(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
+class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
     """Within it, random draws come from generators of this key alone, one a device, made at the first draw.
 
     It may be entered within or around ``weight_grad.deferring``, in any thread. Entered anew with the same key it
@@ -88,19 +88,19 @@ def _place(kwargs: dict[str, Any]) -> torch.device:
 
 
 def _draw(
-    mode: drawing, device: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: isolated_rng, device: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if device.type == "meta" or _has_generator(args, kwargs):
         return func(*args, **kwargs)
     return func(*args, **{**kwargs, "generator": mode.generator(device)})
 
 
-def _new(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _new(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.rand and its kin, which make a tensor from nothing."""
     return _draw(mode, _place(kwargs), func, args, kwargs)
 
 
-def _from_tensor(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _from_tensor(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tensor.normal_, torch.bernoulli and their kin; torch.normal may have no tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -108,7 +108,7 @@ def _from_tensor(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return _new(mode, func, args, kwargs)
 
 
-def _generator_last(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _generator_last(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `_from_tensor`, for functions whose last positional argument may be the generator."""
     return _from_tensor(mode, func, args[:-1] if args[-1:] == (None,) else args, kwargs)
 
@@ -116,7 +116,7 @@ def _generator_last(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dic
 def _like(fill: Callable[..., Tensor]) -> Replacement:
     """torch.rand_like and its kin: an empty tensor, then `fill(tensor, *rest, generator=...)`."""
 
-    def replaced(mode: drawing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replaced(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_generator(args, kwargs):
             return func(*args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
@@ -156,7 +156,7 @@ def _through(func: Any) -> Replacement:
     body = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
 
-    def replaced(mode: drawing, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replaced(mode: isolated_rng, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mode:
             return body(*args, **kwargs)
 

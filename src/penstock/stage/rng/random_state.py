@@ -1,7 +1,7 @@
 """The random numbers of layers, in their building and at work, the same however the model is cut.
 
 A `RandomState` runs layers so that what they draw depends on (seed, step, microbatch, layer) alone. The first run of a
-layer is audited: what draws from torch's default generators in spite of `drawing` is refused by name, and a layer that
+layer is audited: what draws from torch's default generators in spite of `isolated_rng` is refused by name, and a layer that
 draws nothing is from then on run without any mode around it. What can change that is looked for at every step: the
 settings of the layer's modules, and, around the step, the default generators themselves.
 """
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 )  # public nowhere; documented, and what torch's own tools use
 
 from penstock.errors import ConfigError
-from penstock.stage.rng.isolated_rng import drawing
+from penstock.stage.rng.isolated_rng import isolated_rng
 from penstock.stage.rng.seeds import seed_of
 from penstock.stage.values import leaves_of
 
@@ -70,7 +70,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def no_checkpoint(self) -> None:
-        """Refuse a draw within torch.utils.checkpoint, which would draw anew in the backward, outside of `drawing`.
+        """Refuse a draw within torch.utils.checkpoint, which would draw anew in the backward, outside of `isolated_rng`.
 
         Raises:
             ConfigError: it is called from within a function that torch.utils.checkpoint runs.
@@ -217,7 +217,7 @@ class RandomState:
             known.step = step
         if self._trusts and not known.draws:
             return call()
-        with drawing(self.seed, step, microbatch, name) as mode:
+        with isolated_rng(self.seed, step, microbatch, name) as mode:
             result = call()
         if mode.drew and not known.draws:
             known.draws = True
@@ -234,7 +234,7 @@ class RandomState:
         """Around a step: notices if a default generator was drawn from although no layer is known to draw so.
 
         Another thread of the program may have done it, or a layer that has begun to draw without any change in its
-        modules' settings. From then on every layer is run within `drawing`, after another audit; the layer that is
+        modules' settings. From then on every layer is run within `isolated_rng`, after another audit; the layer that is
         found to draw is named in a warning, for one step's draws of it were not its own.
         """
         before = _default_states() if self._trusts else None
@@ -262,7 +262,7 @@ class RandomState:
                 return result
         audit, before = Audit(name), _cuda_states()
         refusing = NoForwardMode(name) if self.in_threads else nullcontext()
-        with alone, refusing, drawing(self.seed, step, microbatch, name, audit.no_checkpoint) as mode:
+        with alone, refusing, isolated_rng(self.seed, step, microbatch, name, audit.no_checkpoint) as mode:
             result = _run_watched(key[0], audit, call) if _autocast_is_on() else _run_within(audit, call)
         if _cuda_states() != before:
             raise ConfigError(f"{_wrong(name, 'an extension that torch does not see')}; set its dropout to 0")

@@ -1,6 +1,6 @@
 """I, the half of a split backward that computes input gradients and leaves the weight gradients in a queue for W.
 
-While a stage runs its forward, `deferring` intercepts the functions that own weights (linear, addmm, convolution,
+While a stage runs its forward, `defer_weight_grads` intercepts the functions that own weights (linear, addmm, convolution,
 embedding). It calls each with its weights detached, so that autograd computes the gradient of the input only, and hooks
 the function's node in the graph: the hook queues what the weight gradient needs, the input and the output's gradient. I
 is then one ordinary backward without a walk over the graph, and W works off the queue. Weights used in any other way
@@ -25,7 +25,7 @@ from penstock.errors import PenstockError
 from penstock.stage.split_backward.weight_grad import Queue, Use, Weights
 
 
-class deferring(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
+class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
     """Within it, functions that own weights put their weight gradients into `queue`.
 
     The mode steps aside where a later recomputation or another derivative would not see its detached weights: under hooks
@@ -41,7 +41,7 @@ class deferring(TorchFunctionMode):  # noqa: N801 - used as a context manager, l
         self.queue = queue
         self._saved_hooks: object = None
 
-    def __enter__(self) -> deferring:
+    def __enter__(self) -> defer_weight_grads:
         self._saved_hooks = _saved_tensor_hooks()
         super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self

@@ -1,7 +1,7 @@
 """W, the half of a split backward that computes weight gradients from what I left in a queue.
 
-See `deferring` for how the queue is filled. W hands the gradients to the autograd engine, which accumulates them and
-fires the parameters' hooks, once for each microbatch, after the last contribution.
+See `defer_weight_grads` for how the queue is filled. W hands the gradients to the autograd engine, which accumulates them
+and fires the parameters' hooks, once for each microbatch, after the last contribution.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Queue:
             self.clear()
             return _gradients(total)
 
-    def work_off(self, deliveries: dict[tuple[int, ...], Delivery]) -> None:
+    def work_off(self, deliveries: dict[tuple[int, ...], GradAccumulator]) -> None:
         """Compute the weight gradients and accumulate them; each parameter's hooks fire once.
 
         Args:
@@ -126,7 +126,7 @@ class Queue:
         key = tuple(map(id, parameters))
         if key:
             if key not in deliveries:
-                deliveries[key] = Delivery(parameters)
+                deliveries[key] = GradAccumulator(parameters)
             deliveries[key].hand_over(gradients)
 
 
@@ -152,7 +152,7 @@ def _as_kept(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient if wanted is None or wanted is gradient.dtype else gradient.to(wanted)
 
 
-class Delivery:
+class GradAccumulator:
     """Hands gradients to parameters through the autograd engine, as if a backward had computed them just now."""
 
     def __init__(self, parameters: list[Tensor]) -> None:

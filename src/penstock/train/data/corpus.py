@@ -21,7 +21,7 @@ from penstock.bounded_io import require_regular
 from penstock.errors import DataError
 from penstock.train.config.config import DataConfig
 from penstock.train.data.token_file import TokenFile, token_files
-from penstock.train.data.tokenizer import END, Words
+from penstock.train.data.tokenizer import END, HFTokenizer
 
 Tokens = npt.NDArray[np.int64]
 TokensOf = Callable[[Path], TokenFile | npt.NDArray[np.generic]]
@@ -116,7 +116,7 @@ class Corpus:
             yield self.read(start, min(_CHUNK, len(self) - start))
 
 
-def open_corpora(config: DataConfig, words: Words | None = None) -> tuple[Corpus, Corpus]:
+def open_corpora(config: DataConfig, words: HFTokenizer | None = None) -> tuple[Corpus, Corpus]:
     """Find the files and divide them into what is trained on and what is held out.
 
     Of several files those with the smallest hash of their name (within the folder) are held out, so the division
@@ -223,7 +223,7 @@ def _whole(path: Path, tokens: int, end: int | None) -> Document:
     return Document(path, 0, tokens, 0 if path.suffix == ".npy" or end is None else 1)
 
 
-def _tokenised(paths: Sequence[Path], words: Words) -> TokensOf:
+def _tokenised(paths: Sequence[Path], words: HFTokenizer) -> TokensOf:
     """The tokens of all files: those of text in memory, the others where they lie."""
     found: dict[Path, npt.NDArray[np.generic]] = {}
     texts = [path for path in paths if path.suffix != ".npy"]

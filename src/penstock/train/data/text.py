@@ -15,7 +15,7 @@ from penstock.train.data.bigram import bigram_bits, bigram_counts
 from penstock.train.data.corpus import Corpus, open_corpora
 from penstock.train.data.digest import DataDigest
 from penstock.train.data.tokenizer import BYTES, Bytes
-from penstock.train.model.trainable import Language, require_readable, words
+from penstock.train.model.trainable import TrainableModel, require_readable, words
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Text:
     digest: DataDigest
 
 
-def open_text(config: Config, language: Language) -> Text:
+def open_text(config: Config, language: TrainableModel) -> Text:
     """Find the data and read what every evaluation reads.
 
     Raises:
@@ -54,7 +54,7 @@ def open_text(config: Config, language: Language) -> Text:
     return text
 
 
-def batch_of(text: Text, config: Config, language: Language, step: int) -> tuple[Tensor, Tensor]:
+def batch_of(text: Text, config: Config, language: TrainableModel, step: int) -> tuple[Tensor, Tensor]:
     """The training batch of a step, x and y of shape (batch, sequence)."""
     x, y = train_batch(
         text.training,
@@ -67,7 +67,7 @@ def batch_of(text: Text, config: Config, language: Language, step: int) -> tuple
     return x, x if language.target_is_input else y
 
 
-def bigram_of(text: Text, language: Language) -> float | None:
+def bigram_of(text: Text, language: TrainableModel) -> float | None:
     """Bits a byte of a bigram table of the training files on the held-out samples; None for other tokens."""
     if not isinstance(language.codec, Bytes):
         return None

@@ -88,7 +88,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Words:
+class HFTokenizer:
     """Tokens of a ``tokenizers`` tokenizer, without the special tokens it would add on its own.
 
     Attributes:
@@ -127,7 +127,7 @@ def _encoding() -> Iterator[None]:
         raise DataError(f"the tokenizer cannot encode this text: {error}") from error
 
 
-def words_of(path: Path, vocabulary: int, end: int | None, start: int | None) -> Words:
+def words_of(path: Path, vocabulary: int, end: int | None, start: int | None) -> HFTokenizer:
     """The tokenizer of a ``tokenizer.json``.
 
     Args:
@@ -159,4 +159,4 @@ def words_of(path: Path, vocabulary: int, end: int | None, start: int | None) ->
         raise ConfigError(
             f"{path} has tokens up to {largest}, but the model's vocab_size is {vocabulary}; they do not belong together"
         )
-    return Words(tokenizer, vocabulary, end, next((t for t in (start, end) if t is not None), END))
+    return HFTokenizer(tokenizer, vocabulary, end, next((t for t in (start, end) if t is not None), END))

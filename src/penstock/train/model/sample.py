@@ -16,7 +16,7 @@ from penstock.stage.module import StageModule
 from penstock.stage.rng.initial import generator_for
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config, SampleConfig
-from penstock.train.model.trainable import Language, language_of
+from penstock.train.model.trainable import TrainableModel, language_of
 
 
 def sample_run(folder: Path, wanted: SampleConfig | None = None, seed: int | None = None) -> str:
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> Config:
     return config_file.load(folder / "config.toml")
 
 
-def whole_model(language: Language, state: dict[str, Tensor] | None) -> StageModule:
+def whole_model(language: TrainableModel, state: dict[str, Tensor] | None) -> StageModule:
     """The unsplit model in evaluation mode, with these weights if there are any.
 
     Raises:

@@ -15,12 +15,12 @@ from penstock.huggingface.folder import CONFIG
 from penstock.huggingface.loss import causal_lm_loss
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
-from penstock.train.data.tokenizer import BYTES, TOKENIZER, Bytes, Codec, Numbers, Words, words_of
+from penstock.train.data.tokenizer import BYTES, TOKENIZER, Bytes, Codec, HFTokenizer, Numbers, words_of
 from penstock.train.model import llama
 
 
 @dataclass(frozen=True)
-class Language:
+class TrainableModel:
     """A model as the trainer needs it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Language:
         return self.source is None or not isinstance(self.codec, Numbers)
 
 
-def language_of(config: Config, run: Path | None = None) -> Language:
+def language_of(config: Config, run: Path | None = None) -> TrainableModel:
     """The model of a config.
 
     Args:
@@ -65,7 +65,7 @@ def language_of(config: Config, run: Path | None = None) -> Language:
     model = config.model
     if not (model.path or model.config):
         codec: Codec = Bytes() if model.vocabulary == BYTES else Numbers(model.vocabulary)
-        return Language(
+        return TrainableModel(
             llama.layers(model, config.train.seed), llama.next_token_loss, model.vocabulary, codec
         )
     # Brings torch's compiler along, which takes a second to load.
@@ -75,7 +75,7 @@ def language_of(config: Config, run: Path | None = None) -> Language:
     if not os.path.exists(source):
         raise ConfigError(f"there is no file {source}; model.config must name a Hugging Face config.json")
     theirs = read_config(source / CONFIG if source.is_dir() else source)
-    language = Language(
+    language = TrainableModel(
         from_transformers(source, seed=config.train.seed),
         causal_lm_loss,
         theirs.vocab_size,
@@ -104,12 +104,12 @@ def _codec_of(config: Any, folder: Path) -> Codec:
     return Bytes() if config.vocab_size == BYTES else Numbers(config.vocab_size, end)
 
 
-def words(language: Language) -> Words | None:
+def words(language: TrainableModel) -> HFTokenizer | None:
     """The tokenizer that text files go through; None where their bytes are the tokens."""
-    return language.codec if isinstance(language.codec, Words) else None
+    return language.codec if isinstance(language.codec, HFTokenizer) else None
 
 
-def require_readable(language: Language, paths: list[Path]) -> None:
+def require_readable(language: TrainableModel, paths: list[Path]) -> None:
     """Refuse text files where there is nothing to read them with.
 
     Raises:

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
-from penstock.verify import Subject
+from penstock.verify import VerifyTarget
 
 SEQUENCE = 16
 CONFIG = ModelConfig(vocabulary=64, width=32, layers=8, heads=4, kv_heads=2, hidden=64)
 
 
-def small_llama() -> Subject:
+def small_llama() -> VerifyTarget:
     """A Llama-style decoder of 8 blocks on random tokens, two sequences a microbatch."""
-    return Subject(layers(CONFIG), next_token_loss, _batch)
+    return VerifyTarget(layers(CONFIG), next_token_loss, _batch)
 
 
 def _batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
