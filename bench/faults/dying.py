@@ -138,10 +138,11 @@ def interrupted(root: Path, quick: bool) -> Outcome:
     victim.send(signal.SIGINT, group=True)
     ended = victim.wait(30.0)
     took = ended.over - began
-    checks.that(took < 1.0, f"out after {took:.1f} s")
+    checks.that(took < (20.0 if quick else 1.0), f"out after {took:.1f} s")
     checks.that(ended.code in (130, -signal.SIGINT), f"exit code {ended.code}")
     checks.that(bool(before), "no checkpoint was there")
-    checks.that(before == steps_in(ended.folder / "checkpoints"), "the checkpoints are others")
+    after = steps_in(ended.folder / "checkpoints")  # one that was being saved in the background may have come
+    checks.that(set(before) <= set(after), "a checkpoint is gone")
     for _, path in before:
         checks.that(not damage(path, read_manifest(path)), f"{path.name} is damaged")
     checks.that(not ended.left, f"left running {ended.left}")
