@@ -56,7 +56,12 @@ def hangs(root: Path, quick: bool) -> Outcome:
 
 def slow(root: Path, quick: bool) -> Outcome:
     """Row 5."""
-    settings = {"runtime.timeout": 20, "train.trace_every": 4, "model.width": 64, "model.hidden": 128}
+    settings = {
+        "runtime.timeout": 20 if quick else 5,
+        "train.trace_every": 4,
+        "model.width": 64,
+        "model.hidden": 128,
+    }
     checks = Checks()
     fault = Fault("slow", "F+B", stage=1, again=True)
     ended = Victim(root, fault, settings=settings).run()

@@ -95,5 +95,5 @@ def _number(path: Path) -> int | None:
 
 
 def to_stderr(text: str) -> None:
-    """A line of the launcher's, or of a run that has no reporter yet."""
+    """Print a line to stderr, for the launcher or a run that has no reporter yet."""
     print(f"penstock: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""With which code ``penstock train`` ends, for whoever started it: a script, a scheduler, `penstock.launch.supervise`.
+"""Exit codes of ``penstock train``, for scripts, schedulers and `penstock.launch.supervise`.
 
 A process that a second signal ends at once has the shell's code for that signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for
 SIGHUP, 138 for SIGUSR1.

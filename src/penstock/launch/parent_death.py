@@ -1,4 +1,4 @@
-"""What a process that `penstock.launch.supervise` started owes it: it ends with the launcher, and says why it failed."""
+"""End a process with the launcher that started it (`penstock.launch.supervise`), and report to it why it failed."""
 
 from __future__ import annotations
 

@@ -122,9 +122,9 @@ class Executor:
                     self.shared.begin()
                 for words[ROW], op in self._ops:
                     op()
+                words[ROW] = END
                 for stage in self.stages.values() if self.trains else ():
                     stage.end()
-                words[ROW] = END
                 if self.shared is not None:
                     self.shared.finish()
                 if self.replicas is not None and self.trains:

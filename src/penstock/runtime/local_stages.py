@@ -40,7 +40,7 @@ Modules = dict[tuple[int, int], StageModule]
 
 
 class TensorOptions(NamedTuple):
-    """How tensor parallelism cuts; see `penstock.parallel.tensor.plan.tensor_parallel`."""
+    """Options of tensor parallelism; see `penstock.parallel.tensor.plan.tensor_parallel`."""
 
     family: str = "penstock"
     sequence: bool = False

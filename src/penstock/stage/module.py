@@ -12,7 +12,7 @@ from torch import nn
 from penstock.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer, require_initialized
 from penstock.stage.named import Context, Draw, enter, names_given, names_taken
-from penstock.stage.rng.random_state import build_seeded
+from penstock.stage.rng.initial import build_seeded
 
 
 class StageModule(nn.Module):
@@ -150,3 +150,20 @@ class _Together(nn.Module):
 
 def _drawing(draw: Draw | None, name: str, layer: nn.Module, call: Callable[[], Any]) -> Any:
     return call() if draw is None else draw(name, layer, call)
+
+
+def kept_buffers(module: nn.Module) -> Callable[[], None]:
+    """Return a function that puts a module's buffers back as they are now, so that its forward can run again."""
+    buffers = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                setattr(owner, name, buffer)
+                buffer.copy_(value)
+
+    return put_back

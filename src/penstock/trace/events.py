@@ -23,7 +23,8 @@ from penstock.errors import DataError
 
 FORMAT = 1
 _COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
-# What numpy, zipfile and zlib raise at a file that is cut off, altered, or something else altogether.
+# Raised by numpy, zipfile and zlib at a file that is cut off or altered; NotImplementedError by zipfile, at a
+# compression that it does not know.
 _DAMAGE = (OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error, *DAMAGED_ARRAY)
 # A file may unpack to this many bytes, or to so many times its size: what a zip claims, a reader would allocate.
 _SMALL, _MOST_TIMES = 256 * MEGABYTE, 200

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError
-from penstock.stage.rng.random_state import RandomState, build_seeded
+from penstock.stage.rng.initial import build_seeded
+from penstock.stage.rng.random_state import RandomState
 from penstock.stage.rng.seeds import seed_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -328,4 +329,52 @@ def test_a_layer_that_draws_beside_attention_in_evaluation_draws_what_its_name_g
         )
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     assert not torch.equal(*once)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Mixed(nn.Module):
+    """Attention in evaluation between normalisation and dropout in training, as where a part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.attention.eval()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.attention(x, x, x)[0] + self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def test_a_layer_that_is_partly_in_evaluation_changes_its_buffers_once():
+    layer, x = Mixed(), torch.randn(2, 5, 8)
+    RandomState(0).run("mixed", layer, 0, 0, lambda: layer(x))
+    assert layer.norm.num_batches_tracked == 1
+
+
+class Counts(nn.Module):
+    """Counts its forwards in a buffer, and drops, also in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return F.dropout(self.attention(x, x, x)[0], 0.5, training=True)
+
+
+def test_a_layer_in_evaluation_that_draws_changes_its_buffers_once():
+    layer, x = Counts().eval(), torch.randn(2, 5, 8)
+    RandomState(0).run("counts", layer, 0, 0, lambda: layer(x))
+    assert layer.count == 1
+
+
+def test_no_rows_do_not_show_that_a_layer_with_attention_in_evaluation_draws_nothing():
+    layer, state = Counts().eval(), RandomState(0)
+    x, before = torch.randn(2, 5, 8), torch.get_rng_state()
+    # Dropout of no rows draws nothing.
+    state.run("counts", layer, 0, 0, lambda: F.dropout(x[:0], 0.5))
+    state.run("counts", layer, 0, 1, lambda: layer(x))
     assert torch.equal(torch.get_rng_state(), before)

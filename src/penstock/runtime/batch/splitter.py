@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from penstock.errors import BatchError, ConfigError
+from penstock.parallel.data.replica_checks import digest
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import Losses
+from penstock.runtime.copies.replica_check import checksums
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Carried, Microbatches, has_tensor, leaves_of, slices
@@ -24,20 +25,12 @@ Reduction = str | Callable[[object], object]
 COMPARED = 3
 """The first steps in which the processes of a pipeline compare the batches they were given."""
 
-_BYTES = 1 << 16
-
 
 def digest_of(given: Iterable[object]) -> int | None:
-    """A number that differs where values do, from the first and last bytes of their tensors; None if they have none."""
-    digest, seen = 0, False
-    for leaf in (leaf for value in given for leaf in leaves_of(value)):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
-            flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)
-            some = max(1, _BYTES // leaf.element_size())
-            for part in (flat[:some], flat[-some:]):
-                digest = crc32(part.contiguous().cpu().view(torch.uint8).numpy().tobytes(), digest)
-            digest, seen = crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), digest), True
-    return digest if seen else None
+    """Return a number that differs where the values' tensors do; None if there is no plain tensor."""
+    leaves = [leaf for value in given for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    plain = [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_nested]
+    return digest(repr(checksums(plain)).encode()) if plain else None
 
 
 class Cut(NamedTuple):

@@ -131,7 +131,8 @@ class Replicas:
         """Let go of the parameters.
 
         Args:
-            wait: for what is still under way; not after a failure, of which other processes may never hear.
+            wait: whether to wait for transfers under way (default True). Give False after a failure, when other processes
+                may never send theirs.
         """
         if self.buckets is not None:
             self.buckets.detach()

@@ -1,4 +1,4 @@
-"""What belongs to the thread that calls `Pipeline.step`, given to the threads that are ranks, or refused."""
+"""Give the settings of the thread that calls `Pipeline.step` to the rank threads, or refuse those that cannot be given."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def with_settings(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _require_no_modes() -> None:
-    functions: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    """Refuse modes and hooks on saved tensors, which torch keeps for one thread."""
+    functions: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # not annotated in torch
     modes = [*functions, *_get_current_dispatch_mode_stack()]
     # A default device is for layers that make tensors; those that mind the device say it.
     found = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]

@@ -257,7 +257,7 @@ class World:
         self.peer_registry.meet(entries)
         if any(
             self.together.exchange(not self.peer_registry.sees(entries), None, "meet")
-        ):  # all ask, or nobody
+        ):  # all processes ask, or none
             names = [f"{entry.name} on host {entry.host}" for entry in entries]
             whole: Any = dist.group.WORLD
             store = whole.get_group_store().clone()  # a connection of its own

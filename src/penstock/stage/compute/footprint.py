@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.stage.module import kept_buffers
 from penstock.stage.values import Parcel
 
 
@@ -59,22 +60,20 @@ class Footprint:
             # Detached, so that an output that is saved does not keep its own graph alive.
             return tensor.detach(), tensor._version
 
-        buffers = [(owner, name, b, b.clone()) for owner, name, b in _buffers(self._module)]
+        put_back = kept_buffers(self._module)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 return call()
         except RuntimeError as error:
             if not refuses_hooks(error):
                 raise
-        for owner, name, buffer, value in buffers:
-            setattr(owner, name, buffer)
-            buffer.copy_(value)
+        put_back()
         self._seen.clear()
         return call()
 
 
 def _unpack(saved: tuple[Tensor, int]) -> Tensor:
-    """What was saved, if it is still what it was; autograd looks only where no hooks are set."""
+    """Return what was saved; raise if it was modified since, which autograd checks only where no hooks are set."""
     tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(
@@ -87,12 +86,6 @@ def _unpack(saved: tuple[Tensor, int]) -> Tensor:
 def refuses_hooks(error: RuntimeError) -> bool:
     """Whether a ``torch.func`` transform has refused to run under hooks on saved tensors."""
     return "support saved tensor hooks" in str(error)
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for owner in module.modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            yield owner, name, buffer
 
 
 def _key(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The random numbers of layers, in their building and at work, the same however the model is cut.
+"""Random numbers of layers at work, the same however the model is split.
 
 A `RandomState` runs layers so that what they draw depends on (seed, step, microbatch, layer) alone. The first run of a
 layer is audited: what draws from torch's default generators in spite of `isolated_rng` is refused by name, and a layer that
@@ -8,145 +8,24 @@ settings of the layer's modules, and, around the step, the default generators th
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import Lock, RLock
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # public nowhere; documented, and what torch's own tools use
 
 from penstock.errors import ConfigError
+from penstock.stage.module import kept_buffers
+from penstock.stage.rng.audit import Audit, NoForwardMode, refused_draw
+from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use, cuda_states, default_states
 from penstock.stage.rng.isolated_rng import isolated_rng
-from penstock.stage.rng.seeds import seed_of
 from penstock.stage.values import leaves_of
 
 T = TypeVar("T")
-
-
-class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, an operator that draws from a default generator is refused.
-
-    It sees operators below torch's Python functions, so also those that C++ code calls. Operators that are not
-    torch's own are judged by whether they move a default generator.
-
-    Args:
-        layer: the layer's name, for the message.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, layer: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._layer = layer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "aten":
-            if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-                raise ConfigError(
-                    f"{_wrong(self._layer, str(func))}; call it through torch's Python functions (torch.rand, "
-                    "torch.nn.functional.dropout and so on), or pass it a generator of your own"
-                )
-            return func(*args, **kwargs)
-        before = _default_states()
-        result = func(*args, **kwargs)
-        if _default_states() != before:
-            raise ConfigError(
-                f"{_wrong(self._layer, str(func))}; draw its random numbers outside, by torch.rand, and pass them "
-                "in, or set its dropout to 0"
-            )
-        return result
-
-    def no_checkpoint(self) -> None:
-        """Refuse a draw within torch.utils.checkpoint, which would draw anew in the backward, outside of `isolated_rng`.
-
-        Raises:
-            ConfigError: it is called from within a function that torch.utils.checkpoint runs.
-        """
-        frame = sys._getframe()
-        while frame.f_back is not None:
-            frame = frame.f_back
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                raise ConfigError(
-                    f"layer {self._layer!r} draws random numbers within torch.utils.checkpoint, which would draw "
-                    "others when it runs that part again; turn its own checkpointing off and let Penstock recompute"
-                )
-
-
-class NoForwardMode(TorchFunctionMode):
-    """Within it, forward-mode derivatives are refused: PyTorch keeps their state for the process, not for a thread.
-
-    Args:
-        layer: the layer's name, for the message.
-    """
-
-    def __init__(self, layer: str) -> None:
-        super().__init__()
-        self._layer = layer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if forward_ad._current_level >= 0:  # no public reader
-            raise ConfigError(
-                f"layer {self._layer!r} takes forward-mode derivatives (torch.func.jvp, jacfwd, hessian or "
-                "torch.autograd.forward_ad), which do not work in ranks that are threads; run one process a rank (torchrun)"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _wrong(layer: str, operator: str) -> str:
-    return (
-        f"layer {layer!r}: {operator} draws from torch's default generator, so its random numbers would depend on "
-        "how the model is split"
-    )
-
-
-_NEVER_DRAW = {"_fused_sdp_choice", "_nested_tensor_softmax_with_shape", "_fill_mem_eff_dropout_mask_"}
-_SWITCHES = ("dropout_p", "dropout", "train", "training")
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator of torch that may draw does so here, and from a default generator."""
-    schema = func._schema
-    name = schema.name.removeprefix("aten::")
-    given = {p.name: p.default_value for p in schema.arguments}
-    given |= {p.name: value for p, value in zip(schema.arguments, args, strict=False)} | kwargs
-    if name in _NEVER_DRAW or given.get("generator") is not None:
-        return False
-    if any(given.get(switch, True) in (False, 0) for switch in _SWITCHES):
-        return False
-    if "dropout" in name and given.get("p") == 0:
-        return False
-    first = next((value for value in given.values() if isinstance(value, Tensor)), None)
-    device = given.get("device") if first is None else first.device
-    return device is None or torch.device(device).type != "meta"
-
-
-def _default_states() -> tuple[Any, ...]:
-    """What tells whether a default generator has been drawn from: of the CPU and, if in use, of CUDA devices."""
-    return torch.get_rng_state().numpy().tobytes(), *_cuda_states()
-
-
-def _cuda_states() -> tuple[Any, ...]:
-    return tuple((g.initial_seed(), g.get_offset()) for g in _cuda_generators())
-
-
-def _cuda_generators() -> tuple[torch.Generator, ...]:
-    """The default generators of the CUDA devices, once CUDA is in use."""
-    return torch.cuda.default_generators if _cuda_in_use() else ()
 
 
 @dataclass
@@ -237,9 +116,9 @@ class RandomState:
         modules' settings. From then on every layer is run within `isolated_rng`, after another audit; the layer that is
         found to draw is named in a warning, for one step's draws of it were not its own.
         """
-        before = _default_states() if self._trusts else None
+        before = default_states() if self._trusts else None
         yield
-        if before is not None and _default_states() != before:
+        if before is not None and default_states() != before:
             self._trusts = False
             for known in self._known.values():
                 known.audited = False
@@ -256,18 +135,21 @@ class RandomState:
         alone = self._auditing if self.in_threads else nullcontext()
         if _has_fast_path(key[0]):
             with alone:
-                result, drew = _run_without_modes(call)
+                result, drew = _run_without_modes(key[0], call)
             if not drew:
-                self._known[key] = _Known(settings, False, step)
+                if not _has_no_rows(result):
+                    self._known[key] = _Known(settings, False, step)
                 return result
-        audit, before = Audit(name), _cuda_states()
+        audit, before = Audit(name), cuda_states()
         refusing = NoForwardMode(name) if self.in_threads else nullcontext()
         with alone, refusing, isolated_rng(self.seed, step, microbatch, name, audit.no_checkpoint) as mode:
             result = _run_watched(key[0], audit, call) if _autocast_is_on() else _run_within(audit, call)
-        if _cuda_states() != before:
-            raise ConfigError(f"{_wrong(name, 'an extension that torch does not see')}; set its dropout to 0")
-        if not mode.drew and any(isinstance(x, Tensor) and x.numel() == 0 for x in leaves_of(result)):
-            return result  # a microbatch without rows shows nothing: the next one is audited as well
+        if cuda_states() != before:
+            raise ConfigError(
+                f"{refused_draw(name, 'an extension that torch does not see')}; set its dropout to 0"
+            )
+        if not mode.drew and _has_no_rows(result):
+            return result  # it shows nothing: the next microbatch is audited as well
         known = self._known.get(key)
         if mode.drew and known is not None and not known.draws and known.settings == settings:
             _warn_of_late_draws(name)
@@ -276,31 +158,42 @@ class RandomState:
 
     def _run_compiled(self, name: str, call: Callable[[], T]) -> T:
         """Modes around compiled code would stop its compilation, so it is only watched."""
-        before = _default_states()
+        before = default_states()
         result = call()
-        if _default_states() != before:
+        if default_states() != before:
             raise ConfigError(
-                f"{_wrong(name, 'its compiled code')} (or another thread drew from it meanwhile); set its dropout to "
+                f"{refused_draw(name, 'its compiled code')} (or another thread drew from it meanwhile); set its dropout to "
                 "0, or do not compile it"
             )
         return result
 
 
+def _has_no_rows(result: object) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in leaves_of(result))
+
+
 def _has_fast_path(layer: object) -> bool:
-    """Tell whether modules of a layer take another path, with other roundings, where any mode is on."""
-    return isinstance(layer, nn.Module) and any(
-        isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) and not part.training
-        for part in layer.modules()
+    """Return whether a layer, all of it in evaluation, takes another path in torch where any mode is on."""
+    if not isinstance(layer, nn.Module) or any(part.training for part in layer.modules()):
+        return False
+    return any(
+        isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in layer.modules()
     )
 
 
-def _run_without_modes(call: Callable[[], T]) -> tuple[T, bool]:
-    """Run a layer as it is; return its result, and whether it drew. If so, the default generators are set back."""
-    before = torch.get_rng_state(), [(g, g.get_offset()) for g in _cuda_generators()]
-    states = _default_states()
+def _run_without_modes(layer: object, call: Callable[[], T]) -> tuple[T, bool]:
+    """Run a layer as it is, and return its result and whether it drew.
+
+    If it drew, its buffers and the default generators are put back, so that it can run again.
+    """
+    assert isinstance(layer, nn.Module)
+    before = torch.get_rng_state(), [(g, g.get_offset()) for g in cuda_generators()]
+    put_back = kept_buffers(layer)
+    states = default_states()
     result = call()
-    drew = _default_states() != states
+    drew = default_states() != states
     if drew:
+        put_back()
         torch.set_rng_state(before[0])
         for generator, offset in before[1]:
             generator.set_offset(offset)
@@ -319,9 +212,9 @@ def _run_watched(layer: object, audit: Audit, call: Callable[[], T]) -> T:
     is the default generators that are watched. If they move, the layer runs again within the audit, whose refusal names
     the operator; where there is none, another thread of the program has drawn.
     """
-    before = _default_states()
+    before = default_states()
     result = call()
-    if _default_states() != before:
+    if default_states() != before:
         parts = list(layer.modules()) if isinstance(layer, nn.Module) else []
         kept = [dict(part._buffers) for part in parts]
         try:
@@ -338,11 +231,7 @@ def _run_watched(layer: object, audit: Audit, call: Callable[[], T]) -> T:
 
 
 def _autocast_is_on() -> bool:
-    return torch.is_autocast_enabled("cpu") or (_cuda_in_use() and torch.is_autocast_enabled("cuda"))
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return torch.is_autocast_enabled("cpu") or (cuda_in_use() and torch.is_autocast_enabled("cuda"))
 
 
 def _warn_of_late_draws(name: str) -> None:
@@ -364,26 +253,3 @@ def _settings(module: nn.Module | None) -> tuple[bool | float, ...]:
         return ()
     values = (value for m in module.modules() for value in vars(m).values())
     return tuple(value for value in values if type(value) is bool or type(value) is float)
-
-
-_BUILDING = RLock()  # the default generators are the process's, and so is the right to set them
-
-
-def build_seeded(build: Callable[[], T], seed: int, name: str) -> T:
-    """Build a layer whose initial weights depend on the seed and its name alone.
-
-    torch's default generators (of the CPU and, where CUDA is in use, of every device) are seeded for the call, and set
-    back after it. One thread at a time; nothing else should draw from them meanwhile.
-
-    Args:
-        build: makes the layer.
-        seed: of the model.
-        name: the layer's name in the whole model.
-    """
-    own = seed_of(seed, name)
-    generators = _cuda_generators()
-    with _BUILDING, torch.random.fork_rng(range(len(generators))):
-        # Not torch.manual_seed, which would also seed devices that are not in use yet, for good.
-        for generator in (torch.default_generator, *generators):
-            generator.manual_seed(own)
-        return build()

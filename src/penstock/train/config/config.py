@@ -28,7 +28,7 @@ from penstock.train.config.allowed import (
     SHARE,
     THREADS,
     Allowed,
-)  # fmt: skip
+)
 from penstock.train.config.limits import require_memory
 from penstock.train.config.mesh import find_mesh, require_shares
 from penstock.train.data.tokenizer import BYTES
