@@ -27,7 +27,7 @@ from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.memory import peak
 from penstock.stage.compute.runner import LossInputs
 from penstock.stage.compute.stage import Stage
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers
 from penstock.train.model.verify_target import next_token_loss
@@ -112,16 +112,16 @@ def instrument(executor: Executor, peaks: list[int], within: list[int] | None = 
     executor._ops = [(row, wrap(op)) for row, op in executor._ops]
 
 
-def one_microbatch(stage: Stage, x: Parcel, target: Tensor | None, split: bool) -> tuple[Parcel, int, int]:
+def one_microbatch(stage: Stage, x: Message, target: Tensor | None, split: bool) -> tuple[Message, int, int]:
     """Output, bytes alive after the forward (the output left out), and bytes alive after I."""
     live = Live()
     with live:
         if target is None:
             (out,) = stage.forward(0, (x,), split)
-            grads: Parcel | None = Parcel(tuple(torch.ones_like(leaf) for leaf in out.leaves))
+            grads: Message | None = Message(tuple(torch.ones_like(leaf) for leaf in out.leaves))
         else:
             stage.forward_with_loss(0, (x,), LossInputs(target), split)
-            out, grads = Parcel((None,)), None
+            out, grads = Message((None,)), None
         ends = sum(
             leaf.nbytes for p in (out, grads) if p is not None for leaf in p.leaves if leaf is not None
         )
@@ -145,17 +145,17 @@ def predicted(name: str, count: int) -> list[int]:
     with pipeline(name, count) as pipe:
         pipe.step(*microbatches(count))  # so that gradients exist and nothing is measured for the first time
         x, y = microbatches(1)
-        parcel = Parcel((x,))
+        message = Message((x,))
         for s in range(schedule.stages):
             last = s == schedule.stages - 1
             stage = pipe.stages[s]
-            out, after_forward, after_input = one_microbatch(stage, parcel, y if last else None, split)
+            out, after_forward, after_input = one_microbatch(stage, message, y if last else None, split)
             saved.append(
                 after_forward + (0 if last else out.leaves[0].nbytes)
             )  # its output is the next one's input
             waiting.append(after_input)
             if not last:
-                parcel = Parcel((out.leaves[0].detach(),), None, (True,))
+                message = Message((out.leaves[0].detach(),), None, (True,))
     return peak(schedule, saved, waiting, freed_at="B").tolist()
 
 

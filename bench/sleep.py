@@ -32,7 +32,7 @@ from penstock.simulate.engine import simulate
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 from penstock.trace.bubbles import makespan
 
 FORWARD = INPUT = WEIGHT = 0.004
@@ -185,9 +185,9 @@ def alone(name: str, elements: int) -> dict[str, float]:
         call()
         seconds[kind].append(time.perf_counter() - begin)
 
-    grad = (Parcel((torch.ones(1, elements),)),)
+    grad = (Message((torch.ones(1, elements),)),)
     for n in range(24):
-        x = (Parcel((torch.zeros(1, elements),), None, (True,)),)
+        x = (Message((torch.zeros(1, elements),), None, (True,)),)
         timed("F", partial(stage.forward, n, x, split=n % 2 == 1))
         if n % 2:
             timed("I", partial(stage.backward_input, n, grad))

@@ -21,7 +21,7 @@ from bench.compare import alternate, emit, machine, ratio
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import Block
 
@@ -47,11 +47,11 @@ def ours(block: nn.Module, x: torch.Tensor, split: bool) -> tuple[float, float]:
     for n in range(-1, MICROBATCHES):
         if n == 0:
             forward = backward = 0.0
-        parcel = (Parcel((x.clone(),), None, (True,)),)
+        message = (Message((x.clone(),), None, (True,)),)
         begin = perf_counter()
-        (out,) = stage.forward(n, parcel, split)
+        (out,) = stage.forward(n, message, split)
         middle = perf_counter()
-        grad = (Parcel((torch.ones_like(out.leaves[0]),)),)
+        grad = (Message((torch.ones_like(out.leaves[0]),)),)
         start = perf_counter()
         if split:
             stage.backward_input(n, grad)

@@ -19,17 +19,17 @@ from bench.split import MICROBATCHES, mid_size, tiny
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 STEPS = 1000
 
 
 def microbatch(stage: Stage, x: torch.Tensor) -> float:
     """Seconds of a forward and both halves of a backward."""
-    parcel = (Parcel((x.clone(),), None, (True,)),)
+    message = (Message((x.clone(),), None, (True,)),)
     start = perf_counter()
-    (out,) = stage.forward(0, parcel, split=True)
-    grad = (Parcel((torch.ones_like(out.leaves[0]),)),)
+    (out,) = stage.forward(0, message, split=True)
+    grad = (Message((torch.ones_like(out.leaves[0]),)),)
     stage.backward_input(0, grad)
     stage.backward_weight(0)
     return perf_counter() - start
@@ -43,10 +43,10 @@ def peaks(stage: Stage, x: torch.Tensor) -> list[int]:
         held = []
         outs = []
         for n in range(MICROBATCHES):
-            outs.append(stage.forward(n, (Parcel((x.clone(),), None, (True,)),), split=True)[0])
+            outs.append(stage.forward(n, (Message((x.clone(),), None, (True,)),), split=True)[0])
             held.append(stage.held_bytes)
         for n, out in enumerate(outs):
-            stage.backward_input(n, (Parcel((torch.ones_like(out.leaves[0]),)),))
+            stage.backward_input(n, (Message((torch.ones_like(out.leaves[0]),)),))
             held.append(stage.held_bytes)
             stage.backward_weight(n)
         found.append(max(held))

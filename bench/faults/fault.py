@@ -134,23 +134,23 @@ class Injector:
         return self._fault is not None and self._fault.action == "slow"
 
     def around(self, at: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A stage's method (stage, microbatch, parcels, ...) that the fault may strike."""
+        """A stage's method (stage, microbatch, messages, ...) that the fault may strike."""
 
-        def run(stage: Any, microbatch: int, parcels: Any, *args: Any, **named: Any) -> Any:
+        def run(stage: Any, microbatch: int, messages: Any, *args: Any, **named: Any) -> Any:
             if not self.due(at, stage.index, microbatch):
-                return method(stage, microbatch, parcels, *args, **named)
+                return method(stage, microbatch, messages, *args, **named)
             if self.poisons:
                 self.diary.write("fault", step=self.step, action="nan")
-                for parcel in parcels:
-                    parcel.leaves[0].data.fill_(float("nan"))
-                return method(stage, microbatch, parcels, *args, **named)
+                for message in messages:
+                    message.leaves[0].data.fill_(float("nan"))
+                return method(stage, microbatch, messages, *args, **named)
             if self.slows:
                 began = time.perf_counter()
-                found = method(stage, microbatch, parcels, *args, **named)
+                found = method(stage, microbatch, messages, *args, **named)
                 self.strike(time.perf_counter() - began)
                 return found
             self.strike()
-            return method(stage, microbatch, parcels, *args, **named)
+            return method(stage, microbatch, messages, *args, **named)
 
         return run
 

@@ -217,11 +217,11 @@ def test_every_skip_is_given_once_and_taken_once_and_fits_its_edge(name):
     given, taken = Counter(), Counter()
     for rank in range(schedule.ranks):
         for line in program.instructions(rank):
-            if line.port and line.action in (Action.SEND, Action.HAND):
-                taker = next(t for t, port in program.takers(line.row) if port == line.port)
-                given[program.tag(taker, line.port)] += 1
-            elif line.port and line.action in (Action.RECV, Action.TAKE):
-                taken[program.tag(line.row, line.port)] += 1
+            if line.route and line.action in (Action.SEND, Action.HAND):
+                taker = next(t for t, route in program.takers(line.row) if route == line.route)
+                given[program.tag(taker, line.route)] += 1
+            elif line.route and line.action in (Action.RECV, Action.TAKE):
+                taken[program.tag(line.row, line.route)] += 1
     assert given == taken
     assert set(given.values()) == {1}
     assert len(given) == 2 * len(skips) * schedule.microbatches

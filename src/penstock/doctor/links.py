@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, WaitTimeoutError
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 BYTES = 4 << 20
 """Of the message that shows the bandwidth."""
@@ -85,11 +85,11 @@ def _there_and_back(
 ) -> list[float]:
     """Seconds of round trips, whose way back is always short; the second rank's own count from its answer on."""
     times = []
-    answer = Parcel((torch.zeros(1),))
+    answer = Message((torch.zeros(1),))
     for trip in range(warm + trips):
         began = time.perf_counter()
         if first:
-            channel.send(peer, _PING, Parcel((what,)))
+            channel.send(peer, _PING, Message((what,)))
             channel.recv(peer, _PONG)
         else:
             channel.recv(peer, _PING)

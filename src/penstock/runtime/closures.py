@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.stage.compute.runner import Parcels
-from penstock.stage.values import Parcel
+from penstock.stage.compute.runner import Messages
+from penstock.stage.values import Message
 
-Take = Callable[[], Parcel]
-Give = Callable[[Parcel], None]
-TakeAll = Callable[[], Parcels]
-GiveAll = Callable[[Parcels], None]
+Take = Callable[[], Message]
+Give = Callable[[Message], None]
+TakeAll = Callable[[], Messages]
+GiveAll = Callable[[Messages], None]
 
 
 def one_after_another(parts: Sequence[Callable[[], None]]) -> None:
@@ -31,10 +31,10 @@ def all_given(gives: Sequence[Give]) -> GiveAll:
     """One function that gives everything an op makes."""
     if len(gives) == 1:
         only = gives[0]
-        return lambda parcels: only(parcels[0])
+        return lambda messages: only(messages[0])
 
-    def give(parcels: Parcels) -> None:
-        for one, parcel in zip(gives, parcels, strict=True):
-            one(parcel)
+    def give(messages: Messages) -> None:
+        for one, message in zip(gives, messages, strict=True):
+            one(message)
 
     return give

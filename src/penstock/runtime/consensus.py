@@ -19,7 +19,7 @@ from penstock.errors import BatchError, NonFiniteError, PenstockError, StageErro
 from penstock.parallel.dtensor import local, numbers_of
 from penstock.runtime.transport.channel import Channel
 from penstock.stage.compute.stage import Stage
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 _GIVEN, _ROWS, _LOSS, _GRADIENT, _WEIGHT = range(5)
 
@@ -226,7 +226,7 @@ def require_graph(flags: int, step: int) -> None:
         )
 
 
-def _pack(losses: Losses, finding: Finding | None, flags: int) -> Parcel:
+def _pack(losses: Losses, finding: Finding | None, flags: int) -> Message:
     """Names are plain leaves, which travel only when they change; everything else is in tensors."""
     ids = sorted(losses.total)
     names = sorted({name for part in losses.parts.values() for name in part})
@@ -240,7 +240,7 @@ def _pack(losses: Losses, finding: Finding | None, flags: int) -> Parcel:
         *(_column([losses.parts[n].get(name, _ABSENT) for n in ids]) for name in names),
         *names,
     )
-    return Parcel(leaves, None, (False,) * len(leaves))
+    return Message(leaves, None, (False,) * len(leaves))
 
 
 _ABSENT = torch.tensor(0.0)
@@ -250,8 +250,8 @@ def _column(losses: Sequence[Tensor]) -> Tensor:
     return torch.cat([loss.cpu().reshape(1) for loss in losses]) if losses else torch.empty(0)
 
 
-def _unpack(parcel: Parcel, losses: Losses) -> tuple[Finding | None, int]:
-    ids, total, weights, verdict, rows_in, rows_out, *rest = parcel.leaves
+def _unpack(message: Message, losses: Losses) -> tuple[Finding | None, int]:
+    ids, total, weights, verdict, rows_in, rows_out, *rest = message.leaves
     losses.rows_in = losses.rows_in or tuple(rows_in.tolist())
     losses.rows_out = losses.rows_out or tuple(rows_out.tolist())
     names = rest[len(rest) // 2 :]

@@ -40,9 +40,9 @@ from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Action, Instruction, Program
-from penstock.stage.compute.runner import LossInputs, LossReport, Parcels
+from penstock.stage.compute.runner import LossInputs, LossReport, Messages
 from penstock.stage.compute.stage import Stage
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 
 class Executor:
@@ -85,8 +85,8 @@ class Executor:
         self.held = [0] * count
         self.trains = bool((program.schedule.kind != Kind.F).any())
         self._work = Work()
-        self._inputs: Parcels | None = None
-        self._handed: dict[int, Parcel] = {}
+        self._inputs: Messages | None = None
+        self._handed: dict[int, Message] = {}
         self.words = channel.words if channel is not None else new_words()
         self._ops: list[tuple[int, Callable[[], None]]] = []
         self._backwards = Backwards.of(program, rank)
@@ -239,7 +239,7 @@ class Executor:
         self._ops.append((run.row, parts[0] if len(parts) == 1 else partial(one_after_another, parts)))
 
     def _take(self, line: Instruction) -> Take:
-        tag, peer = self.program.tag(line.row, line.port), line.peer
+        tag, peer = self.program.tag(line.row, line.route), line.peer
         if line.action is Action.TAKE:
             handed = self._handed
             return lambda: handed.pop(tag)
@@ -248,14 +248,14 @@ class Executor:
         return lambda: channel.recv(peer, tag)
 
     def _give(self, line: Instruction) -> Give:
-        taker = next(t for t, port in self.program.takers(line.row) if port == line.port)
-        tag, peer = self.program.tag(taker, line.port), line.peer
+        taker = next(t for t, route in self.program.takers(line.row) if route == line.route)
+        tag, peer = self.program.tag(taker, line.route), line.peer
         if line.action is Action.HAND:
             handed = self._handed
-            return lambda parcel: handed.__setitem__(tag, parcel)
+            return lambda message: handed.__setitem__(tag, message)
         channel = self.channel
         assert channel is not None
-        return lambda parcel: channel.send(peer, tag, parcel)
+        return lambda message: channel.send(peer, tag, message)
 
     def _compute(self, row: int, takes: list[Take], gives: list[Give]) -> Callable[[], None]:
         op = self.program.schedule.op(row)
@@ -284,9 +284,9 @@ class Executor:
         return lambda: self._work.input(microbatch)
 
     def _input_gradient(self, microbatch: int) -> Give:
-        def give(parcel: Parcel) -> None:
+        def give(message: Message) -> None:
             if self._work.input_grads:
-                self._work.grads[self._work.first_microbatch + microbatch] = parcel
+                self._work.grads[self._work.first_microbatch + microbatch] = message
 
         return give
 
@@ -294,14 +294,14 @@ class Executor:
         self, microbatch: int, stage: Stage, slot: int, take: TakeAll, give: GiveAll
     ) -> Callable[[], None]:
         start, end, held, now = self.start, self.end, self.held, self.now
-        run: Callable[[int, Parcels], Parcels] = stage.evaluate
+        run: Callable[[int, Messages], Messages] = stage.evaluate
         if self.trains:
             run = partial(stage.forward, **self._how(stage, microbatch))
 
         def op() -> None:
-            self._inputs = parcels = take()
+            self._inputs = messages = take()
             start[slot] = now()
-            outputs = run(microbatch, parcels)
+            outputs = run(microbatch, messages)
             end[slot] = now()
             held[slot] = stage.held_bytes
             give(outputs)
@@ -310,18 +310,18 @@ class Executor:
 
     def _last_forward(self, microbatch: int, stage: Stage, slot: int, take: TakeAll) -> Callable[[], None]:
         start, end, held, now = self.start, self.end, self.held, self.now
-        run: Callable[[int, Parcels, LossInputs], LossReport] = stage.evaluate_with_loss
+        run: Callable[[int, Messages, LossInputs], LossReport] = stage.evaluate_with_loss
         if self.trains:
             run = partial(stage.forward_with_loss, **self._how(stage, microbatch))
 
         def op() -> None:
             work = self._work
-            self._inputs = parcels = take()
+            self._inputs = messages = take()
             ends = LossInputs(
                 work.targets[microbatch] if work.targets else None, work.shares[microbatch], work.keep_outputs
             )
             start[slot] = now()
-            report = run(microbatch, parcels, ends)
+            report = run(microbatch, messages, ends)
             end[slot] = now()
             held[slot] = stage.held_bytes
             number = work.first_microbatch + microbatch
@@ -340,7 +340,7 @@ class Executor:
         self,
         microbatch: int,
         stage: Stage,
-        run: Callable[[int, Parcels | None], Parcels],
+        run: Callable[[int, Messages | None], Messages],
         slot: int,
         take: TakeAll | None,
         give: GiveAll,

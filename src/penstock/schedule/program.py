@@ -17,7 +17,7 @@ microbatches. Its REDUCE stands after the unit-time step in which the last copy 
 together come in ascending order, so that all holders meet in the same order and may even block until they have met.
 
 A value may also skip stages: what stage i gives and stage j > i + 1 takes goes straight from the one to the other, and
-its gradient straight back. Such a hand-over has a port of its own, 1 for the first skip and so on; port 0 is the
+its gradient straight back. Such a hand-over has a route of its own, 1 for the first skip and so on; route 0 is the
 hand-over between neighbours. Nothing waits longer for it: the ops it ties together depend on each other already.
 
 Between two ranks there is one directed edge each way. Its messages arrive in the order in which the sender produces them;
@@ -68,14 +68,14 @@ class Instruction(NamedTuple):
         peer: the other rank of POST, RECV and SEND; -1 otherwise.
         number: the message's place in its edge's order for POST, RECV and SEND; 2 for RUN of a pair, 1 of
             a single op; the stage for REDUCE; 0 otherwise.
-        port: of RECV, TAKE, SEND, HAND and POST: 0 between neighbouring stages, n for the n-th skip.
+        route: of RECV, TAKE, SEND, HAND and POST: 0 between neighbouring stages, n for the n-th skip.
     """
 
     action: Action
     row: int
     peer: int = -1
     number: int = 0
-    port: int = 0
+    route: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Edge:
     Attributes:
         source, target: the ranks.
         takers: rows (on the target) that take the messages, in the order they are sent.
-        ports: through which port each comes.
+        routes: through which route each comes.
         slots: receives the target keeps posted.
         capacity: the most messages that can ever wait, whatever the timing: none is taken later than the backward of
             its microbatch, so as many as one of the two ranks has microbatches in flight. Without backwards: slots.
@@ -94,7 +94,7 @@ class Edge:
     source: int
     target: int
     takers: tuple[int, ...]
-    ports: tuple[int, ...]
+    routes: tuple[int, ...]
     slots: int
     capacity: int
 
@@ -119,9 +119,9 @@ class Program:
     level: IntColumn
     skips: tuple[tuple[int, int], ...] = ()
 
-    def tag(self, row: int, port: int = 0) -> int:
-        """A number for what a row takes through a port, below `tags`; no two hand-overs have the same."""
-        return port * len(self.rank) + row
+    def tag(self, row: int, route: int = 0) -> int:
+        """A number for what a row takes through a route, below `tags`; no two hand-overs have the same."""
+        return route * len(self.rank) + row
 
     @property
     def tags(self) -> int:
@@ -129,16 +129,16 @@ class Program:
 
     @cached_property
     def hand_overs(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
-        """Row → (giving row, taking row, port) of every skip that it gives or takes."""
+        """Row → (giving row, taking row, route) of every skip that it gives or takes."""
         found: dict[int, list[tuple[int, int, int]]] = {}
-        for giver, taker, port in self._skipping.T.tolist():
-            found.setdefault(giver, []).append((giver, taker, port))
-            found.setdefault(taker, []).append((giver, taker, port))
+        for giver, taker, route in self._skipping.T.tolist():
+            found.setdefault(giver, []).append((giver, taker, route))
+            found.setdefault(taker, []).append((giver, taker, route))
         return {row: tuple(sorted(overs, key=lambda over: over[2])) for row, overs in found.items()}
 
     @cached_property
     def _skipping(self) -> npt.NDArray[np.int64]:
-        """Giving rows, taking rows and ports of all skips, shape (3, hand-overs)."""
+        """Giving rows, taking rows and routes of all skips, shape (3, hand-overs)."""
         if not self.skips:
             return np.empty((3, 0), np.int64)
         where = index(self.schedule)
@@ -158,11 +158,11 @@ class Program:
         near = np.flatnonzero(self.source >= 0)
         givers = np.concatenate([self.source[near], self._skipping[0]])
         takers = np.concatenate([near, self._skipping[1]])
-        ports = np.concatenate([np.zeros(len(near), np.int64), self._skipping[2]])
+        routes = np.concatenate([np.zeros(len(near), np.int64), self._skipping[2]])
         crossing = self.rank[takers] != self.rank[givers]
-        takers, givers, ports = takers[crossing], givers[crossing], ports[crossing]
-        order = np.lexsort((ports, givers, self.rank[takers], self.rank[givers]))
-        takers, givers, ports = takers[order], givers[order], ports[order]
+        takers, givers, routes = takers[crossing], givers[crossing], routes[crossing]
+        order = np.lexsort((routes, givers, self.rank[takers], self.rank[givers]))
+        takers, givers, routes = takers[order], givers[order], routes[order]
         pair = np.stack([self.rank[givers], self.rank[takers]], axis=1)
         cuts = np.flatnonzero((pair[1:] != pair[:-1]).any(axis=1)) + 1
         in_flight = self._in_flight
@@ -172,9 +172,9 @@ class Program:
             rows = takers[part]
             needed = _slots(self.level[givers[part]].tolist(), (self.level[rows] - 1).tolist())
             slots = min(len(rows), needed + JITTER_SLOTS)
-            kinds = len(np.unique(ports[part]))
+            kinds = len(np.unique(routes[part]))
             capacity = max(kinds * max(in_flight[key[0]], in_flight[key[1]]), slots) if in_flight else slots
-            found[key] = Edge(*key, tuple(rows.tolist()), tuple(ports[part].tolist()), slots, capacity)
+            found[key] = Edge(*key, tuple(rows.tolist()), tuple(routes[part].tolist()), slots, capacity)
         return found
 
     @property
@@ -188,11 +188,11 @@ class Program:
 
     @cached_property
     def message_number(self) -> dict[tuple[int, int], int]:
-        """(taker row, port) → its message's place in its edge's order."""
+        """(taker row, route) → its message's place in its edge's order."""
         return {
             key: n
             for edge in self.edges.values()
-            for n, key in enumerate(zip(edge.takers, edge.ports, strict=True))
+            for n, key in enumerate(zip(edge.takers, edge.routes, strict=True))
         }
 
     @cached_property
@@ -242,7 +242,7 @@ class Program:
         for peer, edge in incoming.items():
             posted[peer] = edge.slots
             for number in range(edge.slots):
-                yield Instruction(Action.POST, edge.takers[number], peer, number, edge.ports[number])
+                yield Instruction(Action.POST, edge.takers[number], peer, number, edge.routes[number])
         reduced = self.reductions_after(rank)
         rows = schedule.rows(rank)
         row = rows.start
@@ -250,24 +250,24 @@ class Program:
             width = 2 if schedule.paired[row] else 1
             group = range(row, row + width)
             for k in group:
-                for giver, port in self.givers(k):
+                for giver, route in self.givers(k):
                     peer = int(self.rank[giver])
                     if peer == rank:
-                        yield Instruction(Action.TAKE, k, port=port)
+                        yield Instruction(Action.TAKE, k, route=route)
                         continue
-                    yield Instruction(Action.RECV, k, peer, self.message_number[k, port], port)
+                    yield Instruction(Action.RECV, k, peer, self.message_number[k, route], route)
                     edge, number = incoming[peer], posted[peer]
                     if number < len(edge.takers):
-                        yield Instruction(Action.POST, edge.takers[number], peer, number, edge.ports[number])
+                        yield Instruction(Action.POST, edge.takers[number], peer, number, edge.routes[number])
                         posted[peer] += 1
             yield Instruction(Action.RUN, row, number=width)
             for k in group:
-                for taker, port in self.takers(k):
+                for taker, route in self.takers(k):
                     peer = int(self.rank[taker])
                     if peer == rank:
-                        yield Instruction(Action.HAND, k, port=port)
+                        yield Instruction(Action.HAND, k, route=route)
                     else:
-                        yield Instruction(Action.SEND, k, peer, self.message_number[taker, port], port)
+                        yield Instruction(Action.SEND, k, peer, self.message_number[taker, route], route)
                 if schedule.kind[k] in (Kind.B, Kind.W):
                     yield Instruction(Action.FREE, k)
                 for stage in reduced.get(k, ()):
@@ -275,19 +275,19 @@ class Program:
             row += width
 
     def givers(self, row: int) -> list[tuple[int, int]]:
-        """(giving row, port) of everything a row takes."""
+        """(giving row, route) of everything a row takes."""
         near = [(int(self.source[row]), 0)] if self.source[row] >= 0 else []
-        return near + [(g, port) for g, t, port in self.hand_overs.get(row, ()) if t == row]
+        return near + [(g, route) for g, t, route in self.hand_overs.get(row, ()) if t == row]
 
     def takers(self, row: int) -> list[tuple[int, int]]:
-        """(taking row, port) of everything a row gives."""
+        """(taking row, route) of everything a row gives."""
         near = [(int(self.target[row]), 0)] if self.target[row] >= 0 else []
-        return near + [(t, port) for g, t, port in self.hand_overs.get(row, ()) if g == row]
+        return near + [(t, route) for g, t, route in self.hand_overs.get(row, ()) if g == row]
 
     def describe(self, instruction: Instruction) -> str:
         """One instruction as a line of text, for people."""
-        action, row, peer, number, port = instruction
-        op: object = f"{self.schedule.op(row)} (skip {port})" if port else self.schedule.op(row)
+        action, row, peer, number, route = instruction
+        op: object = f"{self.schedule.op(row)} (skip {route})" if route else self.schedule.op(row)
         match action:
             case Action.POST | Action.RECV:
                 return f"{action.value} #{number} for {op} from rank {peer}"

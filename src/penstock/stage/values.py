@@ -23,7 +23,7 @@ PLAIN = (type(None), bool, int, float, str)
 """Leaves that travel besides tensors."""
 
 
-class Parcel(NamedTuple):
+class Message(NamedTuple):
     """A value between two stages, detached from any graph.
 
     Attributes:
@@ -38,8 +38,8 @@ class Parcel(NamedTuple):
     needs_grad: tuple[bool, ...] = (False,)
 
 
-def pack(value: object, *, travels: bool = True) -> tuple[Parcel, tuple[Tensor, ...]]:
-    """Take a stage's output apart; returns the parcel to hand over and the leaves that have a graph.
+def pack(value: object, *, travels: bool = True) -> tuple[Message, tuple[Tensor, ...]]:
+    """Take a stage's output apart; returns the message to hand over and the leaves that have a graph.
 
     Args:
         value: the output.
@@ -51,8 +51,8 @@ def pack(value: object, *, travels: bool = True) -> tuple[Parcel, tuple[Tensor, 
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
-            return Parcel((value.detach(),), None, (True,)), (value,)
-        return Parcel((value,)), ()
+            return Message((value.detach(),), None, (True,)), (value,)
+        return Message((value,)), ()
     leaves, structure = _pytree.tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)):
@@ -67,7 +67,7 @@ def pack(value: object, *, travels: bool = True) -> tuple[Parcel, tuple[Tensor, 
         require_portable(structure)
     roots = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
     return (
-        Parcel(
+        Message(
             tuple(
                 leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves
             ),
@@ -142,36 +142,36 @@ def _subclass(leaf: object) -> StageShapeError:
 
 
 def unpack(
-    parcel: Parcel, hand: Callable[[Tensor], Tensor] | None = None, into: Collecting | None = None
+    message: Message, hand: Callable[[Tensor], Tensor] | None = None, into: Collecting | None = None
 ) -> object:
-    """Put a parcel together.
+    """Put a message together.
 
     Args:
-        parcel: what it is made of.
-        hand: makes of each tensor the one that the value has; by default it is the parcel's own.
+        message: what it is made of.
+        hand: makes of each tensor the one that the value has; by default it is the message's own.
         into: is told of the tensors that collect a gradient.
 
     Returns:
         The value.
     """
-    leaves = parcel.leaves
+    leaves = message.leaves
     collecting = [
-        leaf.requires_grad_() for leaf, needed in zip(leaves, parcel.needs_grad, strict=True) if needed
+        leaf.requires_grad_() for leaf, needed in zip(leaves, message.needs_grad, strict=True) if needed
     ]
     if into is not None:
         into.leaves += tuple(collecting)
     if hand is not None:
         handed = tuple(hand(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if into is not None:
-            for leaf, other, needed in zip(leaves, handed, parcel.needs_grad, strict=True):
+            for leaf, other, needed in zip(leaves, handed, message.needs_grad, strict=True):
                 if isinstance(other, Tensor) and other is not leaf and other.grad_fn is not None:
                     other.grad_fn.register_prehook(partial(_catch, into.caught, id(leaf)))
                 if needed:
                     into.handed.append(other)
         leaves = handed
-    if parcel.structure is None:
+    if message.structure is None:
         return leaves[0]
-    return _pytree.tree_unflatten(list(leaves), parcel.structure)
+    return _pytree.tree_unflatten(list(leaves), message.structure)
 
 
 def _catch(caught: dict[int, Tensor], leaf: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
@@ -202,33 +202,33 @@ def has_tensor(value: object) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in _pytree.tree_leaves(value))
 
 
-def describe(parcel: Parcel) -> str:
+def describe(message: Message) -> str:
     """The leaves in a few words, as ``float32 (4, 16)``."""
     return ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
         if isinstance(leaf, Tensor)
         else repr(leaf)
-        for leaf in parcel.leaves
+        for leaf in message.leaves
     )
 
 
 def gradients(
-    grads: Sequence[Tensor | None], ports: Sequence[int], hooked: Sequence[bool] = ()
-) -> tuple[Parcel, ...]:
-    """The gradients that a stage's inputs have collected, as parcels for the stages that made them.
+    grads: Sequence[Tensor | None], routes: Sequence[int], hooked: Sequence[bool] = ()
+) -> tuple[Message, ...]:
+    """The gradients that a stage's inputs have collected, as messages for the stages that made them.
 
     Args:
         grads: by input that needs one.
-        ports: how many of them came through each port, in order.
-        hooked: whether a layer has set a hook on the input, which travels as the parcels' `needs_grad`; empty if none has.
+        routes: how many of them came through each route, in order.
+        hooked: whether a layer has set a hook on the input, which travels as the messages' `needs_grad`; empty if none has.
     """
     rest, there = iter(grads), iter(hooked)
     if not hooked:
-        return tuple(Parcel(tuple(islice(rest, n)), None, (False,) * n) for n in ports)
-    return tuple(Parcel(tuple(islice(rest, n)), None, tuple(islice(there, n))) for n in ports)
+        return tuple(Message(tuple(islice(rest, n)), None, (False,) * n) for n in routes)
+    return tuple(Message(tuple(islice(rest, n)), None, tuple(islice(there, n))) for n in routes)
 
 
-class Carried(NamedTuple):
+class StageState(NamedTuple):
     """What travels from a stage to the next where that is more than the last layer's output.
 
     Attributes:

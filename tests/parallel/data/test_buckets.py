@@ -17,7 +17,7 @@ from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 from tests.parallel.replicas import WIDTH, batch, each, gradients, loss_of, model, plain, share, together
 
 ROWS = 12
@@ -201,7 +201,7 @@ def split_backwards(reducer, spread: bool):
     stages = [Stage(0, StageModule([Layer("0", lambda: net[:2])]))]
     stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss))
     x, y = share(0, ROWS, reducer.rank, 2)  # a first microbatch, which checks that the backwards can be split
-    middle = stages[0].forward(0, (Parcel((x,)),), split=True)
+    middle = stages[0].forward(0, (Message((x,)),), split=True)
     stages[1].forward_with_loss(0, middle, LossInputs(y, LossWeight()), split=True)
     stages[0].backward(0, stages[1].backward(0, None))
     buckets = GradientBuckets(net, reducer, **SMALL)
@@ -212,7 +212,7 @@ def split_backwards(reducer, spread: bool):
         with buckets.step(contributions=3):
             grads = {}
             for m, (a, b) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
-                middle = stages[0].forward(m, (Parcel((a,)),), split=True)
+                middle = stages[0].forward(m, (Message((a,)),), split=True)
                 stages[1].forward_with_loss(m, middle, LossInputs(b, LossWeight(divisor=3)), split=True)
                 grads[m] = stages[1].backward_input(m, None)
             for m in range(3):

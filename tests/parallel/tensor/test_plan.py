@@ -17,7 +17,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
 from penstock.stage.module import StageModule
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
@@ -192,7 +192,7 @@ def stage_backward(rank: int, sequence: bool, split: bool):
     x, y = tokens()
     for m in range(2):
         rows = slice(2 * m, 2 * m + 2)
-        stage.forward_with_loss(m, (Parcel((x[rows],)),), LossInputs(y[rows], LossWeight(divisor=2)), split)
+        stage.forward_with_loss(m, (Message((x[rows],)),), LossInputs(y[rows], LossWeight(divisor=2)), split)
     held = stage.held_bytes
     for m in range(2):
         stage.backward_input(m, None)

@@ -13,20 +13,20 @@ import torch
 from penstock.errors import TransportError
 from penstock.runtime.transport.frame import Layout, layout_of
 from penstock.stage.structures import dumps
-from penstock.stage.values import Parcel, pack
+from penstock.stage.values import Message, pack
 
 
 class Colour(Enum):
     RED = 1
 
 
-def parcel(value: object) -> Parcel:
+def message(value: object) -> Message:
     return pack(value)[0]
 
 
 def test_a_layout_arrives_as_it_was_sent():
     value = {"a": defaultdict(list, {"x": torch.ones(2)}), Colour.RED: (torch.zeros(1), 3, "text")}
-    layout = layout_of(parcel(value))
+    layout = layout_of(message(value))
     assert Layout.from_bytes(layout.to_bytes()) == layout
 
 
@@ -34,7 +34,7 @@ def test_a_layout_arrives_as_it_was_sent():
     "value", [defaultdict(list, x=torch.ones(1)), {Colour.RED: torch.ones(1)}], ids=["factory", "enum"]
 )
 def test_a_module_that_is_not_loaded_is_not_imported(value: object):
-    layout = layout_of(parcel(value))
+    layout = layout_of(message(value))
     text = dumps(layout.structure)
     for own in ("builtins", __name__):
         text = text.replace(own, "this")

@@ -17,7 +17,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
-from penstock.stage.values import Parcel, pack, unpack
+from penstock.stage.values import Message, pack, unpack
 
 both_ways = pytest.mark.parametrize(
     "way",
@@ -121,7 +121,7 @@ def exchange(rank: int, way: str) -> int:
             assert same(unpack(late), value), step
             kept = [*kept[-3:], (step, unpack(late), value)]  # what is still in use is not written over
             assert all(same(a, b) for _, a, b in kept)
-            channel.send(0, 7, Parcel((step,)))
+            channel.send(0, 7, Message((step,)))
         channel.finish()
         good += 1
     joined.disconnect()
@@ -140,11 +140,11 @@ def failing(rank: int, way: str) -> list[str]:
     for step in range(3):
         channel.open(step)
         if rank == 0:
-            channel.send(1, 1, Parcel((big * step,)))
+            channel.send(1, 1, Message((big * step,)))
             if step == 1:
                 channel.fail(Failure(0, 1, "it failed"))
                 continue
-            channel.send(1, 2, Parcel((big * step,)))
+            channel.send(1, 2, Message((big * step,)))
             channel.recv(1, 3)
         else:
             if step == 1:  # it has not even taken the first message
@@ -155,7 +155,7 @@ def failing(rank: int, way: str) -> list[str]:
                 continue
             assert torch.equal(channel.recv(0, 1).leaves[0], big * step)
             channel.recv(0, 2)
-            channel.send(0, 3, Parcel((torch.ones(1),)))
+            channel.send(0, 3, Message((torch.ones(1),)))
             told.append("ok")
     joined.disconnect()
     return told
@@ -191,7 +191,7 @@ def broken(rank: int, way: str) -> list[str]:
         dist.destroy_process_group()
         return []
     told = []
-    for act in (lambda: channel.recv(1, 1), lambda: channel.send(1, 1, Parcel((torch.ones(1),)))):
+    for act in (lambda: channel.recv(1, 1), lambda: channel.send(1, 1, Message((torch.ones(1),)))):
         with pytest.raises(PeerError) as info:
             act()
         told.append(str(info.value))

@@ -8,11 +8,11 @@ from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 
-def parcel(number: float) -> Parcel:
-    return Parcel((torch.tensor(number),))
+def message(number: float) -> Message:
+    return Message((torch.tensor(number),))
 
 
 def test_messages_of_one_tag_from_two_peers_are_kept_apart():
@@ -22,8 +22,8 @@ def test_messages_of_one_tag_from_two_peers_are_kept_apart():
         channel.open(1)
     shared, later = 100, 101
     for peer in (1, 2):
-        channels[peer].send(0, shared, parcel(peer))
-        channels[peer].send(0, later, parcel(10 * peer))
+        channels[peer].send(0, shared, message(peer))
+        channels[peer].send(0, later, message(10 * peer))
     # What is waited for comes second from both peers, so both first ones are put aside.
     assert [channels[0].recv(peer, later).leaves[0].item() for peer in (1, 2)] == [10, 20]
     assert [channels[0].recv(peer, shared).leaves[0].item() for peer in (2, 1)] == [2, 1]

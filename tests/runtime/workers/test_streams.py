@@ -19,7 +19,7 @@ from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 from tests.runtime import plain
 
 DEVICE = torch.device("cpu")  # stands for the GPU
@@ -115,7 +115,7 @@ def test_what_is_handed_over_is_waited_for_and_its_memory_kept(ranks, device):
 
     def first() -> None:
         device(DEVICE).after.add("made")
-        channels[0].send(1, 7, Parcel((sent, None, 3)))
+        channels[0].send(1, 7, Message((sent, None, 3)))
         device(DEVICE).after.add("later")
 
     def second() -> None:
@@ -136,7 +136,7 @@ def test_a_message_kept_aside_waits_for_its_own_event(ranks, device):
     def first() -> None:
         for tag in (7, 8):
             device(DEVICE).after.add(f"made {tag}")
-            channels[0].send(1, tag, Parcel((value(),)))
+            channels[0].send(1, tag, Message((value(),)))
 
     def second() -> None:
         for tag in (8, 7):
@@ -153,7 +153,7 @@ def test_a_value_on_another_device_is_waited_for_there(ranks, device):
 
     def first() -> None:
         device(OTHER).after.add("made")
-        channels[0].send(1, 7, Parcel((value(OTHER),)))
+        channels[0].send(1, 7, Message((value(OTHER),)))
 
     def second() -> None:
         channels[1].recv(0, 7)
@@ -211,7 +211,7 @@ def test_steps_after_the_first_make_no_events(ranks, device):
     def step() -> None:
         run(
             rank_threads,
-            lambda: channels[0].send(1, 7, Parcel((value(),))),
+            lambda: channels[0].send(1, 7, Message((value(),))),
             lambda: channels[1].recv(0, 7),
         )
 

@@ -17,7 +17,7 @@ from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import Queue
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 FLOATS = torch.Generator().manual_seed(0)
 
@@ -212,17 +212,17 @@ def stage(*layers: nn.Module) -> Stage:
 
 def checked(one: Stage) -> Stage:
     """The stage after its first microbatch, which checks the split and runs the full backward."""
-    (out,) = one.forward(0, (Parcel((randn(2, 3),), None, (True,)),), split=True)
-    one.backward(0, (Parcel((torch.ones_like(out.leaves[0]),)),))
+    (out,) = one.forward(0, (Message((randn(2, 3),), None, (True,)),), split=True)
+    one.backward(0, (Message((torch.ones_like(out.leaves[0]),)),))
     one.module.zero_grad()
     return one
 
 
 def test_a_stage_holds_a_microbatch_until_its_weights_are_done():
     one = checked(stage(nn.Linear(3, 3)))
-    (out,) = one.forward(0, (Parcel((randn(2, 3),), None, (True,)),), split=True)
+    (out,) = one.forward(0, (Message((randn(2, 3),), None, (True,)),), split=True)
     assert one.held == 1
-    (grads,) = one.backward_input(0, (Parcel((torch.ones_like(out.leaves[0]),)),))
+    (grads,) = one.backward_input(0, (Message((torch.ones_like(out.leaves[0]),)),))
     assert one.held == 1
     assert one.module.layers[0].weight.grad is None
     assert grads.leaves[0].shape == (2, 3)
@@ -233,16 +233,16 @@ def test_a_stage_holds_a_microbatch_until_its_weights_are_done():
 
 def test_a_stage_refuses_a_microbatch_twice_a_missing_activation_and_w_before_i():
     one = stage(nn.Linear(3, 3))
-    x = (Parcel((randn(2, 3),), None, (True,)),)
+    x = (Message((randn(2, 3),), None, (True,)),)
     one.forward(0, x, split=True)
     with pytest.raises(PenstockError, match="already holds microbatch 0"):
         one.forward(0, x)
     with pytest.raises(PenstockError, match="holds no activation of microbatch 1"):
-        one.backward(1, (Parcel((torch.ones(2, 3),)),))
+        one.backward(1, (Message((torch.ones(2, 3),)),))
     with pytest.raises(PenstockError, match="W came before I"):
         one.backward_weight(0)
     with pytest.raises(PenstockError, match=r"2 gradient\(s\) came back for 1 output"):
-        one.backward(0, (Parcel((None, None), None, (False, False)),))
+        one.backward(0, (Message((None, None), None, (False, False)),))
 
 
 def test_a_compiled_stage_says_loudly_that_its_backward_is_not_split():

@@ -16,7 +16,7 @@ from penstock.runtime.consensus import Losses
 from penstock.runtime.copies.replica_check import checksums
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
-from penstock.stage.values import Carried, Microbatches, has_tensor, leaves_of, slices
+from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, slices
 
 Reduction = str | Callable[[object], object]
 """``"mean"``, ``"sum"``, or a function from a microbatch's target to how much it counts."""
@@ -193,7 +193,7 @@ class Cutter:
                     f"{_unequal(f'keyword input {name}', found, rows)}; wrap what is not to be cut in "
                     "penstock.Microbatches"
                 )
-        return [Carried(x, {k: v[n] for k, v in by_name.items()}, {}) for n, x in enumerate(inputs)]
+        return [StageState(x, {k: v[n] for k, v in by_name.items()}, {}) for n, x in enumerate(inputs)]
 
 
 def _unequal(what: str, found: Sequence[int], rows: Sequence[int]) -> str:

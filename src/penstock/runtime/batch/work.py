@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.runtime.consensus import Losses
 from penstock.stage.compute.runner import LossWeight
-from penstock.stage.values import Carried, Parcel, flatten
+from penstock.stage.values import Message, StageState, flatten
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Work:
 
     Attributes:
         inputs: by microbatch, where the rank holds the first stage: what the first layer takes, or that with the
-            step's named values as `Carried`.
+            step's named values as `StageState`.
         targets, shares: by microbatch, where the rank holds the last stage.
         keep_outputs: whether the last stage's outputs are wanted.
         input_grads: whether the gradients of the inputs are wanted.
@@ -47,20 +47,20 @@ class Work:
     flags: int = 0
     losses: Losses = field(default_factory=Losses)
     outputs: dict[int, object] = field(default_factory=dict)
-    grads: dict[int, Parcel] = field(default_factory=dict)
+    grads: dict[int, Message] = field(default_factory=dict)
 
-    def input(self, microbatch: int) -> Parcel:
+    def input(self, microbatch: int) -> Message:
         """A microbatch of the batch, as the first stage takes it."""
         given = self.inputs[microbatch]
         leaves, structure = flatten(given)
         if not self.input_grads:
-            return Parcel(leaves, structure, (False,) * len(leaves))
+            return Message(leaves, structure, (False,) * len(leaves))
         # The gradients of the batch itself are meant, not those of named values, which come after it.
-        batch = flatten(given.value)[0] if isinstance(given, Carried) else leaves
+        batch = flatten(given.value)[0] if isinstance(given, StageState) else leaves
         wanted = tuple(
             n < len(batch) and isinstance(x, Tensor) and x.is_floating_point() for n, x in enumerate(leaves)
         )
-        return Parcel(
+        return Message(
             tuple(x.detach() if need else x for x, need in zip(leaves, wanted, strict=True)),
             structure,
             wanted,

@@ -17,7 +17,7 @@ from penstock.runtime.health.progress import (
 from penstock.runtime.transport.channel import Channel
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
-from penstock.stage.compute.runner import Parcels
+from penstock.stage.compute.runner import Messages
 from penstock.stage.values import describe
 
 
@@ -27,7 +27,7 @@ def explained(
     program: Program,
     channel: Channel | None,
     words: RankProgress,
-    inputs: Parcels | None,
+    inputs: Messages | None,
 ) -> BaseException:
     """The error to raise: it names rank, stage, microbatch and op, unless another rank has named its own.
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.runtime.health.progress import RankProgress
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 
 class Failure(NamedTuple):
@@ -51,14 +51,14 @@ class Channel(Protocol):
     def open(self, step: int) -> None:
         """Begin a step; whatever a failed earlier step left behind is dropped."""
 
-    def send(self, peer: int, tag: int, parcel: Parcel) -> None:
+    def send(self, peer: int, tag: int, message: Message) -> None:
         """Send to a rank; waits only if more than the edge's capacity were under way.
 
         Raises:
             PeerError, WaitTimeoutError: as `recv`.
         """
 
-    def recv(self, peer: int, tag: int) -> Parcel:
+    def recv(self, peer: int, tag: int) -> Message:
         """Wait for the message with this tag from a rank, for `timeout` seconds at the most.
 
         Raises:

@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.errors import TransportError
 from penstock.runtime.transport.strides import Strided
 from penstock.stage import structures
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 FRAME_BYTES = 1 << 16
 HEADER_BYTES = 64
@@ -117,9 +117,9 @@ class Layout:
         tensors = [leaf for leaf in self.tensors if leaf is not None]
         return tuple((n, leaf.strided) for n, leaf in enumerate(tensors) if leaf.strided is not None)
 
-    def leave(self, parcel: Parcel) -> list[Tensor]:
-        """What travels of a parcel's tensors, in order."""
-        tensors = [leaf for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+    def leave(self, message: Message) -> list[Tensor]:
+        """What travels of a message's tensors, in order."""
+        tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
         for n, strided in self._strided:
             tensors[n] = strided.leave(tensors[n])
         return tensors
@@ -135,15 +135,15 @@ class Layout:
             for at, size, dtype, shape in self.places
         ]
 
-    def join(self, tensors: list[Tensor]) -> Parcel:
-        """What has travelled and plain leaves as a parcel; the tensors' memory is the parcel's from now on."""
+    def join(self, tensors: list[Tensor]) -> Message:
+        """What has travelled and plain leaves as a message; the tensors' memory is the message's from now on."""
         for n, strided in self._strided:
             tensors[n] = strided.arrive(tensors[n])
         if len(self.tensors) == 1 and tensors:
             assert self.tensors[0] is not None
-            return Parcel((tensors[0],), self.structure, (self.tensors[0].needs_grad,))
+            return Message((tensors[0],), self.structure, (self.tensors[0].needs_grad,))
         moving, resting = iter(tensors), iter(self.plain)
-        return Parcel(
+        return Message(
             tuple(next(resting) if leaf is None else next(moving) for leaf in self.tensors),
             self.structure,
             tuple(leaf is not None and leaf.needs_grad for leaf in self.tensors),
@@ -194,31 +194,31 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def layout_of(parcel: Parcel) -> Layout:
-    """The layout of a parcel."""
-    leaves = parcel.leaves
+def layout_of(message: Message) -> Layout:
+    """The layout of a message."""
+    leaves = message.leaves
     return Layout(
         tuple(
             Leaf(leaf.dtype, tuple(leaf.shape), need, Strided.of(leaf)) if isinstance(leaf, Tensor) else None
-            for leaf, need in zip(leaves, parcel.needs_grad, strict=True)
+            for leaf, need in zip(leaves, message.needs_grad, strict=True)
         ),
         tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor)),
-        parcel.structure,
+        message.structure,
     )
 
 
-def signature(parcel: Parcel) -> tuple[Any, ...]:
-    """What two parcels of the same layout have in common; cheap to make and to compare."""
-    leaves = parcel.leaves
+def signature(message: Message) -> tuple[Any, ...]:
+    """What two messages of the same layout have in common; cheap to make and to compare."""
+    leaves = message.leaves
     if len(leaves) == 1 and isinstance(x := leaves[0], Tensor):
-        return (x.dtype, x.shape, x.stride(), x.is_conj(), parcel.needs_grad, parcel.structure)
+        return (x.dtype, x.shape, x.stride(), x.is_conj(), message.needs_grad, message.structure)
     return (
         tuple(
             (x.dtype, x.shape, x.stride(), x.is_conj()) if isinstance(x, Tensor) else (type(x), x)
             for x in leaves
         ),
-        parcel.needs_grad,
-        parcel.structure,
+        message.needs_grad,
+        message.structure,
     )
 
 
@@ -228,15 +228,15 @@ class LayoutBook:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[int, Layout]] = {}
 
-    def enter(self, parcel: Parcel) -> tuple[int, Layout, bytes]:
+    def enter(self, message: Message) -> tuple[int, Layout, bytes]:
         """The layout's number, the layout, and what the receiver must be told of it (nothing if it knows it)."""
-        key = signature(parcel)
+        key = signature(message)
         known = self._known.get(key)
         if known is not None:
             return *known, b""
         if len(self._known) >= MOST_LAYOUTS:
             self._known.clear()
-        layout = layout_of(parcel)
+        layout = layout_of(message)
         self._known[key] = len(self._known), layout
         return *self._known[key], layout.to_bytes()
 

@@ -47,7 +47,7 @@ from penstock.runtime.transport.frame import (
     aligned,
 )
 from penstock.runtime.workers.timeout import Timeout
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 _FRAME, _PAYLOAD, _EXTRA = 1, 2, 3  # tags of the three kinds of message on an edge
 
@@ -117,11 +117,11 @@ class GroupOutgoing:
         self._largest = 0
         self._filler = torch.zeros(1, dtype=torch.uint8)
 
-    def send(self, step: int, tag: int, parcel: Parcel) -> None:
-        number, layout, news = self._book.enter(parcel)
+    def send(self, step: int, tag: int, message: Message) -> None:
+        number, layout, news = self._book.enter(message)
         start = aligned(HEADER_BYTES + len(news))
         size = layout.payload_bytes
-        tensors = layout.leave(parcel)
+        tensors = layout.leave(message)
         bulk = self.bulk
         if bulk is not None and not any(t.device.type == bulk.device.type for t in tensors):
             bulk = None
@@ -233,7 +233,7 @@ class GroupIncoming:
             work = self._begin(body, _PAYLOAD)
         self._posted.append((frame, first, body, work))
 
-    def next(self) -> tuple[int, int, Parcel | Failure]:
+    def next(self) -> tuple[int, int, Message | Failure]:
         """Wait for the next message on the edge: (step, tag, content)."""
         frame, first, body, work = self._posted[0]
         _wait(first, self.limit.delta, self.peer, "send")

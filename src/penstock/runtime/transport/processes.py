@@ -16,21 +16,21 @@ from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
 from penstock.runtime.transport.shared_memory import Host, SharedIncoming, SharedOutgoing, WakeSocket
 from penstock.runtime.workers.timeout import Timeout
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 SWITCH = "PENSTOCK_SHARED_MEMORY"
 """Environment variable; ``0`` sends everything through ``torch.distributed``."""
 
 
 class _Sender(Protocol):
-    def send(self, step: int, tag: int, parcel: Parcel) -> None: ...
+    def send(self, step: int, tag: int, message: Message) -> None: ...
     def fail(self, failure: Failure) -> None: ...
     def settle(self) -> None: ...
     def close(self) -> None: ...
 
 
 class _Receiver(Protocol):
-    def next(self) -> tuple[int, int, Parcel | Failure]: ...
+    def next(self) -> tuple[int, int, Message | Failure]: ...
     def close(self) -> None: ...
 
 
@@ -78,7 +78,7 @@ class ProcessChannel:
             if peer not in self._in:
                 self._in[peer] = GroupIncoming(group, peer, slots, limit, lanes.get((peer, rank)))
         self._step = 0
-        self._aside: dict[tuple[int, int], Parcel] = {}  # by peer and tag
+        self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
 
     def _share(
         self,
@@ -132,13 +132,13 @@ class ProcessChannel:
         """Who is stopped or gone, as far as that can be seen from here."""
         return self._peer_registry.guilty(patience)
 
-    def send(self, peer: int, tag: int, parcel: Parcel) -> None:
+    def send(self, peer: int, tag: int, message: Message) -> None:
         words = self.words
         words[WAITS] = peer + 1
-        self._out[peer].send(self._step, tag, parcel)
+        self._out[peer].send(self._step, tag, message)
         words[WAITS] = 0
 
-    def recv(self, peer: int, tag: int) -> Parcel:
+    def recv(self, peer: int, tag: int) -> Message:
         if (peer, tag) in self._aside:
             return self._aside.pop((peer, tag))
         words = self.words

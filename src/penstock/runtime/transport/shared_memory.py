@@ -47,7 +47,7 @@ from penstock.runtime.transport.frame import (
     aligned,
 )
 from penstock.runtime.workers.timeout import Timeout
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 _TAKEN, _RECEIVER_SLEEPS, _SENDER_SLEEPS = 0, 8, 16  # places of the ring's counters, in 8-byte words
 _RING_HEAD = 4096
@@ -263,8 +263,8 @@ class SharedOutgoing:
         """(descriptor, slots) by which the receiver finds the ring."""
         return self.ring.descriptor, self.ring.slots
 
-    def send(self, step: int, tag: int, parcel: Parcel) -> None:
-        number, layout, news = self._book.enter(parcel)
+    def send(self, step: int, tag: int, message: Message) -> None:
+        number, layout, news = self._book.enter(message)
         start = aligned(HEADER_BYTES + len(news))
         if start + HEADER_BYTES > FRAME_BYTES:
             raise TransportError(
@@ -285,7 +285,7 @@ class SharedOutgoing:
         Header(flags, step, tag, number, len(news), size).write(frame)
         if news:
             frame[HEADER_BYTES : HEADER_BYTES + len(news)] = news
-        tensors = layout.leave(parcel)
+        tensors = layout.leave(message)
         if inline:
             views = ring.views[slot].of(start, layout)
         else:
@@ -344,7 +344,7 @@ class SharedIncoming:
         self._layouts: list[Layout] = []
         self._segments: dict[int, _Segment] = {}
 
-    def next(self) -> tuple[int, int, Parcel | Failure]:
+    def next(self) -> tuple[int, int, Message | Failure]:
         """Wait for the next message on the edge: (step, tag, content)."""
         ring, wanted = self.ring, self._taken + 1
         slot = self._taken % ring.slots

@@ -19,9 +19,9 @@ from penstock.runtime.transport.channel import Failure
 from penstock.runtime.workers.streams import Events, Streams
 from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
-_Messages = queue.SimpleQueue[tuple[int, Parcel | Failure]]
+_Messages = queue.SimpleQueue[tuple[int, Message | Failure]]
 _Places = queue.SimpleQueue[Failure | None]
 
 
@@ -39,7 +39,7 @@ class ThreadChannel:
         self.others: Sequence[RankProgress | None] = [self.words]
         self._out = {dst: edge for (src, dst), edge in edges.items() if src == rank}
         self._in = {src: edge for (src, dst), edge in edges.items() if dst == rank}
-        self._aside: dict[tuple[int, int], Parcel] = {}  # by peer and tag
+        self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
 
     def guilty(self, patience: float = 0.0) -> str | None:
         """No thread is gone: they end with their process."""
@@ -48,7 +48,7 @@ class ThreadChannel:
     def open(self, step: int) -> None:
         self._aside.clear()
 
-    def send(self, peer: int, tag: int, parcel: Parcel) -> None:
+    def send(self, peer: int, tag: int, message: Message) -> None:
         messages, places = self._out[peer]
         words = self.words
         words[WAITS] = peer + 1
@@ -59,9 +59,9 @@ class ThreadChannel:
         words[WAITS] = 0
         if place is not None:
             raise PeerError(place.message, place)
-        messages.put((tag, parcel))
+        messages.put((tag, message))
 
-    def recv(self, peer: int, tag: int) -> Parcel:
+    def recv(self, peer: int, tag: int) -> Message:
         if (peer, tag) in self._aside:
             return self._aside.pop((peer, tag))
         messages, places = self._in[peer]
@@ -115,14 +115,14 @@ class StreamChannel(ThreadChannel):
         self._streams = streams
         self._events = events
 
-    def send(self, peer: int, tag: int, parcel: Parcel) -> None:
-        self._streams.ready(self._events, self.rank, peer, tag, parcel)
-        super().send(peer, tag, parcel)
+    def send(self, peer: int, tag: int, message: Message) -> None:
+        self._streams.ready(self._events, self.rank, peer, tag, message)
+        super().send(peer, tag, message)
 
-    def recv(self, peer: int, tag: int) -> Parcel:
-        parcel = super().recv(peer, tag)
-        self._streams.arrive(self._events, peer, self.rank, tag, parcel)
-        return parcel
+    def recv(self, peer: int, tag: int) -> Message:
+        message = super().recv(peer, tag)
+        self._streams.arrive(self._events, peer, self.rank, tag, message)
+        return message
 
 
 def thread_channels(

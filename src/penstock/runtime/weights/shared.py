@@ -22,7 +22,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.tied import Ties
 from penstock.schedule.placement import Placement
 from penstock.stage.module import StageModule
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 
 class SharedGroup(NamedTuple):
@@ -131,7 +131,7 @@ class SharedGradients:
         for peer in bundle.holders:
             if peer != self.rank and (not self.one_memory or peer == bundle.holders[0]):
                 self.channel.send(
-                    peer, self._tags + bundle.number, Parcel(leaves, None, (False,) * len(leaves))
+                    peer, self._tags + bundle.number, Message(leaves, None, (False,) * len(leaves))
                 )
 
     def finish(self) -> None:
@@ -214,7 +214,7 @@ def equalise(
         if bundle.holders[0] == rank:
             leaves = tuple(local(t.detach()) for t in state(bundle))
             for peer in bundle.holders[1:]:
-                channel.send(peer, bundle.number, Parcel(leaves, None, (False,) * len(leaves)))
+                channel.send(peer, bundle.number, Message(leaves, None, (False,) * len(leaves)))
     for bundle in bundles:
         if bundle.holders[0] != rank:
             values = channel.recv(bundle.holders[0], bundle.number).leaves

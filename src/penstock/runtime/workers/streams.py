@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 Events = dict[tuple[int, int, int, torch.device], Any]
 """The events of values on their way: by sender, receiver, tag and device."""
@@ -94,23 +94,23 @@ class Streams:
 
         return run
 
-    def ready(self, events: Events, source: int, target: int, tag: int, parcel: Parcel) -> None:
-        """Mark on the source's stream that a parcel is made: all that makes it was queued there before."""
-        for device in _places(parcel):
+    def ready(self, events: Events, source: int, target: int, tag: int, message: Message) -> None:
+        """Mark on the source's stream that a message is made: all that makes it was queued there before."""
+        for device in _places(message):
             event = events.get((source, target, tag, device))
             if event is None:
                 event = events[source, target, tag, device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._of[source][device])
 
-    def arrive(self, events: Events, source: int, target: int, tag: int, parcel: Parcel) -> None:
-        """Let the target's stream wait until the parcel is made, and keep its memory until that stream is done with it.
+    def arrive(self, events: Events, source: int, target: int, tag: int, message: Message) -> None:
+        """Let the target's stream wait until the message is made, and keep its memory until that stream is done with it.
 
-        To be called while the parcel is held, before anything uses it.
+        To be called while the message is held, before anything uses it.
         """
         streams = self._of[target]
-        for device in _places(parcel):
+        for device in _places(message):
             streams[device].wait_event(events[source, target, tag, device])
-        for leaf in parcel.leaves:
+        for leaf in message.leaves:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(streams[leaf.device])
 
@@ -122,5 +122,5 @@ def _devices(modules: Sequence[nn.Module]) -> Iterator[torch.device]:
                 yield tensor.device
 
 
-def _places(parcel: Parcel) -> set[torch.device]:
-    return {leaf.device for leaf in parcel.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+def _places(message: Message) -> set[torch.device]:
+    return {leaf.device for leaf in message.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.stage.module import kept_buffers
-from penstock.stage.values import Parcel
+from penstock.stage.values import Message
 
 
 class Footprint:
@@ -44,9 +44,9 @@ class Footprint:
             self.add(tensor)
         return self.bytes
 
-    def of_parcels(self, parcels: Iterable[Parcel]) -> int:
-        """The bytes of these parcels' tensors."""
-        return self.of(x for parcel in parcels for x in parcel.leaves if isinstance(x, Tensor))
+    def of_messages(self, messages: Iterable[Message]) -> int:
+        """The bytes of these messages' tensors."""
+        return self.of(x for message in messages for x in message.leaves if isinstance(x, Tensor))
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call a forward and count what autograd saves for its backward.

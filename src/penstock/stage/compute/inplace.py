@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.errors import PenstockError
 from penstock.stage.compute.footprint import Footprint
 from penstock.stage.compute.recompute import Segment
-from penstock.stage.values import Collecting, Parcel
+from penstock.stage.values import Collecting, Message
 
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation"  # autograd's words
 
@@ -50,7 +50,7 @@ class InPlace:
         self._same: list[tuple[Tensor, Tensor]] = []
 
     def handing(
-        self, segment: Segment, training: bool, inputs: Iterable[Parcel]
+        self, segment: Segment, training: bool, inputs: Iterable[Message]
     ) -> Callable[[Tensor], Tensor] | None:
         """How to hand a segment its inputs: through a function that copies them, or, if None, as they are."""
         self._key = key = (segment.start, segment.stop, training)
@@ -68,7 +68,7 @@ class InPlace:
                 self.as_they_are.add(key)
                 return None
         elif torch.is_grad_enabled():
-            leaves = [leaf for parcel in inputs for leaf in parcel.leaves if isinstance(leaf, Tensor)]
+            leaves = [leaf for message in inputs for leaf in message.leaves if isinstance(leaf, Tensor)]
             self._unwritten = [(leaf, _version(leaf)) for leaf in leaves]
         return _view
 
@@ -99,7 +99,7 @@ class InPlace:
                 for copy, original in self._same:
                     self.footprint.replace(copy, original)
 
-    def with_originals(self, outputs: Sequence[Parcel]) -> tuple[Parcel, ...]:
+    def with_originals(self, outputs: Sequence[Message]) -> tuple[Message, ...]:
         """The outputs of the segment that has run, where inputs that it passed on are no copies but those given."""
         if not self._same:
             return tuple(outputs)
@@ -112,7 +112,7 @@ class InPlace:
             found = given.get((leaf.data_ptr(), leaf.shape))
             return leaf if found is None else found.detach()
 
-        return tuple(parcel._replace(leaves=tuple(map(original, parcel.leaves))) for parcel in outputs)
+        return tuple(message._replace(leaves=tuple(map(original, message.leaves))) for message in outputs)
 
     def failed(self, error: BaseException) -> None:
         """The segment raised; if it wrote into a leaf, say why, and hand it copies from now on."""

@@ -1,7 +1,7 @@
-"""A run of a stage's layers on one microbatch: from parcels to parcels, or to the loss.
+"""A run of a stage's layers on one microbatch: from messages to messages, or to the loss.
 
-What a stage takes and hands on are tuples of parcels: first the value of the stage before or for the stage after, then
-one for each skip, in the order of the Program's ports. Gradients travel back through the same ports.
+What a stage takes and hands on are tuples of messages: first the value of the stage before or for the stage after, then
+one for each skip, in the order of the Program's routes. Gradients travel back through the same routes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from penstock.stage.named import Context, Draw, enter
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import Queue
-from penstock.stage.values import Carried, Collecting, Parcel, pack, unpack
+from penstock.stage.values import Collecting, Message, StageState, pack, unpack
 
 _LOSS = "(loss)"
 """Under which name the loss function draws random numbers; no layer is called so."""
 
 LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
-Parcels = tuple[Parcel, ...]
+Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class LossInputs(NamedTuple):
 class SegmentOutput(NamedTuple):
     """What a segment's forward made."""
 
-    parcels: Parcels
+    messages: Messages
     roots: tuple[Tensor, ...]
     report: LossReport | None
 
@@ -165,8 +165,8 @@ class Runner:
         self._quiet.clear()
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
 
-    def join(self, inputs: Parcels, segment: Segment) -> tuple[Carried, Collecting]:
-        """The parcels put together for a segment; returns the value, and what of it collects a gradient."""
+    def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, Collecting]:
+        """The messages put together for a segment; returns the value, and what of it collects a gradient."""
         collecting = Collecting()
         hand, training = None, self.module.training
         known = (segment.start, segment.stop, training) in self.in_place.as_they_are
@@ -174,15 +174,20 @@ class Runner:
         if (not known or segment.recompute) and self.module.compiled is None:
             hand = self.in_place.handing(segment, training, inputs)
         value = unpack(inputs[0], hand, collecting)
-        state = value if isinstance(value, Carried) else Carried(value, {}, {})
-        for parcel in inputs[1:]:
-            named = unpack(parcel, hand, collecting)
+        state = value if isinstance(value, StageState) else StageState(value, {}, {})
+        for message in inputs[1:]:
+            named = unpack(message, hand, collecting)
             assert isinstance(named, dict)
-            state = Carried(state.value, state.named | named, state.losses)
+            state = StageState(state.value, state.named | named, state.losses)
         return state, collecting
 
     def advance(
-        self, segment: Segment, microbatch: int, state: Carried, ends: LossInputs | None, queue: Queue | None
+        self,
+        segment: Segment,
+        microbatch: int,
+        state: StageState,
+        ends: LossInputs | None,
+        queue: Queue | None,
     ) -> SegmentOutput:
         """Run a segment's layers, and at the end of the last stage the loss.
 
@@ -202,7 +207,12 @@ class Runner:
             queue.running = False
 
     def _advance(
-        self, segment: Segment, microbatch: int, state: Carried, ends: LossInputs | None, queue: Queue | None
+        self,
+        segment: Segment,
+        microbatch: int,
+        state: StageState,
+        ends: LossInputs | None,
+        queue: Queue | None,
     ) -> SegmentOutput:
         draw = self._draw(microbatch)
         context = Context(dict(state.named), dict(state.losses), self.module.gives, draw, self._quiet)
@@ -223,8 +233,8 @@ class Runner:
         if context.named:
             context.require_unwritten()
         if segment.stop < len(self.module.layers):
-            parcel, roots = pack(Carried(value, context.named, context.losses), travels=False)
-            return SegmentOutput((parcel,), roots, None)
+            message, roots = pack(StageState(value, context.named, context.losses), travels=False)
+            return SegmentOutput((message,), roots, None)
         if self.loss_fn is None:
             return self._hand_on(value, context)
         if ends is None:
@@ -264,18 +274,18 @@ class Runner:
 
     def _hand_on(self, value: object, context: Context) -> SegmentOutput:
         onward = {n: context.named[n] for n in sorted(self.wiring.onward) if n in context.named}
-        whole = Carried(value, onward, context.losses) if onward or context.losses else value
-        parcel, roots = pack(whole)
-        parcels = [parcel]
+        whole = StageState(value, onward, context.losses) if onward or context.losses else value
+        message, roots = pack(whole)
+        messages = [message]
         for names in self.wiring.skips:
             if missing := [n for n in names if n not in context.named]:
                 raise PenstockError(
                     f"no layer of stage {self.index} gave {', '.join(map(repr, missing))}, which a later layer takes"
                 )
             skip, more = pack({n: context.named[n] for n in names})
-            parcels.append(skip)
+            messages.append(skip)
             roots += more
-        return SegmentOutput(tuple(parcels), roots, None)
+        return SegmentOutput(tuple(messages), roots, None)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.settings.autocast

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.stage.compute.recompute import Segment
-from penstock.stage.compute.runner import LossInputs, Parcels, SegmentOutput
+from penstock.stage.compute.runner import LossInputs, Messages, SegmentOutput
 from penstock.stage.split_backward.weight_grad import Queue
 from penstock.stage.values import Collecting, same_numbers
 
@@ -25,7 +25,7 @@ class Dropped(NamedTuple):
     """A segment that runs again: its inputs, its changing buffers as they were, and for a first one what it returned."""
 
     segment: Segment
-    inputs: Parcels
+    inputs: Messages
     buffers: list[Tensor]
     ends: LossInputs | None
     found: SegmentOutput | None
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
     """What a microbatch's backward needs."""
 
     parts: list[Graph | Dropped]
-    ports: tuple[int, ...]  # how many leaves of each input parcel collect a gradient
+    routes: tuple[int, ...]  # how many leaves of each input message collect a gradient
     queue: Queue | None
 
 
@@ -69,7 +69,7 @@ def require_same(first: SegmentOutput, again: SegmentOutput, layers: Sequence[st
 
 
 def _numbers(found: SegmentOutput) -> list[Tensor]:
-    leaves = [x for parcel in found.parcels for x in parcel.leaves if isinstance(x, Tensor) and x.numel()]
+    leaves = [x for message in found.messages for x in message.leaves if isinstance(x, Tensor) and x.numel()]
     if found.report is not None and found.report.loss is not None:
         leaves.append(found.report.loss)
     return leaves

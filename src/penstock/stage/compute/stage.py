@@ -21,7 +21,7 @@ from penstock.stage.compute.runner import (
     LossFunction,
     LossInputs,
     LossReport,
-    Parcels,
+    Messages,
     Runner,
     SegmentOutput,
     Settings,
@@ -123,7 +123,7 @@ class Stage:
         if not self.module.before:  # which fills in the parameters' values during the step (ZeRO)
             self.isolation.require_constant()
 
-    def forward(self, microbatch: int, inputs: Parcels, split: bool = False, drop: bool = False) -> Parcels:
+    def forward(self, microbatch: int, inputs: Messages, split: bool = False, drop: bool = False) -> Messages:
         """Run the layers on a microbatch, keep what its backward needs, and return the output.
 
         Args:
@@ -135,10 +135,10 @@ class Stage:
         Raises:
             PenstockError: the microbatch is already held: used twice without a backward between.
         """
-        return self._forward(microbatch, inputs, None, split, drop).parcels
+        return self._forward(microbatch, inputs, None, split, drop).messages
 
     def forward_with_loss(
-        self, microbatch: int, inputs: Parcels, ends: LossInputs, split: bool = False, drop: bool = False
+        self, microbatch: int, inputs: Messages, ends: LossInputs, split: bool = False, drop: bool = False
     ) -> LossReport:
         """As `forward`, on the last stage: returns the microbatch's losses and, if wanted, the detached output."""
         report = self._forward(microbatch, inputs, ends, split, drop).report
@@ -146,7 +146,7 @@ class Stage:
         return report
 
     def _forward(
-        self, microbatch: int, inputs: Parcels, ends: LossInputs | None, split: bool, drop: bool
+        self, microbatch: int, inputs: Messages, ends: LossInputs | None, split: bool, drop: bool
     ) -> SegmentOutput:
         if microbatch in self._saved or microbatch in self._waiting:
             raise PenstockError(
@@ -154,7 +154,7 @@ class Stage:
             )
         queue = None
         if split and self.split_checks.possible:
-            queue = self.split_checks.queue([leaf for parcel in inputs for leaf in parcel.leaves])
+            queue = self.split_checks.queue([leaf for message in inputs for leaf in message.leaves])
         measured = self.module.compiled is not None or (queue is not None, drop) in self._saved_bytes
         saved = Saved([], tuple([sum(p.needs_grad) for p in inputs]), queue)
         if measured and not drop and self._plain:
@@ -172,7 +172,7 @@ class Stage:
         self,
         saved: Saved,
         microbatch: int,
-        inputs: Parcels,
+        inputs: Messages,
         ends: LossInputs | None,
         drop: bool,
         measured: bool,
@@ -181,7 +181,7 @@ class Stage:
         for segment in (self._whole,) if drop else self._segments:
             record, found = self._first_time(segment, microbatch, inputs, ends, saved.queue, footprint)
             saved.parts.append(record)
-            inputs = found.parcels
+            inputs = found.messages
         if footprint is not None:
             self._saved_bytes[saved.queue is not None, drop] = footprint.bytes
         return found
@@ -190,7 +190,7 @@ class Stage:
         self,
         segment: Segment,
         microbatch: int,
-        inputs: Parcels,
+        inputs: Messages,
         ends: LossInputs | None,
         queue: Queue | None,
         footprint: Footprint | None,
@@ -224,9 +224,9 @@ class Stage:
                 found_once.append(self._runner.advance(segment, microbatch, state, ends, None))
 
         before = self._buffers_of(segment).during(forward)
-        found = found_once[0]._replace(parcels=self._runner.in_place.with_originals(found_once[0].parcels))
+        found = found_once[0]._replace(messages=self._runner.in_place.with_originals(found_once[0].messages))
         if footprint is not None:
-            footprint.of_parcels(inputs)
+            footprint.of_messages(inputs)
         first = segment not in self._dropped_before
         self._dropped_before.add(segment)
         return Dropped(segment, inputs, before, ends, found if first else None), found
@@ -257,7 +257,7 @@ class Stage:
         footprint, inputs = Footprint(self.module), Footprint(self.module)
         graph: Graph = footprint.run(lambda: self._run_again(part, microbatch, queue))
         self._layer_bytes[at] = LayerBytes(
-            footprint.of(graph.collecting.leaves), inputs.of_parcels(part.inputs)
+            footprint.of(graph.collecting.leaves), inputs.of_messages(part.inputs)
         )
         return graph
 
@@ -289,26 +289,26 @@ class Stage:
             self._buffers[segment] = Buffers(list(self.module.layers)[segment.start : segment.stop])
         return self._buffers[segment]
 
-    def evaluate(self, microbatch: int, inputs: Parcels) -> Parcels:
+    def evaluate(self, microbatch: int, inputs: Messages) -> Messages:
         """Run the layers on a microbatch and keep nothing; to be called without gradients enabled."""
-        return self._evaluated(microbatch, inputs, None).parcels
+        return self._evaluated(microbatch, inputs, None).messages
 
-    def evaluate_with_loss(self, microbatch: int, inputs: Parcels, ends: LossInputs) -> LossReport:
+    def evaluate_with_loss(self, microbatch: int, inputs: Messages, ends: LossInputs) -> LossReport:
         """As `evaluate`, on the last stage; the loss is None if there is no target."""
         report = self._evaluated(microbatch, inputs, None if ends.target is None else ends).report
         assert report is not None, "a stage with a loss_fn"
         return report
 
-    def _evaluated(self, microbatch: int, inputs: Parcels, ends: LossInputs | None) -> SegmentOutput:
+    def _evaluated(self, microbatch: int, inputs: Messages, ends: LossInputs | None) -> SegmentOutput:
         state, _ = self._runner.join(inputs, self._whole)
         return self._runner.advance(self._whole, microbatch, state, ends, None)
 
-    def backward(self, microbatch: int, grads: Parcels | None) -> Parcels:
+    def backward(self, microbatch: int, grads: Messages | None) -> Messages:
         """Backward of a microbatch: parameter gradients accumulate, the inputs' gradients are returned.
 
         Args:
             microbatch: which.
-            grads: from later stages, a parcel for each port, with one leaf (a tensor or None) for each output leaf that
+            grads: from later stages, a message for each route, with one leaf (a tensor or None) for each output leaf that
                 needed a gradient; None on the last stage, where the loss is the start.
 
         Raises:
@@ -318,9 +318,9 @@ class Stage:
         self.backward_weight(microbatch)
         return inputs
 
-    def backward_input(self, microbatch: int, grads: Parcels | None) -> Parcels:
+    def backward_input(self, microbatch: int, grads: Messages | None) -> Messages:
         """The half of `backward` that yields the inputs' gradients (and whatever weight gradients cannot wait)."""
-        parts, ports, queue = self._require(microbatch)
+        parts, routes, queue = self._require(microbatch)
         del self._saved[microbatch]
         drop = len(parts) == 1 and isinstance(parts[0], Dropped) and parts[0].segment == self._whole
         given: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
@@ -352,9 +352,9 @@ class Stage:
             if self._waiting_bytes is None:
                 self._waiting_bytes = Footprint(self.module).of(queue.tensors())
             self.held_bytes += self._waiting_bytes
-        found = gradients(given or (), ports, hooked)
-        for parcel in found:
-            self.suspects += [(microbatch, finite_sum(g)) for g in parcel.leaves if g is not None]
+        found = gradients(given or (), routes, hooked)
+        for message in found:
+            self.suspects += [(microbatch, finite_sum(g)) for g in message.leaves if g is not None]
         return found
 
     def _run_backward(self, microbatch: int, roots: tuple[Any, ...], given: list[Any] | None) -> None:
