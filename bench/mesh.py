@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.compare import emit, machine
 from penstock.errors import ConfigError
-from penstock.parallel.dtensor import whole
+from penstock.parallel.dtensor import full_tensor
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -98,11 +98,11 @@ def on_mesh(
             assert found is not None, "there was a target"
             losses.append(found)
             gradients = gradients or {
-                name: whole(p.grad).clone() for name, p in pipe.named_parameters() if p.grad is not None
+                name: full_tensor(p.grad).clone() for name, p in pipe.named_parameters() if p.grad is not None
             }
             optimizer.step()
             optimizer.zero_grad()
-        weights = {name: whole(p.detach()).clone() for name, p in pipe.named_parameters()}
+        weights = {name: full_tensor(p.detach()).clone() for name, p in pipe.named_parameters()}
         return torch.stack(losses), gradients, weights
 
 

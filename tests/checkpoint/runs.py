@@ -66,11 +66,11 @@ def steps(pipe: Pipeline, optimizer: PipelineOptimizer, count: int) -> list[floa
 
 def state_of(pipe: Pipeline, optimizer: PipelineOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Copies of both states, with what is cut put together."""
-    from penstock.parallel.dtensor import whole
+    from penstock.parallel.dtensor import full_tensor
 
     state = optimizer.state_dict()
     state["state"] = {
-        name: {key: whole(v) if isinstance(v, Tensor) else v for key, v in entries.items()}
+        name: {key: full_tensor(v) if isinstance(v, Tensor) else v for key, v in entries.items()}
         for name, entries in state["state"].items()
     }
     return copy.deepcopy((dict(pipe.state_dict()), state))

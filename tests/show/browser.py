@@ -67,7 +67,7 @@ class Browser:
             self.driver.get_log(kind)
         self.driver.get(path.as_uri())
         self.wait("return document.body.dataset.ready === 'yes'")
-        self.settle()
+        self.wait_until_still()
 
     def run(self, script: str, *arguments: object) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -75,7 +75,7 @@ class Browser:
     def wait(self, script: str) -> None:
         WebDriverWait(self.driver, 30, poll_frequency=0.05).until(lambda _: self.run(script))
 
-    def settle(self) -> None:
+    def wait_until_still(self) -> None:
         """Wait until labels and figures are drawn: the page's own delay, and two frames of the screen."""
         self.driver.execute_async_script(
             "const done = arguments[0];"

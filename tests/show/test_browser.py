@@ -68,7 +68,7 @@ def test_a_measured_run_is_drawn_as_it_was(chromium: Browser, tmp_path: Path):
     assert_drawn(chromium, "measured", run.traces[10], 1000.0)
     assert_drawn(chromium, "planned", run.traces[10], 1000.0)
     Select(chromium.driver.find_element(By.ID, "step")).select_by_visible_text("step 1")
-    chromium.settle()
+    chromium.wait_until_still()
     frame = chromium.frame("measured")
     assert frame.x1 == pytest.approx(600 * 1.005)
     assert_drawn(chromium, "measured", run.traces[1], 1000.0)
@@ -86,7 +86,7 @@ def test_simulations_stand_in_one_page(chromium: Browser, tmp_path: Path):
     chromium.open(write(tmp_path / "r.html", traces, title="three"))
     for name, trace in traces.items():
         Select(chromium.driver.find_element(By.ID, "step")).select_by_visible_text(name)
-        chromium.settle()
+        chromium.wait_until_still()
         assert_drawn(chromium, "measured", trace)
     assert chromium.run("return penstock.find('planned-figure')") is None
     assert chromium.requests() == [(tmp_path / "r.html").as_uri()]
@@ -118,7 +118,7 @@ def test_hovering_a_block_tells_its_times(chromium: Browser, tmp_path: Path):
     frame = chromium.frame("measured")
     row = trace.rank_slices()[1].start + 3  # 1B1
     chromium.move(frame.x((trace.start[row] + trace.end[row]) * 500), frame.y(1) - 8)
-    chromium.settle()
+    chromium.wait_until_still()
     start, end = (float(t) * 1000 for t in (shifted.start[row], shifted.end[row]))
     assert chromium.tooltip().split("\n") == [
         "backward stage 1 microbatch 1",
@@ -137,7 +137,7 @@ def test_an_idle_stretch_has_its_causes_colour_and_tells_it(chromium: Browser, t
     cause = np.array(rgb(CAUSES["warm_up"][0]))
     assert np.abs(screen[y, x] - (0.3 * cause + 0.7 * 255)).max() <= 2
     chromium.move(x, y)
-    chromium.settle()
+    chromium.wait_until_still()
     assert chromium.tooltip().split("\n") == ["rank 0 idle: warm-up", "for 2"]
 
 
@@ -155,7 +155,7 @@ def test_zooming_shows_less_with_more_text_and_all_charts_together(chromium: Bro
     texts = "return penstock.find('measured-labels').data.text"
     assert chromium.run(texts) == []
     chromium.wheel(x, y, 6)
-    chromium.settle()
+    chromium.wait_until_still()
     after = chromium.frame("measured")
     assert zoomed(before, after, x)
     memory = chromium.frame("memory")
@@ -175,7 +175,7 @@ def test_dark_mode_changes_the_page_and_the_figures(chromium: Browser, tmp_path:
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         chromium.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        chromium.settle()
+        chromium.wait_until_still()
         corner[scheme] = int(chromium.screenshot()[2, 2].mean())
         text[scheme] = chromium.run("return penstock.find('measured-figure').left[0].major_label_text_color")
     chromium.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -13,7 +13,7 @@ from typing import Any, Self
 from penstock.checkpoint.find import damage, is_checkpoint, read_manifest, steps_in
 from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.read import Prepared, load_into, prepare
-from penstock.checkpoint.snapshot import Copies, Snapshot, take_snapshot
+from penstock.checkpoint.snapshot import HostBuffers, Snapshot, take_snapshot
 from penstock.checkpoint.together import Together
 from penstock.checkpoint.write import Facts, prune, write_checkpoint
 from penstock.errors import ConfigError, DataError, PenstockError
@@ -82,7 +82,7 @@ class Checkpoints:
         self.keep_every = keep_every
         self._facts = Facts(pipe.schedule.stages, pipe.seed, _layout(pipe), dict(config or {}))
         self._together = Together(pipe.in_processes, timeout)
-        self._copies = Copies()
+        self._host_buffers = HostBuffers()
         self._thread: Thread | None = None
         self._written: Path | None = None
         self._failure: BaseException | None = None
@@ -98,7 +98,7 @@ class Checkpoints:
             PenstockError: the save before failed, as `wait`; nothing is written then, either.
         """
         self.wait()
-        snapshot = take_snapshot(self.pipe, self.optimizer, extra or {}, self._copies)
+        snapshot = take_snapshot(self.pipe, self.optimizer, extra or {}, self._host_buffers)
         self._thread = Thread(target=self._write, args=(snapshot,), name="penstock-checkpoint", daemon=True)
         self._thread.start()
 

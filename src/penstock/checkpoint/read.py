@@ -19,7 +19,7 @@ from penstock.checkpoint.format.values import decode
 from penstock.errors import ConfigError, DataError
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
 from penstock.parallel.data.shards import ShardedParameter
-from penstock.parallel.dtensor import is_cut, is_sharded, like, local, runs_along
+from penstock.parallel.dtensor import is_dtensor, is_sharded, like, local, runs_along
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -63,7 +63,7 @@ class Reader:
         Of a piece the rows are read that it is in; elements that lie in memory otherwise are read whole.
         """
         piece, shape, parameter = part.piece, self._shape(name), part.entry.parameter
-        if is_cut(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
+        if is_sharded(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
             return ShardValues(piece.of(local(self.like(name, parameter))))
         if key in ONE_A_PARAMETER or shape != piece.shape:
             return self.tensor(name)
@@ -76,9 +76,9 @@ class Reader:
 
     def like(self, name: str, model: Tensor) -> Tensor:
         """A tensor cut over the processes as `model` is, if it has its shape; of it this process reads its own part."""
-        if not is_sharded(model) or self._shape(name) != tuple(model.shape):
+        if not is_dtensor(model) or self._shape(name) != tuple(model.shape):
             return self.tensor(name)
-        if not is_cut(model):
+        if not is_sharded(model):
             return like(self.tensor(name).to(model.device), model)
         dim, runs = runs_along(model)
         found = [self._run(name, dim, run) for run in runs]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.checkpoint.format.values import encode
 from penstock.errors import ConfigError
-from penstock.parallel.dtensor import whole
+from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.tensor_file import dtype_name
@@ -37,7 +37,7 @@ class Snapshot:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-class Copies:
+class HostBuffers:
     """Memory for the copies, used again for every save: new memory costs several times a copy.
 
     Nothing may read the last copies any more when new ones are taken.
@@ -47,14 +47,14 @@ class Copies:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy on the CPU; from a GPU it is only begun (see `settle`)."""
+        """A copy on the CPU; from a GPU it is only begun (see `wait`)."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all copies are here."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def writes(pipe: Pipeline) -> bool:
 
 
 def take_snapshot(
-    pipe: Pipeline, optimizer: PipelineOptimizer | None, extra: Mapping[str, Any], copies: Copies
+    pipe: Pipeline, optimizer: PipelineOptimizer | None, extra: Mapping[str, Any], copies: HostBuffers
 ) -> Snapshot:
     """Copy what this process has to write; what several processes have parts of, they put together.
 
@@ -93,7 +93,7 @@ def take_snapshot(
         """Every process of a cut tensor gets here; those that do not write have then done their part."""
 
         def put(name: str, tensor: Tensor) -> None:
-            put_together = whole(tensor)
+            put_together = full_tensor(tensor)
             if keeps and stage is not None:
                 dtype_name(name, put_together)
                 tensors[stage][name] = copies.take(name, put_together)
@@ -116,7 +116,7 @@ def take_snapshot(
     if keeps and anywhere is not None:
         for device, generator in _generators().items():
             put_for(anywhere)(f"generators/{pipe.rank}/{device}", generator)
-    copies.settle()
+    copies.wait()
     return Snapshot(pipe.steps, tensors if keeps else {}, held if keeps else {}, values if keeps else {})
 
 

@@ -65,10 +65,10 @@ class Rounds:
         return [Answer(*answer) for answer in answers]
 
     def _collect(self, name: str) -> list[list[Any]]:
-        limit = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         found: list[list[Any]] = []
         for rank in range(self.size):
-            said = self._read(f"{name}/{rank}", max(0.05, limit - time.monotonic()))
+            said = self._read(f"{name}/{rank}", max(0.05, deadline - time.monotonic()))
             if said is None:
                 said = {"value": None, "trouble": f"did not answer within {self.timeout:g} s"}
             found.append([said["value"], said["trouble"]])

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a DTensor; the module that defines them is not loaded for models that have none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether processes hold different parts of it."""
-    return is_sharded(tensor) and any(not p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+    return is_dtensor(tensor) and any(not p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def local(tensor: Tensor) -> Tensor:
     """The memory this process holds of a tensor; shared with it."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def move(parameter: Tensor, place: Tensor) -> None:
     """Let a parameter's part on this process be in other memory, which has its values already."""
-    if is_sharded(parameter):
+    if is_dtensor(parameter):
         parameter._local_tensor = place  # type: ignore[attr-defined]  # as torch's fully_shard does
     else:
         parameter.data = place
@@ -38,7 +38,7 @@ def move(parameter: Tensor, place: Tensor) -> None:
 
 def like(part: Tensor, whole: Tensor) -> Tensor:
     """A tensor cut as `whole` is, whose memory on this process is `part`."""
-    if not is_sharded(whole):
+    if not is_dtensor(whole):
         return part
     from torch.distributed.tensor import DTensor
 
@@ -91,25 +91,25 @@ def runs_along(tensor: Tensor) -> tuple[int, list[slice]]:
     return placement.dim, [slice(start, min(start + each, length)) for start in starts]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor put together, where it is cut: its ranks all call it then."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return tensor
     found: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return found
 
 
-def cut_like(tensor: Tensor, model: Tensor) -> Tensor:
+def distribute_like(tensor: Tensor, model: Tensor) -> Tensor:
     """A whole tensor cut as `model` is; its ranks all call it then."""
-    if not is_sharded(model) or is_sharded(tensor):
+    if not is_dtensor(model) or is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, model.device_mesh, model.placements)  # type: ignore[attr-defined]
 
 
-def settle(parameter: Tensor) -> None:
+def redistribute_grad(parameter: Tensor) -> None:
     """Let ``.grad`` be cut as its parameter is, where autograd left it otherwise; its ranks all call it then."""
     grad = parameter.grad
-    if grad is not None and is_sharded(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+    if grad is not None and is_dtensor(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
         parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]

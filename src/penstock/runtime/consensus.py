@@ -80,7 +80,7 @@ def find_nonfinite(
     losses: Losses,
     last: int,
     first: int,
-    shared_out: Callable[[int], list[Tensor]] | None = None,
+    sharded_grads: Callable[[int], list[Tensor]] | None = None,
 ) -> Finding | None:
     """The first number of a rank's step that is NaN or infinite; forgets the stages' suspects.
 
@@ -89,7 +89,7 @@ def find_nonfinite(
         losses: those it saw.
         last: number of the last stage.
         first: the number in the global batch of what is microbatch 0 here.
-        shared_out: by stage, the gradients that are elsewhere than in its parameters.
+        sharded_grads: by stage, the gradients that are elsewhere than in its parameters.
     """
     found: list[Finding] = []
     counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
@@ -98,7 +98,7 @@ def find_nonfinite(
         found += [Finding(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.suspects)]
         stage.suspects.clear()
         grads = [numbers_of(local(p.grad)) for p in stage.module.parameters() if p.grad is not None]
-        grads += shared_out(s) if shared_out is not None else []
+        grads += sharded_grads(s) if sharded_grads is not None else []
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
             found.append(Finding(_WEIGHT, last - s, -1))
     return min(found, default=None)

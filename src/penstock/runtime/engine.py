@@ -44,7 +44,7 @@ class Engine:
     Args:
         parts: their stages.
         local_ranks: the ranks of this process.
-        limit: of any wait.
+        timeout: of any wait.
         world: the other processes, joined; None if all ranks are threads of this process.
         device: where the stages are; None for the CPU.
         replicas: how many pipelines there are; without other processes, as threads of this one.
@@ -58,16 +58,16 @@ class Engine:
         self,
         parts: LocalStages,
         local_ranks: Sequence[int],
-        limit: Timeout,
+        timeout: Timeout,
         world: World | None,
         device: torch.device | None,
         replicas: int,
         options: CopyOptions,
     ) -> None:
         self.parts = parts
-        self.twins = [parts.twin() for _ in range(replicas - 1)] if world is None else []
+        self.thread_replicas = [parts.replica() for _ in range(replicas - 1)] if world is None else []
         self.local_ranks = local_ranks
-        self.limit = world.limit if world is not None else limit
+        self.timeout = world.timeout if world is not None else timeout
         self.closed = False
         self._world = world
         self._rank_threads: RankThreads | None = None
@@ -85,29 +85,29 @@ class Engine:
             on_cpu = device is None or device.type == "cpu"
             channel = world.connect(parts.program, parts.holders, None if on_cpu else device)
             modules = {s: stage.module for s, stage in parts.own_stages.items()}
-            judge = HangDetector(self.limit, [channel.words], [f"rank {world.rank}"], parts.program)
-            self._watch = Watchdog(world.peer_registry, judge)
-            equalise(parts.bundles[world.rank], modules, world.rank, channel, schedule.stages)
+            detector = HangDetector(self.timeout, [channel.words], [f"rank {world.rank}"], parts.program)
+            self._watch = Watchdog(world.peer_registry, detector)
+            equalise(parts.shared_groups[world.rank], modules, world.rank, channel, schedule.stages)
             self.replicate()
-        elif schedule.ranks > 1 or self.twins:
+        elif schedule.ranks > 1 or self.thread_replicas:
             of_rank = schedule.placement.stages_of
             self._streams = Streams.of([[parts.stages[r, s].module for s in of_rank[r]] for r in local_ranks])
-            if self._streams is not None and self.twins:
+            if self._streams is not None and self.thread_replicas:
                 raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
-            self._rank_threads = RankThreads(schedule.ranks * replicas, limit, self._streams)
+            self._rank_threads = RankThreads(schedule.ranks * replicas, timeout, self._streams)
             if parts.random is not None:
                 parts.random.in_threads = True
-            if self.twins:
+            if self.thread_replicas:
                 self._replicate(self._rank_threads)
-        self._copies = Copies(parts, self.twins, world, replicas, options)
-        for part in (parts, *self.twins):
+        self._copies = Copies(parts, self.thread_replicas, world, replicas, options)
+        for part in (parts, *self.thread_replicas):
             part.watch_copies(replicas)
         self._fixed = parts.fixed(replicas)
 
     def _replicate(self, rank_threads: RankThreads) -> None:
         """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""
-        everyone = [self.parts, *self.twins]
-        ends = {rank: thread_reducers(len(everyone), self.limit.seconds) for rank in self.local_ranks}
+        everyone = [self.parts, *self.thread_replicas]
+        ends = {rank: thread_reducers(len(everyone), self.timeout.seconds) for rank in self.local_ranks}
         jobs = [
             partial(part.replicate, rank, ends[rank][n], None)
             for n, part in enumerate(everyone)
@@ -117,8 +117,8 @@ class Engine:
 
     def _level(self, reduces: bool) -> None:
         """The replicas' gradients begin as the first one's, zeroed by the caller or not, unless they are still their own."""
-        for twin in self.twins if self._reduced else ():
-            for own, first in zip(twin.parameters(), self.parts.parameters(), strict=True):
+        for replica in self.thread_replicas if self._reduced else ():
+            for own, first in zip(replica.parameters(), self.parts.parameters(), strict=True):
                 if first.grad is None or own.grad is None:
                     own.grad = None if first.grad is None else first.grad.clone()
                 else:
@@ -147,7 +147,7 @@ class Engine:
                 "a hook, the loss function or another thread; call it between two steps"
             )
         if self._rank_threads is not None:
-            self._rank_threads.settle()
+            self._rank_threads.wait_stopped()
         if trains:
             self._late.require_no_gradients()
         if self._world is None and self._fixed is not None:
@@ -158,11 +158,11 @@ class Engine:
         self._failed = True
         executors = self._ready(trains)
         if self._watch is not None:
-            self._watch.judge.program = executors[0].program
+            self._watch.detector.program = executors[0].program
         self._busy = True
         try:
             with self._limited(trains):
-                self._copies.before_step(trains, self.settle)
+                self._copies.before_step(trains, self.wait_for_parameters)
                 works = self._cut(executors, cut, make_work)
                 if trains:
                     self._level(works[0].reduces)
@@ -192,7 +192,7 @@ class Engine:
     ) -> list[Work]:
         """Each rank's work, of the batches of the replicas of this process."""
         try:
-            batches = [cut(n) for n in range(1 + len(self.twins))]
+            batches = [cut(n) for n in range(1 + len(self.thread_replicas))]
         except ConfigError as error:
             self._refuse(executors, error)
             raise
@@ -205,7 +205,7 @@ class Engine:
             for e in executors
             if e.replicas is not None
         ]
-        if self._rank_threads is None or not self.twins:
+        if self._rank_threads is None or not self.thread_replicas:
             for job in jobs:
                 job()
         else:
@@ -222,13 +222,13 @@ class Engine:
                     executor.channel.fail(Failure(executor.rank, self._step, why))
 
         names = [f"rank {e.rank}" for e in executors]
-        if self.twins:
+        if self.thread_replicas:
             ranks = len(self.local_ranks)
             names = [f"{name} of replica {n // ranks}" for n, name in enumerate(names)]
-        judge = HangDetector(self.limit, [e.words for e in executors], names, executors[0].program)
+        detector = HangDetector(self.timeout, [e.words for e in executors], names, executors[0].program)
         jobs = [partial(e.run, self._step, w) for e, w in zip(executors, works, strict=True)]
         try:
-            self._rank_threads.run(jobs, stop, judge)
+            self._rank_threads.run(jobs, stop, detector)
         finally:
             self._copies.ran()
 
@@ -240,7 +240,7 @@ class Engine:
     def _limited(self, trains: bool) -> Iterator[None]:
         """Around a step: its limit holds for all waits."""
         try:
-            with self.limit.step(trains):
+            with self.timeout.step(trains):
                 self._apply_limit()
                 yield
         finally:
@@ -250,9 +250,9 @@ class Engine:
         """Let those who wait for other processes or for replicas have the same limit."""
         if self._world is not None:
             self._world.apply_limit()
-        for part in (self.parts, *self.twins):
+        for part in (self.parts, *self.thread_replicas):
             for replicas in part.replicas.values():
-                replicas.limit(self.limit.seconds)
+                replicas.set_timeout(self.timeout.seconds)
 
     def _refuse(self, executors: Sequence[Executor], error: ConfigError) -> None:
         for executor in executors if self._world is not None else ():
@@ -264,7 +264,7 @@ class Engine:
         if trains not in self._executors:
             self._executors[trains] = [
                 executor
-                for part in (self.parts, *self.twins)
+                for part in (self.parts, *self.thread_replicas)
                 for executor in self._executors_of(part, trains)
             ]
         return self._executors[trains]
@@ -275,7 +275,7 @@ class Engine:
             channels = [self._world.channel]
         elif parts.schedule.ranks > 1:
             program = parts.program if trains else parts.evaluate_program
-            channels = thread_channels(program, self.limit, parts.holders, self._streams)
+            channels = thread_channels(program, self.timeout, parts.holders, self._streams)
         return [
             parts.executor(
                 trains,
@@ -298,7 +298,7 @@ class Engine:
         if world is not None and world.mesh is not None:
             self._executors.clear()
             self.parts.replicate(world.rank, world.replicas(), world.exchange_beside, zero)
-        elif self.twins and self._rank_threads is not None:
+        elif self.thread_replicas and self._rank_threads is not None:
             self._replicate(self._rank_threads)
         else:
             return
@@ -310,7 +310,7 @@ class Engine:
         replicas = self.parts.replicas.get(self._world.rank) if self._world is not None else None
         return replicas.shards if replicas is not None else None
 
-    def settle(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Wait for parameters that are being collected."""
         if self.shards is not None:
             self.shards.wait_all()
@@ -325,13 +325,13 @@ class Engine:
             found[rank] = job(rank)
 
         jobs = [partial(keep, rank) for rank in self.local_ranks]
-        idle = len(self.local_ranks) * len(self.twins)
+        idle = len(self.local_ranks) * len(self.thread_replicas)
         self._rank_threads.run([*jobs, *[_nothing] * idle], _nothing)
         return [found[rank] for rank in self.local_ranks]
 
     def choose_recompute(self, memory: int) -> None:
         """The first step has measured what every layer keeps; from now on only as many are recomputed as need be."""
-        for part in (self.parts, *self.twins):
+        for part in (self.parts, *self.thread_replicas):
             for rank in self.local_ranks:
                 stages = {s: stage for (r, s), stage in part.stages.items() if r == rank}
                 choose_recompute(part.schedule, rank, stages, memory)
@@ -355,7 +355,7 @@ class Engine:
         self.closed = True
         try:
             if not self._failed:
-                self.settle()
+                self.wait_for_parameters()
         finally:
             self._end()
 
@@ -363,7 +363,7 @@ class Engine:
         self._executors.clear()
         self.parts.undo()
         # Hooks on the parameters would keep the reducers, and with them the communicators, as long as the model.
-        for part in (self.parts, *self.twins):
+        for part in (self.parts, *self.thread_replicas):
             for replicas in part.replicas.values():
                 replicas.detach(wait=self._world is None or not self._failed)
         if self._rank_threads is not None:

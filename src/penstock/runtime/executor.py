@@ -177,7 +177,7 @@ class Executor:
         finding, flags = None, 0
         if work.finite and self.trains:
             last, first = schedule.stages - 1, work.first_microbatch
-            more = self.replicas.shared_out if self.replicas is not None else None
+            more = self.replicas.sharded_grads if self.replicas is not None else None
             finding = find_nonfinite(self.stages, work.losses, last, first, more)
         if self.trains:
             stages = self.stages.values()

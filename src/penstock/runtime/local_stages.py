@@ -20,7 +20,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.replicas import BucketBytes, Exchange, Replicas
-from penstock.runtime.weights.shared import SharedGradients, SharedGroup, bundles, groups_of_holders
+from penstock.runtime.weights.shared import SharedGradients, SharedGroup, groups_of_holders, shared_groups
 from penstock.runtime.weights.tied import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
@@ -69,7 +69,7 @@ class LocalStages:
         program: of a training step, with the skips.
         modules: (rank, stage) → the stage's module there.
         stages: (rank, stage) → the stage at work.
-        bundles: for each local rank the parameters it holds together with others.
+        shared_groups: for each local rank the parameters it holds together with others.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class LocalStages:
             )
             for (rank, s), module in modules.items()
         }
-        self.bundles: dict[int, list[SharedGroup]] = {
-            rank: bundles(self.schedule.placement, self.ties, self._of_rank(rank), rank)
+        self.shared_groups: dict[int, list[SharedGroup]] = {
+            rank: shared_groups(self.schedule.placement, self.ties, self._of_rank(rank), rank)
             for rank in dict.fromkeys(rank for rank, _ in modules)
         }
         self.replicas: dict[int, Replicas] = {}
@@ -135,7 +135,7 @@ class LocalStages:
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
         return {s: module for (r, s), module in self.modules.items() if r == rank}
 
-    def twin(self) -> LocalStages:
+    def replica(self) -> LocalStages:
         """A replica for other threads of this process: the same parameters' memory, with gradients of its own."""
         found = copy.copy(self)
         found.__dict__.pop("own_stages", None)
@@ -160,7 +160,7 @@ class LocalStages:
             replicas: how many pipelines there are.
         """
         for (rank, _), stage in self.stages.items():
-            shared = {id(p) for bundle in self.bundles[rank] for p in bundle.parameters}
+            shared = {id(p) for group in self.shared_groups[rank] for p in group.parameters}
             stage.isolation.copied = [
                 (name, p)
                 for name, p in stage.module.whole_model_parameters()
@@ -209,9 +209,9 @@ class LocalStages:
         """
         if rank in self.replicas:
             self.replicas.pop(rank).detach()
-        shared = {bundle.number: bundle.parameters for bundle in self.bundles[rank]}
+        shared = {group.number: group.parameters for group in self.shared_groups[rank]}
         # In one memory only the first holder of a parameter has its gradient in the end.
-        elsewhere = [p for b in self.bundles[rank] for p in b.parameters if b.holders[0] != rank]
+        elsewhere = [p for b in self.shared_groups[rank] for p in b.parameters if b.holders[0] != rank]
         self.replicas[rank] = Replicas(
             reducer,
             exchange,
@@ -244,7 +244,7 @@ class LocalStages:
         Args:
             replicas: how many there are.
         """
-        if replicas == 1 and not self.ties and not any(self.bundles.values()):
+        if replicas == 1 and not self.ties and not any(self.shared_groups.values()):
             return None
         return FixedModules(self.modules.values(), self.ties.over_stages)
 
@@ -268,9 +268,9 @@ class LocalStages:
         program = self.program if trains else self.evaluate_program
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
         shared = None
-        if trains and self.bundles[rank] and channel is not None:
+        if trains and self.shared_groups[rank] and channel is not None:
             tags = program.tags + 1  # the one before is that of the step's end
-            shared = SharedGradients(self.bundles[rank], rank, tags, channel, one_memory)
+            shared = SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory)
         return Executor(program, rank, stages, channel, shared, self.replicas.get(rank), fixed)
 
 

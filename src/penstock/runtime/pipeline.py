@@ -140,7 +140,7 @@ class Pipeline:
         require_count("ranks", 1 if ranks is None else ranks)
         self.bucket_bytes = require_bucket_bytes(bucket_bytes)
         self.timeout = require_timeout(timeout)
-        limit = Timeout(self.timeout, require_timeout(first_timeout, "first_timeout"))
+        waits = Timeout(self.timeout, require_timeout(first_timeout, "first_timeout"))
         require_loss(loss_fn)
         self._random = RandomState(require_seed(seed))
         self.seed = self._random.seed
@@ -163,7 +163,7 @@ class Pipeline:
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
         self.world = (
-            world.join(self.timeout, mesh, limit.first) if world is not None and self.in_processes else None
+            world.join(self.timeout, mesh, waits.first) if world is not None and self.in_processes else None
         )
         self.rank = self.world.rank if self.world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
@@ -196,7 +196,7 @@ class Pipeline:
             self.rank if self.in_processes else None,
         )
         self._engine = Engine(
-            self._parts, self.local_ranks, limit, self.world, self.device, self.replicas, copy_options
+            self._parts, self.local_ranks, waits, self.world, self.device, self.replicas, copy_options
         )
         self._container = Container(model)
         self._memory = memory if recompute == "auto" else None
@@ -246,7 +246,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, parameter), in model order; in processes this rank's own."""
-        self._engine.settle()
+        self._engine.wait_for_parameters()
         return self._holdings.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -256,7 +256,7 @@ class Pipeline:
 
     def rank_parameters(self, rank: int) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of those that one of the `local_ranks` updates: each of the model's on exactly one."""
-        self._engine.settle()
+        self._engine.wait_for_parameters()
         return self._holdings.of_rank(rank)
 
     def updated(self, rank: int) -> list[nn.Parameter]:
@@ -266,7 +266,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers by their names in the whole model; in processes this rank's own."""
-        self._engine.settle()
+        self._engine.wait_for_parameters()
         return self._holdings.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,7 +276,7 @@ class Pipeline:
             ConfigError: an entry of a stage held here is missing or has another shape, or no layer has the name. Nothing
                 is loaded then.
         """
-        self._engine.settle()
+        self._engine.wait_for_parameters()
         self._holdings.load_state_dict(state)
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -291,7 +291,9 @@ class Pipeline:
 
     def _modules(self) -> list[StageModule]:
         """Every stage's module that runs in this process, copies included."""
-        return [s.module for part in (self._parts, *self._engine.twins) for s in part.stages.values()]
+        return [
+            s.module for part in (self._parts, *self._engine.thread_replicas) for s in part.stages.values()
+        ]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.

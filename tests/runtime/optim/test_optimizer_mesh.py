@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.parallel.dtensor import is_cut, local
+from penstock.parallel.dtensor import is_sharded, local
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
@@ -165,7 +165,7 @@ def overflowing(rank: int) -> list[tuple[bool, float]]:
         for step in range(3):
             pipe.step(*tokens(step))
             if step == 1 and rank == 3:
-                next(local(p.grad) for p in pipe.parameters() if is_cut(p)).fill_(torch.inf)
+                next(local(p.grad) for p in pipe.parameters() if is_sharded(p)).fill_(torch.inf)
             told.append((optimizer.step().applied, optimizer.scaler.scale))
         return told
 

@@ -77,7 +77,7 @@ def test_buckets_follow_the_backward_and_are_the_same_on_every_replica(processes
 def test_replicas_that_are_threads_choose_together():
     with pipe_of(MeshShape(2, 2, 1), "auto") as pipe, pipe_of(MeshShape(2, 2, 1), 25 << 20) as other:
         assert all(torch.equal(a, b) for a, b in zip(steps(pipe), steps(other), strict=True))
-        for part in pipe._engine.twins:
+        for part in pipe._engine.thread_replicas:
             for rank in range(2):
                 here = part.replicas[rank].buckets
                 assert [b.plan for b in here.buckets] == [

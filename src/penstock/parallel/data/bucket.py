@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.parallel.data.layout import Plan, Slot
 from penstock.parallel.data.reducer import Handle, Reducer, part_of
 from penstock.parallel.data.reduction_stream import ReductionStream
-from penstock.parallel.dtensor import gradient_dtype, is_sharded, like, local, strides_of
+from penstock.parallel.dtensor import gradient_dtype, is_dtensor, like, local, strides_of
 
 
 class Entry:
@@ -39,7 +39,7 @@ class Entry:
         self.name = name
         self.parameter = parameter
         self.index = index
-        self.cut = is_sharded(parameter)
+        self.cut = is_dtensor(parameter)
         self.seen = self.counted = 0
         self.expected = 1
         self.ready = False
@@ -65,7 +65,7 @@ class Entry:
         if moves:
             self.parameter.grad = self.gradient
 
-    def settle(self, scale: float = 1.0) -> None:
+    def place_grad(self, scale: float = 1.0) -> None:
         """Have ``.grad`` be the place in the buffer, times `scale`; what autograd put elsewhere is copied there.
 
         Raises:
@@ -187,7 +187,7 @@ class Bucket:
     def __init__(
         self,
         plan: Plan,
-        lane: ReductionStream,
+        stream: ReductionStream,
         divisor: float,
         reduce_dtype: torch.dtype | None,
         sharded: bool,
@@ -196,7 +196,7 @@ class Bucket:
         self.flat = torch.zeros(plan.elements, dtype=plan.dtype, device=plan.device)
         self.pending = len(plan.members)
         self.streams: set[torch.cuda.Stream | None] = set()
-        self._lane = lane
+        self._stream = stream
         self._wire: Tensor | None = None
         self._reduce_dtype = reduce_dtype
         exact = math.frexp(divisor)[0] == 0.5 and reduce_dtype is None
@@ -206,10 +206,10 @@ class Bucket:
 
     def start(self, reducer: Reducer) -> None:
         """Begin the reduction, after everything that the streams which filled it have been given."""
-        self.streams.add(self._lane.here())
-        self._lane.admit(self.flat, self.streams)
+        self.streams.add(self._stream.here())
+        self._stream.admit(self.flat, self.streams)
         self.streams.clear()
-        with self._lane.inside():
+        with self._stream.inside():
             self._wire = self.flat if self._reduce_dtype is None else self.flat.to(self._reduce_dtype)
             self._handle = reducer.scatter(self._wire) if self._sharded else reducer.start(self._wire)
 
@@ -217,7 +217,7 @@ class Bucket:
         """Until it is reduced; the sum, divided, is in `flat` (or in this replica's part of it)."""
         if self._handle is None or self._wire is None:
             return
-        with self._lane.inside():
+        with self._stream.inside():
             handle, self._handle = self._handle, None
             handle.wait()
             wire, into = self._wire, self.flat
@@ -229,11 +229,11 @@ class Bucket:
             if self._reduce_dtype is not None:
                 into.copy_(wire)
             self._wire = None
-        self._lane.join()
+        self._stream.join()
 
     def drop(self) -> None:
         """Forget a reduction that will not be waited for; what computes next on its device comes after it."""
         self._handle = self._wire = None
         self.streams.clear()
         self.pending = len(self.plan.members)
-        self._lane.join()
+        self._stream.join()

@@ -6,7 +6,7 @@ the order in which gradients become complete, by which all replicas then make th
 
 What "complete" means is the caller's to say: after how many contributions, so a split backward, many microbatches and
 weights used in several stages are all one case. What becomes of absent gradients, of those that came too late for their
-bucket, and of a replica that fails or is at another step, all replicas settle together at the end of each step.
+bucket, and of a replica that fails or is at another step, all replicas decide together at the end of each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.parallel.data import replica_checks
 from penstock.parallel.data.bucket import Bucket, Entry, order_of, slot_of
 from penstock.parallel.data.frozen import Frozen
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
-from penstock.parallel.data.leftovers import Missing, add_late, find_late, require_options, settle_absent
+from penstock.parallel.data.leftovers import Missing, add_late, find_late, require_options, resolve_absent
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.dtensor import local
@@ -199,7 +199,7 @@ class GradientBuckets:
             rows = self.reducer.exchange([self._step, 0, len(absent), len(late), change])
             for bucket in self.buckets:
                 bucket.wait(self.reducer)
-            self._settle(rows(), absent, late)
+            self._finish_uneven(rows(), absent, late)
             if self._frozen.stays(change) and not self.sharded:
                 self._make_again()
             if self._rebuilds:
@@ -316,7 +316,7 @@ class GradientBuckets:
                 return
             last = not self._holding and entry.counted + 1 == entry.expected
             if not last and parameter.grad is not entry.gradient:
-                entry.settle()
+                entry.place_grad()
             entry.seen += 1
             if self._holding:
                 return
@@ -337,7 +337,7 @@ class GradientBuckets:
             if entry.ready:
                 raise entry.twice(self._step)
             bucket = self.buckets[entry.bucket]
-            entry.settle(bucket.scale)
+            entry.place_grad(bucket.scale)
             entry.ready = True
             if self.dynamic:  # what still comes must not be added to a buffer that may be under way
                 entry.parameter.grad = None
@@ -362,13 +362,13 @@ class GradientBuckets:
             if entry.parameter.grad is None:
                 entry.view.zero_()
             else:
-                entry.settle(self.buckets[entry.bucket].scale)
+                entry.place_grad(self.buckets[entry.bucket].scale)
         for bucket in self.buckets[self._started :]:
             bucket.start(self.reducer)
             self._started += 1
         return absent
 
-    def _settle(self, rows: list[list[int]], absent: list[Entry], late: dict[int, Tensor]) -> None:
+    def _finish_uneven(self, rows: list[list[int]], absent: list[Entry], late: dict[int, Tensor]) -> None:
         """What all replicas decide together, by what each has reported.
 
         That is: (step, whether it failed, absent gradients, late ones, a number for ``requires_grad`` where it changed).
@@ -377,7 +377,7 @@ class GradientBuckets:
         if any(row[4] for row in rows):
             self._frozen.require_same(self.reducer, [row[4] for row in rows], self.sharded)
         if any(row[2] for row in rows):
-            settle_absent(self.reducer, self.entries, absent, self.missing, self._step)
+            resolve_absent(self.reducer, self.entries, absent, self.missing, self._step)
         if any(row[3] for row in rows):
             add_late(self.reducer, self._frozen.known, self._entry, late, self.divisor, self.reduce_dtype)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.parallel.data.bucket import Entry, no_gradient, require_dense
 from penstock.parallel.data.reducer import Reducer
-from penstock.parallel.dtensor import gradient_dtype, like, local, settle
+from penstock.parallel.dtensor import gradient_dtype, like, local, redistribute_grad
 
 Missing = Literal["error", "zeros"]
 
@@ -34,7 +34,7 @@ def require_options(missing: object, reduce_dtype: torch.dtype | None, divisor: 
         raise ConfigError(f"divisor must be a positive number, not {divisor!r}")
 
 
-def settle_absent(
+def resolve_absent(
     reducer: Reducer, entries: Sequence[Entry], absent: Sequence[Entry], missing: Missing, step: int
 ) -> None:
     """Decide what absent gradients are; every replica calls it where any has some.
@@ -77,7 +77,7 @@ def find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, Entry]
             part = entry.late() if entry.ready else None
         elif parameter.requires_grad and parameter.grad is not None:
             require_dense(f"parameter {name!r}", parameter.grad)
-            settle(parameter)
+            redistribute_grad(parameter)
             part = local(parameter.grad)
         if part is not None:
             found[n] = part

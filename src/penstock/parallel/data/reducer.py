@@ -51,7 +51,7 @@ class Reducer(Protocol):
     def gather(self, flat: Tensor) -> Handle:
         """Begin to fill in a 1-d tensor of which replica r has the r-th part, in place."""
 
-    def limit(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """How long the waits of what is started from now on may last."""
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
@@ -126,7 +126,7 @@ class GroupReducer:
             flat, "collect", lambda later: _ALL_GATHER(flat, part, group=self.group, async_op=later)
         )
 
-    def limit(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         self.timeout = timedelta(seconds=seconds)
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
@@ -157,8 +157,8 @@ class GroupReducer:
         if work is None:
             return DONE
         # With a limit the host would wait for NCCL; NCCL's own watchdog has the group's.
-        limit = None if flat.is_cuda else self.timeout
-        return _Waiting(work, limit, f"{what} {flat.numel()} values", self._require_all, visit)
+        timeout = None if flat.is_cuda else self.timeout
+        return _Waiting(work, timeout, f"{what} {flat.numel()} values", self._require_all, visit)
 
 
 class _Done:
@@ -193,9 +193,9 @@ class _Waiting:
         except RuntimeError as error:
             raise _failure(error, self.what, self.timeout, self.visit) from error
 
-    def _wait(self, limit: timedelta) -> None:
+    def _wait(self, timeout: timedelta) -> None:
         """Wait for so long, and look around now and then."""
-        until = monotonic() + limit.total_seconds()
+        until = monotonic() + timeout.total_seconds()
         while (left := until - monotonic()) > _LOOK:
             try:
                 self.work.wait(timedelta(seconds=_LOOK))
@@ -205,7 +205,7 @@ class _Waiting:
                     raise
             self.require_all()
             if self.visit is not None:
-                self.visit.waits(limit.total_seconds())
+                self.visit.waits(timeout.total_seconds())
         self.work.wait(timedelta(seconds=max(left, 0.001)))
 
 

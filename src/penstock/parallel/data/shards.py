@@ -81,7 +81,7 @@ class Shards:
             groups={p: (p.dtype, (groups or {}).get(p)) for _, p in named},
         )  # fmt: skip
         self._flats: list[Tensor] = []
-        self._lanes = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
+        self._streams = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
         self._coming: dict[int, Handle] = {}
         self._fresh = False
         by_index: dict[int, ShardedParameter] = {}
@@ -163,9 +163,9 @@ class Shards:
     def collect(self) -> None:
         """After an update of the pieces: begin to fill in the others' parts of the parameters."""
         for number in reversed(range(len(self._flats))):  # the first layers' are in the last buckets
-            lane, flat = self._lanes[number], self._flats[number]
-            lane.admit(flat, [lane.here()])
-            with lane.inside():
+            stream, flat = self._streams[number], self._flats[number]
+            stream.admit(flat, [stream.here()])
+            with stream.inside():
                 self._coming[number] = self.reducer.gather(flat)
 
     def wait(self, parameter: Tensor) -> None:
@@ -193,9 +193,9 @@ class Shards:
     def _wait(self, number: int) -> None:
         handle = self._coming.pop(number, None)
         if handle is not None:
-            with self._lanes[number].inside():
+            with self._streams[number].inside():
                 handle.wait()
-            self._lanes[number].join()
+            self._streams[number].join()
 
     def join(
         self, entries: Callable[[ShardedParameter], Mapping[str, Any] | None], keep: bool = True

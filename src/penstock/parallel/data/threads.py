@@ -96,7 +96,7 @@ class ThreadReducer:
     def gather(self, flat: Tensor) -> Handle:
         return self._bring(flat, flat, _fill_in)
 
-    def limit(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         self.timeout = seconds
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:

@@ -16,7 +16,7 @@ from penstock.parallel.data.leftovers import Missing
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, joined
 from penstock.parallel.data.shards import ShardedParameter, Shards
-from penstock.parallel.dtensor import is_sharded
+from penstock.parallel.dtensor import is_dtensor
 
 NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 """Optimizers whose update of an element depends on others; cut parameters would change what they do."""
@@ -74,7 +74,7 @@ class ShardedOptimizer:
             )
         groups = _as_groups(parameters)
         named = [(name, p) for group in groups for name, p in group["params"]]
-        cut = next((name for name, p in named if is_sharded(p)), None)
+        cut = next((name for name, p in named if is_dtensor(p)), None)
         if cut is not None:
             raise ConfigError(
                 f"parameter {cut!r} is a DTensor, and norms and states here are of whole parameters; use "

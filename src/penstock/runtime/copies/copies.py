@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.parallel.dtensor import is_cut
+from penstock.parallel.dtensor import is_sharded
 from penstock.runtime.copies.aliases import Aliases
 from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, places_of
 from penstock.runtime.copies.module_copies import ModuleCopies
@@ -37,7 +37,7 @@ class Copies:
 
     Args:
         parts: the stages of this process.
-        twins: its other replicas, if they are threads.
+        thread_replicas: its other replicas, if they are threads.
         world: the other processes, joined; None if there are none.
         replicas: how many there are in all.
         options: how they are kept the same.
@@ -46,12 +46,12 @@ class Copies:
     def __init__(
         self,
         parts: LocalStages,
-        twins: Sequence[LocalStages],
+        thread_replicas: Sequence[LocalStages],
         world: World | None,
         replicas: int,
         options: CopyOptions,
     ) -> None:
-        everyone = [parts, *twins]
+        everyone = [parts, *thread_replicas]
         self._parts = parts
         self._world = world
         self._every = options.check_replicas
@@ -110,7 +110,7 @@ class Copies:
             for own, p in stage.module.whole_model_parameters():
                 name = ties.first.get(own, own)
                 group = f"weight {name}" if own in tied else f"stage {s}"
-                yield Held(group + part if is_cut(p) else group, name, "parameter", p)
+                yield Held(group + part if is_sharded(p) else group, name, "parameter", p)
             for place in places_of(stage.module):
                 yield Held(f"stage {s}", place.name, "buffer", place.value)
 
@@ -126,12 +126,12 @@ class Copies:
         """After any step, failed or not."""
         self._module_copies.ran()
 
-    def before_step(self, trains: bool, settle: Callable[[], None]) -> None:
+    def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:
         """Level and, when it is due, compare; every process calls it.
 
         Args:
             trains: whether it is a training step.
-            settle: waits for parameters that are being collected.
+            wait_for_parameters: waits for parameters that are being collected.
 
         Raises:
             ReplicaError: copies are no longer the same, or cannot follow what was changed on a module.
@@ -143,7 +143,7 @@ class Copies:
         due = self._every > 0 and self._trained % self._every == 0
         self._trained += 1
         if due:
-            settle()
+            wait_for_parameters()
         if due and self._check is not None:
             self._check.run()
         elif due and self._world is None:

@@ -32,16 +32,16 @@ class HangDetector:
     that waits does not hang; its wait has the same limit.
 
     Args:
-        limit: of a wait.
+        timeout: of a wait.
         words: of the ranks, by their number here.
         names: what to call them.
         program: of the step.
     """
 
     def __init__(
-        self, limit: Timeout, words: Sequence[RankProgress], names: Sequence[str], program: Program
+        self, timeout: Timeout, words: Sequence[RankProgress], names: Sequence[str], program: Program
     ) -> None:
-        self.limit = limit
+        self.timeout = timeout
         self._words = words
         self._names = names
         self.program = program
@@ -50,7 +50,7 @@ class HangDetector:
 
     def hung(self) -> list[int]:
         """Who hangs; to be asked every now and then, since that is how it sees what goes on."""
-        now, limit = monotonic(), self.limit.seconds
+        now, timeout = monotonic(), self.timeout.seconds
         found = []
         for n, words in enumerate(self._words):
             mark = (words[STEP], words[ROW], words[WAITS])
@@ -58,7 +58,12 @@ class HangDetector:
                 self._marks[n], self._since[n] = mark, now
             step, row, waits = mark
             # Who waits for this rank gives up after the limit; it says so first.
-            if step and row >= 0 and not waits and now - self._since[n] > limit + min(SHORT_GRACE, limit / 4):
+            if (
+                step
+                and row >= 0
+                and not waits
+                and now - self._since[n] > timeout + min(SHORT_GRACE, timeout / 4)
+            ):
                 found.append(n)
         return found
 

@@ -20,15 +20,15 @@ class Watchdog:
 
     Args:
         peer_registry: of all processes.
-        judge: of this process's rank.
+        detector: of this process's rank.
     """
 
-    def __init__(self, peer_registry: PeerRegistry, judge: HangDetector) -> None:
-        self.judge = judge
-        peer_registry.place = lambda words: place_of(judge.program, words)
+    def __init__(self, peer_registry: PeerRegistry, detector: HangDetector) -> None:
+        self.detector = detector
+        peer_registry.place = lambda words: place_of(detector.program, words)
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=_look, args=(peer_registry, judge, self._stop), name="penstock-watch", daemon=True
+            target=_look, args=(peer_registry, detector, self._stop), name="penstock-watch", daemon=True
         )
         # The thread does not hold the watch, so one that nobody has any more ends it.
         weakref.finalize(self, self._stop.set).atexit = False
@@ -40,15 +40,15 @@ class Watchdog:
         self._thread.join()
 
 
-def _look(peer_registry: PeerRegistry, judge: HangDetector, stop: threading.Event) -> None:
+def _look(peer_registry: PeerRegistry, detector: HangDetector, stop: threading.Event) -> None:
     while not stop.is_set():
         peer_registry.watch(TICK)
-        if judge.hung():
-            _end(peer_registry, judge)
+        if detector.hung():
+            _end(peer_registry, detector)
 
 
-def _end(peer_registry: PeerRegistry, judge: HangDetector) -> None:
-    text = f"{judge.where(0)}, which is longer than the limit of {judge.limit.seconds:g} s"
+def _end(peer_registry: PeerRegistry, detector: HangDetector) -> None:
+    text = f"{detector.where(0)}, which is longer than the limit of {detector.timeout.seconds:g} s"
     peer_registry.say(text)
     dump_stacks(text)
     sys.stdout.flush()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.dtensor import is_cut, local, numbers_of
+from penstock.parallel.dtensor import is_sharded, local, numbers_of
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 
@@ -30,20 +30,20 @@ class Held(NamedTuple):
     cut: bool
 
 
-def held(holdings: LocalParameters, shards: Shards | None, places: Mapping[str, int]) -> list[Held]:
+def held(parameters: LocalParameters, shards: Shards | None, places: Mapping[str, int]) -> list[Held]:
     """What this process may have gradients of.
 
     Args:
-        holdings: its parameters.
+        parameters: its parameters.
         shards: the pieces of them that it updates, if that is divided among replicas.
         places: of all parameters in the whole model, by name.
     """
     found = []
-    for name, whole, counts in holdings.counted():
+    for name, whole, counts in parameters.counted():
         part = None if shards is None else shards.part(whole)
         updated = whole if shards is None else None if part is None else part.own
         if updated is not None:
-            found.append(Held(places[name], updated, counts, is_cut(whole)))
+            found.append(Held(places[name], updated, counts, is_sharded(whole)))
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.parallel.dtensor import is_sharded, local
+from penstock.parallel.dtensor import is_dtensor, local
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -48,7 +48,7 @@ class MainWeights:
         self._parts = {
             name: (p, nn.Parameter(local(p.detach()), requires_grad=p.requires_grad))
             for name, p in named
-            if is_sharded(p) and name not in wide
+            if is_dtensor(p) and name not in wide
         }
         self._written = {name: (written or {}).get(name, p) for name, p in self._parameters.items()}
         self._versions = {name: self._version(name) for name in self._parameters}
@@ -60,7 +60,7 @@ class MainWeights:
     def _version(self, name: str) -> int | None:
         """By which a write is noticed; None of a cut parameter, whose views have versions of their own."""
         written = self._written[name]
-        return None if is_sharded(written) else written.detach()._version
+        return None if is_dtensor(written) else written.detach()._version
 
     def of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer is to update in place of a parameter."""

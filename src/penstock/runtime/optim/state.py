@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.parallel.data.shard_slice import ShardSlice, ShardValues
 from penstock.parallel.data.shards import ShardedParameter
-from penstock.parallel.dtensor import cut_like, is_sharded, like, local, whole
+from penstock.parallel.dtensor import distribute_like, full_tensor, is_dtensor, like, local
 
 if TYPE_CHECKING:
     from penstock.runtime.optim.optimizer import PipelineOptimizer
@@ -86,7 +86,7 @@ def collect(optimizer: PipelineOptimizer, keep: bool = True) -> dict[str, Any]:
             if updated is not None and updated in torch_optimizer.state:
                 state["state"][name] = _joined(torch_optimizer.state[updated], parameter)
             if name in mains:
-                state["main_weights"][name] = whole(like(mains[name].detach(), parameter))
+                state["main_weights"][name] = full_tensor(like(mains[name].detach(), parameter))
         _collect_divided(optimizer, rank, members, state, keep)
     return state
 
@@ -129,7 +129,7 @@ def _members(optimizer: PipelineOptimizer, rank: int) -> Iterator[_Member]:
 
 def _joined(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """A parameter's state, put together where tensor parallelism has cut it (its ranks all call it then)."""
-    if not is_sharded(parameter):
+    if not is_dtensor(parameter):
         return state
     return {key: _put_together(value, parameter) for key, value in state.items()}
 
@@ -137,15 +137,15 @@ def _joined(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
 def _put_together(value: Any, parameter: Tensor) -> Any:
     """What has a number for each element that this process holds of a parameter, for all of its elements."""
     part = local(parameter)
-    if not is_sharded(parameter) or not isinstance(value, Tensor) or value.shape != part.shape:
+    if not is_dtensor(parameter) or not isinstance(value, Tensor) or value.shape != part.shape:
         return value
-    return whole(like(value.to(part.device), parameter)).to(value.device)
+    return full_tensor(like(value.to(part.device), parameter)).to(value.device)
 
 
 def _taken_apart(value: Any, parameter: Tensor) -> Any:
     """The reverse of `_put_together`."""
     if isinstance(value, Tensor) and value.shape == parameter.shape:
-        return local(cut_like(value, parameter))
+        return local(distribute_like(value, parameter))
     return value
 
 
@@ -153,7 +153,7 @@ def _parted(state: Mapping[str, Any], parameter: nn.Parameter, piece: ShardSlice
     """The state of this process's part of a parameter; the reverse of `_joined`."""
     if piece is not None:
         return {key: _run(key, _taken_apart(value, parameter), piece) for key, value in state.items()}
-    if not is_sharded(parameter):
+    if not is_dtensor(parameter):
         return state
     return {key: _taken_apart(value, parameter) for key, value in state.items()}
 

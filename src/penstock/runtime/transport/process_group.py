@@ -74,7 +74,7 @@ class Bulk(NamedTuple):
     peer: int
     device: torch.device
 
-    def limit(self, timeout: timedelta) -> timedelta | None:
+    def wait_timeout(self, timeout: timedelta) -> timedelta | None:
         """How long the host waits for a value at the most; None on a GPU, where a stream waits in its place.
 
         NCCL's ``wait`` stops the host only if it is given a limit, and asks once a millisecond then. Without one a
@@ -106,10 +106,10 @@ class GroupOutgoing:
         peer: int,
         slots: int,
         capacity: int,
-        limit: Timeout,
+        timeout: Timeout,
         bulk: Bulk | None = None,
     ) -> None:
-        self.group, self.peer, self.limit, self.bulk = group, peer, limit, bulk
+        self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._free = [_Frame() for _ in range(capacity + 1)]
         self._pending: deque[tuple[list[dist.Work], dist.Work | None, _Frame, Any]] = deque()
         self._book = LayoutBook()
@@ -168,15 +168,20 @@ class GroupOutgoing:
             works.append(self._begin(self._filler, _PAYLOAD))
         self._pending.append((works, None, frame, None))
 
-    def settle(self, most: int = 0) -> None:
+    def wait_sent(self, most: int = 0) -> None:
         """Wait until at most `most` messages are under way, and let go of the rest."""
         while len(self._pending) > most:
             works, on_device, frame, _ = self._pending.popleft()
             for work in works:
-                _wait(work, self.limit.delta, self.peer, "take what was sent")
+                _wait(work, self.timeout.delta, self.peer, "take what was sent")
             if on_device is not None and self.bulk is not None:
                 # On a GPU the stream waits, on which the memory of what was sent may be used again from now on.
-                _wait(on_device, self.bulk.limit(self.limit.delta), self.peer, "take a value on a device")
+                _wait(
+                    on_device,
+                    self.bulk.wait_timeout(self.timeout.delta),
+                    self.peer,
+                    "take a value on a device",
+                )
             self._free.append(frame)
 
     def close(self) -> None:
@@ -187,7 +192,7 @@ class GroupOutgoing:
 
     def _frame(self) -> _Frame:
         if not self._free:
-            self.settle(len(self._pending) - 1)
+            self.wait_sent(len(self._pending) - 1)
         return self._free.pop()
 
     def _advance(self, payload: int) -> int:
@@ -206,10 +211,10 @@ class GroupIncoming:
         group: dist.ProcessGroup,
         peer: int,
         slots: int,
-        limit: Timeout,
+        timeout: Timeout,
         bulk: Bulk | None = None,
     ) -> None:
-        self.group, self.peer, self.limit, self.bulk = group, peer, limit, bulk
+        self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._stream: Any = None
         if bulk is not None and bulk.device.type == "cuda":
             self._stream = torch.cuda.Stream(bulk.device)  # type: ignore[no-untyped-call]
@@ -236,10 +241,10 @@ class GroupIncoming:
     def next(self) -> tuple[int, int, Message | Failure]:
         """Wait for the next message on the edge: (step, tag, content)."""
         frame, first, body, work = self._posted[0]
-        _wait(first, self.limit.delta, self.peer, "send")
+        _wait(first, self.timeout.delta, self.peer, "send")
         header = Header.read(frame.memory)
         if work is not None:
-            _wait(work, self.limit.delta, self.peer, "send the rest of a message")
+            _wait(work, self.timeout.delta, self.peer, "send the rest of a message")
         self._posted.popleft()
         end = HEADER_BYTES + header.layout_bytes
         if header.flags & FAILURE:
@@ -261,7 +266,7 @@ class GroupIncoming:
                 body = torch.empty(header.payload_bytes, dtype=torch.uint8)
                 _wait(
                     self._begin(body, _EXTRA),
-                    self.limit.delta,
+                    self.timeout.delta,
                     self.peer,
                     "send a large message",
                 )
@@ -278,7 +283,7 @@ class GroupIncoming:
             body = torch.empty(layout.payload_bytes, dtype=torch.uint8, device=bulk.device)
             if layout.payload_bytes:
                 work = _begin(bulk.group.recv, body, bulk.peer, _PAYLOAD, self.peer)
-                _wait(work, bulk.limit(self.limit.delta), self.peer, "send a value on a device")
+                _wait(work, bulk.wait_timeout(self.timeout.delta), self.peer, "send a value on a device")
         if aside is not None:
             computing = torch.cuda.current_stream(bulk.device)
             computing.wait_stream(aside)

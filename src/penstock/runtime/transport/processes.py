@@ -25,7 +25,7 @@ SWITCH = "PENSTOCK_SHARED_MEMORY"
 class _Sender(Protocol):
     def send(self, step: int, tag: int, message: Message) -> None: ...
     def fail(self, failure: Failure) -> None: ...
-    def settle(self) -> None: ...
+    def wait_sent(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -43,7 +43,7 @@ class ProcessChannel:
         group: the communicator for messages between ranks, used for nothing else.
         exchange: gives every rank's value to every rank, by rank.
         incoming, outgoing: peer → (slots, capacity) of the edge from and to it.
-        limit: of any wait.
+        timeout: of any wait.
         bulk: (sender, receiver) → the communicator of that edge for values on a device; empty where stages are on
             the CPU.
         peer_registry: of the processes of this machine, with this one in it.
@@ -57,7 +57,7 @@ class ProcessChannel:
         exchange: Callable[[Any], list[Any]],
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
-        limit: Timeout,
+        timeout: Timeout,
         bulk: Mapping[tuple[int, int], Bulk] | None = None,
         peer_registry: PeerRegistry | None = None,
     ) -> None:
@@ -67,16 +67,18 @@ class ProcessChannel:
         self.words = self._peer_registry.words
         self.others: Sequence[RankProgress | None] = ()
         rank = dist.get_rank(group)
-        lanes = bulk or {}
+        communicators = bulk or {}
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
-        self._share(exchange, incoming, outgoing, limit)
+        self._share(exchange, incoming, outgoing, timeout)
         for peer, (slots, capacity) in sorted(outgoing.items()):
             if peer not in self._out:
-                self._out[peer] = GroupOutgoing(group, peer, slots, capacity, limit, lanes.get((rank, peer)))
+                self._out[peer] = GroupOutgoing(
+                    group, peer, slots, capacity, timeout, communicators.get((rank, peer))
+                )
         for peer, (slots, _) in sorted(incoming.items()):
             if peer not in self._in:
-                self._in[peer] = GroupIncoming(group, peer, slots, limit, lanes.get((peer, rank)))
+                self._in[peer] = GroupIncoming(group, peer, slots, timeout, communicators.get((peer, rank)))
         self._step = 0
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
 
@@ -85,7 +87,7 @@ class ProcessChannel:
         exchange: Callable[[Any], list[Any]],
         incoming: Mapping[int, tuple[int, int]],
         outgoing: Mapping[int, tuple[int, int]],
-        limit: Timeout,
+        timeout: Timeout,
     ) -> None:
         """Open the edges that can go through shared memory; both ends must be able to."""
         bell = self._bell
@@ -100,14 +102,14 @@ class ProcessChannel:
                 if host is not None and host.machine == bell.host.machine:
                     # Another container or user may hide its files; then the edge goes through the group.
                     with contextlib.suppress(OSError):
-                        offered[peer] = SharedOutgoing(peer, capacity, limit, bell, host)
+                        offered[peer] = SharedOutgoing(peer, capacity, timeout, bell, host)
         offers = exchange({peer: edge.offer() for peer, edge in offered.items()})
         rank = hosts.index(bell.host) if bell is not None else -1
         for peer in sorted(incoming):
             host = hosts[peer]
             if bell is not None and host is not None and rank in offers[peer]:
                 with contextlib.suppress(OSError):  # as above
-                    self._in[peer] = SharedIncoming(peer, limit, bell, host, offers[peer][rank])
+                    self._in[peer] = SharedIncoming(peer, timeout, bell, host, offers[peer][rank])
         opened: list[set[int]] = exchange(set(self._in))
         for peer, edge in offered.items():
             if rank in opened[peer]:
@@ -164,7 +166,7 @@ class ProcessChannel:
     def finish(self) -> None:
         assert not self._aside, f"messages nobody took: {sorted(self._aside)}"
         for edge in self._out.values():
-            edge.settle()
+            edge.wait_sent()
 
     def close(self) -> None:
         self._aside.clear()

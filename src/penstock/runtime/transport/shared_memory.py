@@ -137,7 +137,7 @@ class WakeSocket:
         for _ in range(self.looks):
             if ready():
                 return
-        limit = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         descriptor, poll = self._end_of(peer, host.pid)
         while True:
             words[sleeps] = 1
@@ -155,7 +155,7 @@ class WakeSocket:
             if any(fd == descriptor for fd, _ in events):
                 raise PeerError(self._ended(peer, host.pid))
             self._peer_registry.require_all()
-            if time.monotonic() > limit:
+            if time.monotonic() > deadline:
                 raise WaitTimeoutError(f"waited {timeout:g} s for rank {peer} to {what}")
 
     def _ended(self, peer: int, pid: int) -> str:
@@ -245,13 +245,13 @@ class SharedOutgoing:
     Args:
         peer: the other rank.
         capacity: messages that can be under way.
-        limit: of what a send waits for a free slot.
+        timeout: of what a send waits for a free slot.
         bell: of this process.
         host: where the receiver is.
     """
 
-    def __init__(self, peer: int, capacity: int, limit: Timeout, bell: WakeSocket, host: Host) -> None:
-        self.peer, self.limit, self.bell, self.host = peer, limit, bell, host
+    def __init__(self, peer: int, capacity: int, timeout: Timeout, bell: WakeSocket, host: Host) -> None:
+        self.peer, self.timeout, self.bell, self.host = peer, timeout, bell, host
         bell.meet(host)
         # One slot more than messages, so that word of a failure always finds one.
         self.ring = _Ring(capacity + 1)
@@ -277,7 +277,7 @@ class SharedOutgoing:
         if sent - ring.words[_TAKEN] >= ring.slots - 1:
             self.bell.wait(
                 lambda: sent - ring.words[_TAKEN] < ring.slots - 1,
-                ring.words, _SENDER_SLEEPS, self.host, self.limit.seconds, self.peer, "take what was sent",
+                ring.words, _SENDER_SLEEPS, self.host, self.timeout.seconds, self.peer, "take what was sent",
             )  # fmt: skip
         slot = sent % ring.slots
         frame = ring.frames[slot]
@@ -307,7 +307,7 @@ class SharedOutgoing:
         ring.frames[slot][HEADER_BYTES : HEADER_BYTES + len(text)] = text
         self._publish(slot)
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Nothing to wait for: what was sent has been copied."""
 
     def close(self) -> None:
@@ -334,9 +334,9 @@ class SharedIncoming:
     """The receiving end of an edge; its ring is the one that the sender offers."""
 
     def __init__(
-        self, peer: int, limit: Timeout, bell: WakeSocket, host: Host, offer: tuple[int, int]
+        self, peer: int, timeout: Timeout, bell: WakeSocket, host: Host, offer: tuple[int, int]
     ) -> None:
-        self.peer, self.limit, self.bell, self.host = peer, limit, bell, host
+        self.peer, self.timeout, self.bell, self.host = peer, timeout, bell, host
         bell.meet(host)
         descriptor, slots = offer
         self.ring = _Ring(slots, f"/proc/{host.pid}/fd/{descriptor}")
@@ -352,7 +352,7 @@ class SharedIncoming:
         if number[0] != wanted:
             self.bell.wait(
                 lambda: number[0] == wanted,
-                ring.words, _RECEIVER_SLEEPS, self.host, self.limit.seconds, self.peer, "send",
+                ring.words, _RECEIVER_SLEEPS, self.host, self.timeout.seconds, self.peer, "send",
             )  # fmt: skip
         frame = ring.frames[slot]
         header = Header.read(frame)

@@ -31,10 +31,10 @@ class ThreadChannel:
     one_process = True
 
     def __init__(
-        self, rank: int, limit: Timeout, edges: dict[tuple[int, int], tuple[_Messages, _Places]]
+        self, rank: int, timeout: Timeout, edges: dict[tuple[int, int], tuple[_Messages, _Places]]
     ) -> None:
         self.rank = rank
-        self.limit = limit
+        self.timeout = timeout
         self.words: RankProgress = new_words()
         self.others: Sequence[RankProgress | None] = [self.words]
         self._out = {dst: edge for (src, dst), edge in edges.items() if src == rank}
@@ -53,7 +53,7 @@ class ThreadChannel:
         words = self.words
         words[WAITS] = peer + 1
         try:
-            place = places.get(timeout=self.limit.seconds)
+            place = places.get(timeout=self.timeout.seconds)
         except queue.Empty:
             raise self._too_late(f"rank {peer} to take what was sent") from None
         words[WAITS] = 0
@@ -69,7 +69,7 @@ class ThreadChannel:
         words[WAITS] = peer + 1
         while True:
             try:
-                arrived, content = messages.get(timeout=self.limit.seconds)
+                arrived, content = messages.get(timeout=self.timeout.seconds)
             except queue.Empty:
                 raise self._too_late(f"a message from rank {peer}") from None
             if isinstance(content, Failure):
@@ -93,7 +93,7 @@ class ThreadChannel:
         self._aside.clear()
 
     def _too_late(self, what: str) -> WaitTimeoutError:
-        return WaitTimeoutError(f"rank {self.rank} waited {self.limit.seconds:g} s for {what}")
+        return WaitTimeoutError(f"rank {self.rank} waited {self.timeout.seconds:g} s for {what}")
 
 
 class StreamChannel(ThreadChannel):
@@ -106,12 +106,12 @@ class StreamChannel(ThreadChannel):
     def __init__(
         self,
         rank: int,
-        limit: Timeout,
+        timeout: Timeout,
         edges: dict[tuple[int, int], tuple[_Messages, _Places]],
         streams: Streams,
         events: Events,
     ) -> None:
-        super().__init__(rank, limit, edges)
+        super().__init__(rank, timeout, edges)
         self._streams = streams
         self._events = events
 
@@ -127,7 +127,7 @@ class StreamChannel(ThreadChannel):
 
 def thread_channels(
     program: Program,
-    limit: Timeout,
+    timeout: Timeout,
     holders: Sequence[Sequence[int]] = (),
     streams: Streams | None = None,
 ) -> Sequence[ThreadChannel]:
@@ -138,7 +138,7 @@ def thread_channels(
 
     Args:
         program: whose edges they are.
-        limit: of what a send or receive waits.
+        timeout: of what a send or receive waits.
         holders: ranks that hold the same parameters and add up their gradients, by what they hold.
         streams: on which the ranks compute; None on the CPU.
     """
@@ -155,9 +155,9 @@ def thread_channels(
                 edges[source, target] = (queue.SimpleQueue(), places)
     events: Events = {}
     channels = [
-        ThreadChannel(rank, limit, edges)
+        ThreadChannel(rank, timeout, edges)
         if streams is None
-        else StreamChannel(rank, limit, edges, streams, events)
+        else StreamChannel(rank, timeout, edges, streams, events)
         for rank in ranks
     ]
     for channel in channels:

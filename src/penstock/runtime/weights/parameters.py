@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.parallel.dtensor import cut_like, whole
+from penstock.parallel.dtensor import distribute_like, full_tensor
 from penstock.runtime.weights.tied import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.placement import Placement
@@ -86,7 +86,9 @@ class LocalParameters:
             state.update(self.stages[index].module.whole_model_state())
         named = {name: self.ties.first.get(name, name) for name in state}
         return {
-            first: whole(state[name]) for name, first in named.items() if name == first or first not in state
+            first: full_tensor(state[name])
+            for name, first in named.items()
+            if name == first or first not in state
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -128,7 +130,7 @@ class LocalParameters:
             for name, layer in stage.module.named_layers():
                 wanted = layer.state_dict()
                 layer.load_state_dict(
-                    {inner: cut_like(given[f"{name}.{inner}"], own) for inner, own in wanted.items()},
+                    {inner: distribute_like(given[f"{name}.{inner}"], own) for inner, own in wanted.items()},
                     assign=any(p.is_meta for p in layer.parameters()),
                 )
 

@@ -22,7 +22,7 @@ from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.data.replica_checks import first_replicas
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.dtensor import gradient_dtype, is_sharded, local, settle
+from penstock.parallel.dtensor import gradient_dtype, is_dtensor, local, redistribute_grad
 from penstock.runtime.consensus import Finding, Losses
 from penstock.runtime.weights.bucket_tuning import choose, measure
 from penstock.schedule.program import Program
@@ -101,7 +101,7 @@ class Replicas:
             else:
                 self.buckets = GradientBuckets(named.values(), reducer, rebuild=False, **options)
             self.buckets.attach()
-        self._cut = [p for _, p in named.values() if is_sharded(p)]
+        self._cut = [p for _, p in named.values() if is_dtensor(p)]
         self._late = [p for p in together if id(p) not in left_out]
         late = {id(p) for p in together}
         self._stages: dict[int, list[nn.Parameter]] = {
@@ -122,10 +122,10 @@ class Replicas:
         """Whether there are several, whose gradients are added up."""
         return self._reducer is not None
 
-    def limit(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """How long a wait for the other replicas may last from now on."""
         if self.buckets is not None:
-            self.buckets.reducer.limit(seconds)
+            self.buckets.reducer.set_timeout(seconds)
 
     def detach(self, wait: bool = True) -> None:
         """Let go of the parameters.
@@ -225,7 +225,7 @@ class Replicas:
         """
         if self.buckets is None:
             for parameter in self._cut:
-                settle(parameter)
+                redistribute_grad(parameter)
         if self.buckets is None or not self._reduces:
             return
         for parameter in self._late:
@@ -242,7 +242,7 @@ class Replicas:
             del self._expected[varying]
         self._incomplete = {}
 
-    def shared_out(self, stage: int) -> list[Tensor]:
+    def sharded_grads(self, stage: int) -> list[Tensor]:
         """The gradients of a stage's parameters, where they are divided: those that are here."""
         if self.shards is None:
             return []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ReplicaError
 from penstock.parallel.data.bucket import require_dense
-from penstock.parallel.dtensor import like, local, settle
+from penstock.parallel.dtensor import like, local, redistribute_grad
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.tied import Ties
 from penstock.schedule.placement import Placement
@@ -48,7 +48,7 @@ def groups_of_holders(placement: Placement, ties: Ties) -> list[tuple[int, ...]]
     return [*placement.holders, *ties.holders]
 
 
-def bundles(
+def shared_groups(
     placement: Placement, ties: Ties, modules: Mapping[int, StageModule], rank: int
 ) -> list[SharedGroup]:
     """A rank's bundles, in the order of their numbers.
@@ -83,7 +83,7 @@ class SharedGradients:
     """One rank's part in the sums.
 
     Args:
-        bundles: of this rank.
+        shared_groups: of this rank.
         rank: which rank this is.
         tags: messages are numbered from here.
         channel: its end of the transport.
@@ -92,9 +92,9 @@ class SharedGradients:
     """
 
     def __init__(
-        self, bundles: Sequence[SharedGroup], rank: int, tags: int, channel: Channel, one_memory: bool
+        self, shared_groups: Sequence[SharedGroup], rank: int, tags: int, channel: Channel, one_memory: bool
     ) -> None:
-        self.bundles = bundles
+        self.shared_groups = shared_groups
         self.rank = rank
         self.channel = channel
         self.one_memory = one_memory
@@ -104,34 +104,35 @@ class SharedGradients:
 
     def begin(self) -> None:
         """Set aside what the gradients hold from earlier steps."""
-        self._incomplete = [set(bundle.stages) for bundle in self.bundles]
+        self._incomplete = [set(group.stages) for group in self.shared_groups]
         # Copies, since a gradient may live in a bucket's buffer, which this step's gradients are written to.
         self._before = [
-            [None if p.grad is None else p.grad.clone() for p in bundle.parameters] for bundle in self.bundles
+            [None if p.grad is None else p.grad.clone() for p in group.parameters]
+            for group in self.shared_groups
         ]
-        for bundle in self.bundles:
-            for parameter in bundle.parameters:
+        for group in self.shared_groups:
+            for parameter in group.parameters:
                 parameter.grad = None
 
     def complete(self, stage: int) -> None:
         """This rank's gradients of a stage are complete: give what is complete with them to the other holders."""
-        for bundle, waiting in zip(self.bundles, self._incomplete, strict=True):
+        for group, waiting in zip(self.shared_groups, self._incomplete, strict=True):
             if stage in waiting:
                 waiting.discard(stage)
                 if not waiting:
-                    self._send(bundle)
+                    self._send(group)
 
-    def _send(self, bundle: SharedGroup) -> None:
-        for name, parameter in zip(bundle.names, bundle.parameters, strict=True):
+    def _send(self, group: SharedGroup) -> None:
+        for name, parameter in zip(group.names, group.parameters, strict=True):
             if parameter.grad is not None:
                 require_dense(f"parameter {name!r}", parameter.grad)
-            settle(parameter)
-        gradients = (None if p.grad is None else local(p.grad).clone() for p in bundle.parameters)
-        leaves = (*gradients, _frozen(bundle))
-        for peer in bundle.holders:
-            if peer != self.rank and (not self.one_memory or peer == bundle.holders[0]):
+            redistribute_grad(parameter)
+        gradients = (None if p.grad is None else local(p.grad).clone() for p in group.parameters)
+        leaves = (*gradients, _frozen(group))
+        for peer in group.holders:
+            if peer != self.rank and (not self.one_memory or peer == group.holders[0]):
                 self.channel.send(
-                    peer, self._tags + bundle.number, Message(leaves, None, (False,) * len(leaves))
+                    peer, self._tags + group.number, Message(leaves, None, (False,) * len(leaves))
                 )
 
     def finish(self) -> None:
@@ -140,19 +141,19 @@ class SharedGradients:
         Raises:
             ReplicaError: a parameter is frozen on some of the holders only.
         """
-        for bundle, before in zip(self.bundles, self._before, strict=True):
-            if self.one_memory and self.rank != bundle.holders[0]:
-                for parameter in bundle.parameters:
+        for group, before in zip(self.shared_groups, self._before, strict=True):
+            if self.one_memory and self.rank != group.holders[0]:
+                for parameter in group.parameters:
                     parameter.grad = None
                 continue
             parts: list[tuple[Any, ...]] = [
-                (*(None if p.grad is None else local(p.grad) for p in bundle.parameters), _frozen(bundle))
+                (*(None if p.grad is None else local(p.grad) for p in group.parameters), _frozen(group))
                 if peer == self.rank
-                else self.channel.recv(peer, self._tags + bundle.number).leaves
-                for peer in bundle.holders
+                else self.channel.recv(peer, self._tags + group.number).leaves
+                for peer in group.holders
             ]
-            self._require_same(bundle, [part[-1] for part in parts])
-            for n, (parameter, old) in enumerate(zip(bundle.parameters, before, strict=True)):
+            self._require_same(group, [part[-1] for part in parts])
+            for n, (parameter, old) in enumerate(zip(group.parameters, before, strict=True)):
                 found: list[Tensor] = [part[n] for part in parts if part[n] is not None]
                 parameter.grad = old
                 if found:
@@ -162,20 +163,20 @@ class SharedGradients:
                     )
         self._before = []
 
-    def _require_same(self, bundle: SharedGroup, frozen: Sequence[str]) -> None:
+    def _require_same(self, group: SharedGroup, frozen: Sequence[str]) -> None:
         for n, told in enumerate(zip(*frozen, strict=True)):
             if len(set(told)) > 1:
-                ranks = [r for r, flag in zip(bundle.holders, told, strict=True) if flag == _FROZEN]
+                ranks = [r for r, flag in zip(group.holders, told, strict=True) if flag == _FROZEN]
                 raise ReplicaError(
-                    f"parameter {bundle.names[n]!r} is frozen on rank(s) {ranks} of the ranks {bundle.holders} "
+                    f"parameter {group.names[n]!r} is frozen on rank(s) {ranks} of the ranks {group.holders} "
                     "that hold it; set requires_grad to the same on all of them",
-                    bundle.names[n],
+                    group.names[n],
                 )
 
     def abandon(self) -> None:
         """After a failed step: the gradients are as before it."""
-        for bundle, before in zip(self.bundles, self._before, strict=False):
-            for parameter, grad in zip(bundle.parameters, before, strict=True):
+        for group, before in zip(self.shared_groups, self._before, strict=False):
+            for parameter, grad in zip(group.parameters, before, strict=True):
                 parameter.grad = grad
         self._before = []
 
@@ -183,13 +184,13 @@ class SharedGradients:
 _FROZEN, _TRAINED = "01"
 
 
-def _frozen(bundle: SharedGroup) -> str:
+def _frozen(group: SharedGroup) -> str:
     """A character a parameter; text, since what is no tensor travels only when it changes."""
-    return "".join(_TRAINED if p.requires_grad else _FROZEN for p in bundle.parameters)
+    return "".join(_TRAINED if p.requires_grad else _FROZEN for p in group.parameters)
 
 
 def equalise(
-    bundles: Sequence[SharedGroup],
+    shared_groups: Sequence[SharedGroup],
     modules: Mapping[int, StageModule],
     rank: int,
     channel: Channel,
@@ -198,7 +199,7 @@ def equalise(
     """Give every holder the first one's parameters, and of copied stages the buffers; every rank calls it, before step 1.
 
     Args:
-        bundles: of this rank.
+        shared_groups: of this rank.
         modules: of its stages, by number.
         rank: which rank this is.
         channel: its end of the transport.
@@ -206,18 +207,18 @@ def equalise(
     """
     channel.open(0)
 
-    def state(bundle: SharedGroup) -> list[Tensor]:
-        buffers = modules[bundle.number].buffers() if bundle.number < stages else ()
-        return [*bundle.parameters, *buffers]
+    def state(group: SharedGroup) -> list[Tensor]:
+        buffers = modules[group.number].buffers() if group.number < stages else ()
+        return [*group.parameters, *buffers]
 
-    for bundle in bundles:
-        if bundle.holders[0] == rank:
-            leaves = tuple(local(t.detach()) for t in state(bundle))
-            for peer in bundle.holders[1:]:
-                channel.send(peer, bundle.number, Message(leaves, None, (False,) * len(leaves)))
-    for bundle in bundles:
-        if bundle.holders[0] != rank:
-            values = channel.recv(bundle.holders[0], bundle.number).leaves
-            for tensor, value in zip(state(bundle), values, strict=True):
+    for group in shared_groups:
+        if group.holders[0] == rank:
+            leaves = tuple(local(t.detach()) for t in state(group))
+            for peer in group.holders[1:]:
+                channel.send(peer, group.number, Message(leaves, None, (False,) * len(leaves)))
+    for group in shared_groups:
+        if group.holders[0] != rank:
+            values = channel.recv(group.holders[0], group.number).leaves
+            for tensor, value in zip(state(group), values, strict=True):
                 local(tensor.detach()).copy_(value)
     channel.finish()

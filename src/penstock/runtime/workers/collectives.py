@@ -26,15 +26,15 @@ class Collectives:
     """What processes do together outside a step's messages.
 
     Args:
-        limit: of a wait for the others.
+        timeout: of a wait for the others.
         peer_registry: of the processes of this machine.
 
     Attributes:
         attendance: of processes that the registry does not show; None if it shows all.
     """
 
-    def __init__(self, limit: Timeout, peer_registry: PeerRegistry) -> None:
-        self.limit = limit
+    def __init__(self, timeout: Timeout, peer_registry: PeerRegistry) -> None:
+        self.timeout = timeout
         self.peer_registry = peer_registry
         self.attendance: Attendance | None = None
 
@@ -101,7 +101,7 @@ class Collectives:
             PeerError: a process is gone; names it.
             WaitTimeoutError: not all came in time; names who is stopped, if that can be seen, or who has not come.
         """
-        seconds = self.limit.longest if patient else self.limit.seconds
+        seconds = self.timeout.longest if patient else self.timeout.seconds
         until = monotonic() + seconds
         try:
             while True:

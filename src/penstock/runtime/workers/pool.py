@@ -94,9 +94,9 @@ class LocalProcesses:
             connection = self._workers[rank][1]
             connection.send((function, rank, ranks, store, args))
             running[connection] = rank
-        limit = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while running:
-            ready = wait(list(running), timeout=max(0.0, limit - time.monotonic()))
+            ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
                 raise WaitTimeoutError(

@@ -33,12 +33,12 @@ class RankThreads:
 
     Args:
         ranks: how many.
-        limit: how long a rank may keep the others waiting.
+        timeout: how long a rank may keep the others waiting.
         streams: on which the ranks compute; None on the CPU.
     """
 
-    def __init__(self, ranks: int, limit: Timeout, streams: Streams | None = None) -> None:
-        self.limit = limit
+    def __init__(self, ranks: int, timeout: Timeout, streams: Streams | None = None) -> None:
+        self.timeout = timeout
         self._streams = streams
         self._jobs: list[_Inbox] = [queue.SimpleQueue() for _ in range(ranks)]
         self._ends = _Ends()
@@ -66,14 +66,14 @@ class RankThreads:
         return self._running - self._ends.ranks
 
     def run(
-        self, jobs: Sequence[Job], stop: Callable[[str], None], judge: HangDetector | None = None
+        self, jobs: Sequence[Job], stop: Callable[[str], None], detector: HangDetector | None = None
     ) -> None:
         """Run one job a rank and wait for all.
 
         Args:
             jobs: by rank.
             stop: called with the reason if the jobs are to end before they are done; must make every one end that waits.
-            judge: tells who hangs; without one a job hangs that takes longer than a first step may wait.
+            detector: tells who hangs; without one a job hangs that takes longer than a first step may wait.
 
         Raises:
             BaseException: what the rank that failed first raised (another rank's word of it comes second). Ranks that are
@@ -82,24 +82,24 @@ class RankThreads:
                 second interrupt ends that wait.
             HangError: a rank hangs, as `HangDetector` says it, or did not stop when a wait for it had run out.
         """
-        self.settle()
+        self.wait_stopped()
         torch.clear_autocast_cache()  # see _serve
         try:
             if self._streams is None:
-                self._run(jobs, stop, judge)
+                self._run(jobs, stop, detector)
                 return
             with self._streams.step():
-                self._run([self._streams.on_rank(rank, job) for rank, job in enumerate(jobs)], stop, judge)
+                self._run([self._streams.on_rank(rank, job) for rank, job in enumerate(jobs)], stop, detector)
         finally:
             torch.clear_autocast_cache()
 
-    def settle(self) -> None:
+    def wait_stopped(self) -> None:
         """Wait for ranks that are still at work on jobs that failed.
 
         Raises:
             HangError: they do not end.
         """
-        until = monotonic() + (0.0 if self._hung else self.limit.seconds)
+        until = monotonic() + (0.0 if self._hung else self.timeout.seconds)
         self._running = self.at_work
         while self._running:
             if not self._collect(max(0.0, until - monotonic())):
@@ -109,29 +109,29 @@ class RankThreads:
                 )
         self._hung.clear()
 
-    def _run(self, jobs: Sequence[Job], stop: Callable[[str], None], judge: HangDetector | None) -> None:
+    def _run(self, jobs: Sequence[Job], stop: Callable[[str], None], detector: HangDetector | None) -> None:
         failures: list[BaseException] = []
         began = failed = monotonic()
         try:
             self._hand_out(with_settings(jobs))
         except BaseException as error:
-            self._interrupted(error, stop, judge)
+            self._interrupted(error, stop, detector)
             raise
         while self._running:
             try:
                 found = self._collect(TICK)
-                hung = set() if found else self._who_hangs(judge, began)
+                hung = set() if found else self._who_hangs(detector, began)
             except BaseException as error:
-                self._interrupted(error, stop, judge)
+                self._interrupted(error, stop, detector)
                 raise
             if found and found[0] is not None:
                 failed = failed if failures else monotonic()
                 failures.append(found[0])
             if not found:
                 if failures:
-                    self._give_up(failures, monotonic() - failed, hung, judge)
+                    self._give_up(failures, monotonic() - failed, hung, detector)
                 elif hung:
-                    self._end(hung, stop, judge)
+                    self._end(hung, stop, detector)
         if failures:
             raise _first(failures)
 
@@ -142,18 +142,18 @@ class RankThreads:
             inbox.put((job, ends))
 
     def _interrupted(
-        self, error: BaseException, stop: Callable[[str], None], judge: HangDetector | None
+        self, error: BaseException, stop: Callable[[str], None], detector: HangDetector | None
     ) -> None:
         """Stop the ranks and wait until they have ended: they add to gradients as long as they compute."""
         stop("the step was interrupted")
-        until = monotonic() + min(self.limit.seconds, GRACE)
+        until = monotonic() + min(self.timeout.seconds, GRACE)
         while self.at_work and monotonic() < until:
             self._collect(TICK)
         self._running = self.at_work
         if self._running:
             error.add_note(
-                f"{self._doing(self._running, judge)}; it did not stop within {min(self.limit.seconds, GRACE):g} s of the "
-                "interrupt, and may still add to gradients"
+                f"{self._doing(self._running, detector)}; it did not stop within {min(self.timeout.seconds, GRACE):g} s "
+                "of the interrupt, and may still add to gradients"
             )
 
     def _collect(self, seconds: float) -> tuple[BaseException | None] | None:
@@ -165,20 +165,20 @@ class RankThreads:
         self._running.discard(rank)
         return (error,)
 
-    def _who_hangs(self, judge: HangDetector | None, began: float) -> set[int]:
-        if judge is not None:
-            return self._running.intersection(judge.hung())
-        return set(self._running) if monotonic() - began > self.limit.first else set()
+    def _who_hangs(self, detector: HangDetector | None, began: float) -> set[int]:
+        if detector is not None:
+            return self._running.intersection(detector.hung())
+        return set(self._running) if monotonic() - began > self.timeout.first else set()
 
     def _give_up(
-        self, failures: Sequence[BaseException], since: float, hung: set[int], judge: HangDetector | None
+        self, failures: Sequence[BaseException], since: float, hung: set[int], detector: HangDetector | None
     ) -> None:
         """Once some have failed: leave those behind that do not stop."""
         first = _first(failures)
         waited = isinstance(first, WaitTimeoutError)
-        if since < min(self.limit.seconds, SHORT_GRACE if waited else GRACE):
+        if since < min(self.timeout.seconds, SHORT_GRACE if waited else GRACE):
             return
-        doing = self._doing(self._running, judge)
+        doing = self._doing(self._running, detector)
         if waited or hung:
             self._hung = set(self._running)
             dump_stacks(doing)
@@ -189,34 +189,34 @@ class RankThreads:
         first.add_note(f"{doing}; it was left behind after {since:.1f} s")
         raise first
 
-    def _end(self, hung: set[int], stop: Callable[[str], None], judge: HangDetector | None) -> None:
+    def _end(self, hung: set[int], stop: Callable[[str], None], detector: HangDetector | None) -> None:
         """End the jobs of all but those that hang."""
-        doing = self._doing(hung, judge)
+        doing = self._doing(hung, detector)
         dump_stacks(doing)
-        stop(f"{doing}, which is longer than {self.limit.seconds:g} s")
-        until = monotonic() + min(self.limit.seconds, SHORT_GRACE)
+        stop(f"{doing}, which is longer than {self.timeout.seconds:g} s")
+        until = monotonic() + min(self.timeout.seconds, SHORT_GRACE)
         while self._running - hung and monotonic() < until:
             self._collect(TICK)
         self._hung = set(self._running)
         raise HangError(
-            f"{doing}, which is longer than the limit of {self.limit.seconds:g} s. The stacks of all threads are on stderr; "
+            f"{doing}, which is longer than the limit of {self.timeout.seconds:g} s. All stacks are on stderr; "
             "only the end of the process ends this thread"
         )
 
-    def _doing(self, ranks: set[int], judge: HangDetector | None) -> str:
-        if judge is None:
+    def _doing(self, ranks: set[int], detector: HangDetector | None) -> str:
+        if detector is None:
             return f"{_named(ranks)} still at work"
-        return "; ".join(judge.where(n) for n in sorted(ranks))
+        return "; ".join(detector.where(n) for n in sorted(ranks))
 
     def close(self) -> None:
         """End the threads, but for those that hang; may be called twice."""
         _dismiss(self._jobs)
-        until = monotonic() + self.limit.seconds
+        until = monotonic() + self.timeout.seconds
         for rank, thread in enumerate(self._threads):
             if rank in self._hung:
                 continue
             thread.join(
-                min(GRACE, self.limit.seconds) if rank in self._running else max(0.0, until - monotonic())
+                min(GRACE, self.timeout.seconds) if rank in self._running else max(0.0, until - monotonic())
             )
         self._threads = []
 

@@ -60,8 +60,8 @@ class World:
         self._reductions: dist.ProcessGroup | None = None
         self._buckets: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
-        self._lanes: list[dist.ProcessGroup] = []
-        self.limit = Timeout(60.0)
+        self._bulk_groups: list[dist.ProcessGroup] = []
+        self.timeout = Timeout(60.0)
 
     @property
     def is_first(self) -> bool:
@@ -80,9 +80,9 @@ class World:
             ConfigError: a shape that does not fit the number of processes.
             WaitTimeoutError: not all processes came in time.
         """
-        self.limit = Timeout(timeout, first)
+        self.timeout = Timeout(timeout, first)
         self._peer_registry = PeerRegistry()
-        self._together = Collectives(self.limit, self._peer_registry)
+        self._together = Collectives(self.timeout, self._peer_registry)
         if not dist.is_initialized():
             self._meet()
         if shape is not None and (shape.dp > 1 or shape.tp > 1):
@@ -101,7 +101,7 @@ class World:
     @property
     def _longest(self) -> timedelta:
         """Of the communicators themselves, which keep the limit they are made with."""
-        return timedelta(seconds=self.limit.longest)
+        return timedelta(seconds=self.timeout.longest)
 
     @property
     def peer_registry(self) -> PeerRegistry:
@@ -149,7 +149,7 @@ class World:
             text = str(error).splitlines()[0]
             raise WaitTimeoutError(
                 f"rank {self.rank} did not meet all {self.size} processes through {STORE}={path} within "
-                f"{self.limit.seconds:g} s: {text}"
+                f"{self.timeout.seconds:g} s: {text}"
             ) from error
 
     def apply_limit(self) -> None:
@@ -157,15 +157,15 @@ class World:
 
         By it gloo ends what it runs in the background, for which a process that ends would wait, and NCCL knows no other.
         """
-        if self._applied == self.limit.seconds:
+        if self._applied == self.timeout.seconds:
             return
-        self._applied = self.limit.seconds
+        self._applied = self.timeout.seconds
         axes = [self.mesh.group(axis) for axis in ("pp", "dp", "tp")] if self.mesh is not None else []
-        groups = [self._messages, self._reductions, self._buckets, self._beside, *self._lanes, *axes]
+        groups = [self._messages, self._reductions, self._buckets, self._beside, *self._bulk_groups, *axes]
         for group in groups:
             if group is not None:
-                _set_pg_timeout(self.limit.delta, group)
-        _set_pg_timeout(self.limit.delta)
+                _set_pg_timeout(self.timeout.delta, group)
+        _set_pg_timeout(self.timeout.delta)
 
     def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """The communicator of this process's line, if it is in one; every process makes those of all lines, in one order.
@@ -187,7 +187,7 @@ class World:
             return None
         return GroupReducer(
             self._buckets,
-            self.limit.seconds,
+            self.timeout.seconds,
             require_all=self.peer_registry.require_all,
             enter=lambda: self.together.enter(self._buckets),
         )
@@ -226,18 +226,18 @@ class World:
         bulk = {}
         if device is not None:
             for pair in sorted(sizes):  # every rank makes all of them, in this order
-                lane = self._lane(pair, backend)
-                if lane is not None:
-                    self._lanes.append(lane)
+                bulk_group = self._bulk_group(pair, backend)
+                if bulk_group is not None:
+                    self._bulk_groups.append(bulk_group)
                     peer = pair[0] if self.rank == pair[1] else pair[1]
-                    bulk[pair] = Bulk(lane, dist.get_group_rank(lane, peer), device)
+                    bulk[pair] = Bulk(bulk_group, dist.get_group_rank(bulk_group, peer), device)
                     bulk[pair].greet(self.rank == pair[0], self._longest, peer)
         self.channel = ProcessChannel(
             self._messages,
             self.exchange,
             {s: size for (s, t), size in sizes.items() if t == self.rank},
             {t: size for (s, t), size in sizes.items() if s == self.rank},
-            self.limit,
+            self.timeout,
             bulk,
             self.peer_registry,
         )
@@ -268,7 +268,7 @@ class World:
         ]
         self.together.meet(None, "meet")  # nobody closes its page before all have found it
 
-    def _lane(self, pair: tuple[int, int], backend: str) -> dist.ProcessGroup | None:
+    def _bulk_group(self, pair: tuple[int, int], backend: str) -> dist.ProcessGroup | None:
         """The communicator of two ranks of this process's pipeline; None if it is neither of them."""
         return self._group([[line[rank] for rank in pair] for line in self._pipelines], backend)
 
@@ -317,7 +317,7 @@ class World:
         self.peer_registry.close()
         self.channel.close()
         self.channel = None
-        for group in (*self._lanes, self._messages, self._reductions, self._buckets, self._beside):
+        for group in (*self._bulk_groups, self._messages, self._reductions, self._buckets, self._beside):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
