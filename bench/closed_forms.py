@@ -14,8 +14,8 @@ from typing import Any
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.simulate.costs import Communication, Costs, Link
-from penstock.simulate.engine import simulate
 from penstock.simulate.metrics import Metrics, measure
+from penstock.simulate.simulator import simulate
 
 EQUAL = (10, 10, 10)
 

@@ -55,7 +55,7 @@ def main() -> None:
     from penstock.schedule.families import build_schedule
     from penstock.schedule.program import lower
     from penstock.simulate.costs import Costs
-    from penstock.simulate.engine import simulate
+    from penstock.simulate.simulator import simulate
     from penstock.trace.bubbles import makespan
 
     imports = perf_counter() - begin

@@ -28,7 +28,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.program import lower
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulator import simulate
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule

@@ -23,7 +23,7 @@ from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.values import Message
 from penstock.train.config.config import ModelConfig
-from penstock.train.model.llama import Block
+from penstock.train.model.llama import LlamaBlock
 
 MICROBATCHES = 8
 
@@ -31,7 +31,7 @@ MICROBATCHES = 8
 def mid_size() -> tuple[nn.Module, torch.Tensor]:
     """A block of the built-in model, and an input."""
     torch.manual_seed(0)
-    return Block(ModelConfig(width=256, heads=8, kv_heads=8, hidden=1024)), torch.randn(4, 128, 256)
+    return LlamaBlock(ModelConfig(width=256, heads=8, kv_heads=8, hidden=1024)), torch.randn(4, 128, 256)
 
 
 def tiny() -> tuple[nn.Module, torch.Tensor]:

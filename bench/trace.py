@@ -26,7 +26,7 @@ from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.show.report import write
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulator import simulate
 from penstock.trace.events import Trace
 from penstock.trace.folder import save_step
 from penstock.train.config.config import Config

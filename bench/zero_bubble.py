@@ -14,7 +14,7 @@ from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.schedule.schedule import Schedule
 from penstock.simulate.costs import Communication, Costs, Link
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import longest, makespan
 from penstock.trace.events import Trace
 

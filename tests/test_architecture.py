@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,19 @@ def test_the_command_and_its_help_import_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_one_word_for_one_thing():
+    """Files of the command line have the names of the commands, which are those of what they run."""
+    files, classes = defaultdict(set), defaultdict(set)
+    for room, path in rooms():
+        if room != "cli" and path.name != "__init__.py":
+            files[path.stem].add(path)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].add(path)
+    twice = {name: sorted(map(str, paths)) for d in (files, classes) for name, paths in d.items() if len(paths) > 1}
+    assert not twice
 
 
 def test_all_is_exactly_what_is_exported():

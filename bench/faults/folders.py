@@ -27,7 +27,7 @@ def prepare_checkpoint(folder: Path) -> Read:
 
     from penstock.checkpoint.checkpoints import Checkpoints
     from penstock.huggingface import weights
-    from penstock.huggingface.folder import stored_tensors
+    from penstock.huggingface.model_folder import stored_tensors
     from penstock.runtime.optim.optimizer import PipelineOptimizer
     from penstock.runtime.pipeline import Pipeline
 
@@ -128,7 +128,7 @@ def prepare_trace(folder: Path) -> Read:
     from penstock.schedule.check import check
     from penstock.schedule.families import build_schedule
     from penstock.simulate.costs import Costs
-    from penstock.simulate.engine import simulate
+    from penstock.simulate.simulator import simulate
     from penstock.trace.folder import save_step
 
     program = check(build_schedule("1f1b", 2, 4)).program

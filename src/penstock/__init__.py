@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
     from penstock.checkpoint.dcp.dcp_read import read_dcp as read_dcp
     from penstock.errors import PenstockError as PenstockError
+    from penstock.huggingface.from_transformers import from_transformers as from_transformers
     from penstock.huggingface.loss import causal_lm_loss as causal_lm_loss
     from penstock.huggingface.loss import valid_tokens as valid_tokens
     from penstock.huggingface.save import save_transformers as save_transformers
-    from penstock.huggingface.split import from_transformers as from_transformers
     from penstock.parallel.data.buckets import GradientBuckets as GradientBuckets
-    from penstock.parallel.data.order import parameter_order as parameter_order
+    from penstock.parallel.data.gradient_order import parameter_order as parameter_order
     from penstock.parallel.data.reducer import GroupReducer as GroupReducer
-    from penstock.parallel.data.threads import thread_reducers as thread_reducers
+    from penstock.parallel.data.thread_reducer import thread_reducers as thread_reducers
     from penstock.parallel.data.zero import ShardedOptimizer as ShardedOptimizer
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
@@ -73,16 +73,16 @@ _HOME = {
     "build_schedule": "penstock.schedule.families",
     "causal_lm_loss": "penstock.huggingface.loss",
     "check": "penstock.schedule.check",
-    "from_transformers": "penstock.huggingface.split",
+    "from_transformers": "penstock.huggingface.from_transformers",
     "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",
     "make_mesh": "penstock.parallel.mesh",
-    "parameter_order": "penstock.parallel.data.order",
+    "parameter_order": "penstock.parallel.data.gradient_order",
     "read_csv": "penstock.schedule.text",
     "read_dcp": "penstock.checkpoint.dcp.dcp_read",
     "save_transformers": "penstock.huggingface.save",
     "tensor_parallel": "penstock.parallel.tensor.plan",
-    "thread_reducers": "penstock.parallel.data.threads",
+    "thread_reducers": "penstock.parallel.data.thread_reducer",
     "valid_tokens": "penstock.huggingface.loss",
     "write_csv": "penstock.schedule.text",
 }

@@ -126,7 +126,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """What a file's header says of a tensor.
 
     Attributes:
@@ -209,7 +209,7 @@ class TensorFile:
         if memory:
             raise self._wrong("it became shorter while it was being read")
 
-    def _header(self, size: int) -> dict[str, Entry]:
+    def _header(self, size: int) -> dict[str, TensorEntry]:
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER):
             raise self._wrong("it is no file of safetensors, or is cut short")
@@ -231,7 +231,7 @@ class TensorFile:
             raise self._wrong(f"it has {size:,} bytes, and its header says {at:,}")
         return found
 
-    def _entry(self, name: str, value: Any, first: int) -> Entry:
+    def _entry(self, name: str, value: Any, first: int) -> TensorEntry:
         table = value if isinstance(value, dict) else {}
         shape, dtype, places = (table.get(key) for key in ("shape", "dtype", "data_offsets"))
         if not (_counts(shape) and _counts(places) and len(places) == 2 and isinstance(dtype, str)):
@@ -240,7 +240,7 @@ class TensorFile:
         known = _BY_NAME.get(dtype)
         if stop < start or (known is not None and math.prod(shape) * known.itemsize != stop - start):
             raise self._wrong(f"{name!r:.200} is {dtype} of shape {shape}, and has bytes {start} to {stop}")
-        return Entry(tuple(shape), dtype, first + start, first + stop)
+        return TensorEntry(tuple(shape), dtype, first + start, first + stop)
 
     def _wrong(self, what: str) -> OSError:
         return OSError(errno.EINVAL, what, str(self.path))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.parallel.data.threads import ThreadReducer, thread_reducers
+from penstock.parallel.data.thread_reducer import ThreadReducer, thread_reducers
 
 WIDTH = 6
 

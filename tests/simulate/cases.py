@@ -9,7 +9,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
 from penstock.simulate.costs import Communication, Costs, Link
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulator import simulate
 from penstock.trace.events import Trace
 
 

@@ -12,7 +12,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.simulate.bounds import bound_of, lower_bound
 from penstock.simulate.costs import Communication, Costs, Link
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
 from tests.simulate.cases import built, priced, timed, written
 

@@ -7,8 +7,8 @@ import pytest
 from penstock.schedule.memory import held
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Costs
-from penstock.simulate.engine import simulate
 from penstock.simulate.metrics import measure
+from penstock.simulate.simulator import simulate
 from tests.simulate.cases import built, priced, written
 
 

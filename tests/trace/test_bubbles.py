@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import CAUSES, bubble_fraction, bubbles, busy, idle_spans, longest, makespan
 from tests.simulate.cases import built, timed, timeline, written
 from tests.trace.cases import trace_of

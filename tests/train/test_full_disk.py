@@ -13,7 +13,7 @@ import pytest
 from penstock.checkpoint.find import steps_in
 from penstock.errors import PenstockError, StoppedError
 from penstock.train.loop import train
-from penstock.train.report.metrics import Metrics
+from penstock.train.report.metrics_writer import MetricsWriter
 from tests.train.test_loop import lines
 from tests.train.test_resume import Said, config_of, run, stopped_at
 from tests.train.tiny import text_folder
@@ -76,14 +76,14 @@ def test_what_was_stopped_but_not_saved_says_so(tmp_path: Path):
 def test_lines_of_metrics_that_are_not_taken_are_told_once(tmp_path: Path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     said: list[str] = []
-    with Metrics(tmp_path, say=said.append) as metrics:
+    with MetricsWriter(tmp_path, say=said.append) as metrics:
         metrics.write("train", step=1, loss=0.5)
         metrics.write("train", step=2, loss=0.5)
     assert said == [f"{tmp_path / 'metrics.jsonl'} lacks lines: No space left on device. Training goes on"]
 
 
 def test_of_a_line_that_is_not_taken_nothing_stays(tmp_path: Path):
-    with Metrics(tmp_path) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write("train", step=1, loss=0.5)
         size = (tmp_path / "metrics.jsonl").stat().st_size
         with files_of_at_most(size + 10):

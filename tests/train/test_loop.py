@@ -18,7 +18,7 @@ from penstock.schedule.families import FAMILIES
 from penstock.stage.module import StageModule
 from penstock.train.config.config import Config
 from penstock.train.config.file import load
-from penstock.train.data.text import batch_of, bigram_of, open_text
+from penstock.train.data.training_text import batch_of, bigram_of, open_text
 from penstock.train.loop import train
 from penstock.train.model import llama
 from penstock.train.model.llama import layers, next_token_loss

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from penstock.run_lock import LOCK
 from penstock.train.config.config import Config, TrainConfig
 from penstock.train.config.file import load
-from penstock.train.report.metrics import Metrics, go_back, is_finished
+from penstock.train.report.metrics_writer import MetricsWriter, go_back, is_finished
 from penstock.train.run_folder import choose, create
 
 
@@ -53,7 +53,7 @@ def test_a_new_folder_holds_its_config(tmp_path: Path):
 
 def test_metrics_are_on_disk_line_by_line(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    with Metrics(tmp_path) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write("train", step=1, loss=0.5)
         assert [json.loads(line) for line in path.read_text().splitlines()] == [
             {"kind": "train", "step": 1, "loss": 0.5}
@@ -84,6 +84,6 @@ def test_going_back_drops_lines_that_are_no_metrics(tmp_path: Path):
 
 
 def test_ranks_that_do_not_lead_write_no_metrics(tmp_path: Path):
-    with Metrics(None) as metrics:
+    with MetricsWriter(None) as metrics:
         metrics.write("train", step=1)
     assert list(tmp_path.iterdir()) == []

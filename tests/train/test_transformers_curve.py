@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
-from penstock.train.data.text import batch_of, open_text
+from penstock.train.data.training_text import batch_of, open_text
 from penstock.train.loop import train
 from penstock.train.model.trainable import language_of
 from penstock.train.report.progress import Silent

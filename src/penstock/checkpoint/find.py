@@ -11,7 +11,7 @@ from penstock.bounded_io import MEGABYTE, read_bytes, require_regular
 from penstock.checkpoint.format.files import digest_of
 from penstock.checkpoint.format.manifest import MANIFEST, Manifest, StoredTensor, parse
 from penstock.errors import ConfigError, DataError
-from penstock.tensor_file import Entry, TensorFile
+from penstock.tensor_file import TensorEntry, TensorFile
 
 FOLDER = "checkpoints"
 """Within a run's folder."""
@@ -126,7 +126,7 @@ def _differences(path: Path, manifest: Manifest, file: str) -> list[str]:
     return [f"{path / file}: {one}" for one in wrong if one]
 
 
-def differs(name: str, said: StoredTensor | None, found: Entry | None) -> str:
+def differs(name: str, said: StoredTensor | None, found: TensorEntry | None) -> str:
     """How a tensor in a file differs from what the manifest says of it; empty if it does not."""
     if found is None:
         return f"it has no tensor {name!r:.200}, which the manifest says it has"

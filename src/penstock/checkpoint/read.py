@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.find import differs
+from penstock.checkpoint.format.json_values import decode
 from penstock.checkpoint.format.manifest import Manifest
-from penstock.checkpoint.format.values import decode
 from penstock.errors import ConfigError, DataError
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
 from penstock.parallel.data.shards import ShardedParameter

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.format.values import encode
+from penstock.checkpoint.format.json_values import encode
 from penstock.errors import ConfigError
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.optim.optimizer import PipelineOptimizer

@@ -32,7 +32,7 @@ def command(
     """
     from dataclasses import replace
 
-    from penstock.train.model.sample import read_config, sample_run
+    from penstock.train.model.sampling import read_config, sample_run
 
     given: dict[str, Any] = {"prompt": prompt, "length": length, "temperature": temperature, "top_k": top_k}
     wanted = replace(read_config(run).sample, **{key: v for key, v in given.items() if v is not None})

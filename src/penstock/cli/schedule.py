@@ -92,7 +92,7 @@ def _row(family: Family, ranks: int, microbatches: int, virtual_stages: int | No
     from penstock.schedule.check import check
     from penstock.schedule.memory import peak
     from penstock.simulate.costs import Costs
-    from penstock.simulate.engine import simulate
+    from penstock.simulate.simulator import simulate
     from penstock.trace.bubbles import bubbles
 
     v = family.virtual_stages
@@ -245,7 +245,7 @@ def draw(out: str | None, **given: Any) -> None:
     from penstock.show.picture import draw_picture
     from penstock.show.terminal import draw_terminal
     from penstock.simulate.costs import Costs
-    from penstock.simulate.engine import simulate
+    from penstock.simulate.simulator import simulate
 
     schedule = _schedule(**given)
     each = [1] * schedule.stages

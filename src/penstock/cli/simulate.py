@@ -217,8 +217,8 @@ def _run(
 ) -> tuple[Metrics, Trace]:
     from penstock.schedule.check import check
     from penstock.schedule.memory import Budget
-    from penstock.simulate.engine import simulate
     from penstock.simulate.metrics import measure
+    from penstock.simulate.simulator import simulate
 
     program = check(schedule, budget=None if memory_limit is None else Budget(memory_limit)).program
     priced = _priced(costs, latency, schedule.placement)

@@ -12,7 +12,7 @@ import click
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.show.run import Run
+    from penstock.show.run import RunView
     from penstock.trace.events import Trace
 
 WIDE = 108
@@ -68,7 +68,7 @@ def command(
 
 
 def _write(
-    run: Run, trace: Trace, step: int | None, html: Path | None, chrome: Path | None, pictures: list[Path]
+    run: RunView, trace: Trace, step: int | None, html: Path | None, chrome: Path | None, pictures: list[Path]
 ) -> dict[str, str]:
     from penstock.show.chrome import write_chrome
     from penstock.show.picture import draw_picture
@@ -85,11 +85,11 @@ def _write(
     return {what: str(path) for what, path, _ in jobs}
 
 
-def _figures(run: Run, step: int, trace: Trace) -> dict[str, Any]:
+def _figures(run: RunView, step: int, trace: Trace) -> dict[str, Any]:
     from penstock.show.page_data import look_at
     from penstock.trace.bubbles import bubble_fraction
     from penstock.trace.join import present
-    from penstock.trace.memory import peaks
+    from penstock.trace.memory_curve import peaks
 
     seen = look_at(f"step {step}", trace)
     advice = seen.advice
@@ -114,12 +114,12 @@ def _figures(run: Run, step: int, trace: Trace) -> dict[str, Any]:
     }
 
 
-def _show(run: Run, step: int, trace: Trace) -> None:
+def _show(run: RunView, step: int, trace: Trace) -> None:
     from rich.console import Console
 
     from penstock.show.page_data import amount, look_at, unit_of
     from penstock.show.terminal import bubble_table, draw_terminal
-    from penstock.trace.memory import peaks
+    from penstock.trace.memory_curve import peaks
 
     console = Console(highlight=False)
     seen = look_at(f"step {step}", trace)

@@ -13,11 +13,11 @@ from typing import Any
 from torch import distributed as dist
 
 from penstock.doctor import judge
-from penstock.doctor.folder import look_at_folder
 from penstock.doctor.judge import PROBLEM, Finding
 from penstock.doctor.links import measure, unanswered
 from penstock.doctor.machine import look
 from penstock.doctor.rounds import Answer, Rounds
+from penstock.doctor.shared_folder import look_at_folder
 from penstock.errors import PenstockError
 from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.validation import require_timeout

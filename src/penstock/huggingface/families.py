@@ -14,7 +14,7 @@ Attention = Literal["full_attention", "sliding_attention"]
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """The parts of a causal language model, by their names within it.
 
     Attributes:
@@ -51,14 +51,14 @@ class Family:
 HEAD = "lm_head"
 
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(windows="all"),
-    "qwen2": Family(windows="by layer"),
-    "qwen3": Family(windows="by layer"),
-    "gemma": Family(),
-    "gemma2": Family(windows="by layer"),
-    "gemma3_text": Family(windows="by layer", rotary_by_kind=True),
-    "gpt2": Family(
+    "llama": ModelFamily(),
+    "mistral": ModelFamily(windows="all"),
+    "qwen2": ModelFamily(windows="by layer"),
+    "qwen3": ModelFamily(windows="by layer"),
+    "gemma": ModelFamily(),
+    "gemma2": ModelFamily(windows="by layer"),
+    "gemma3_text": ModelFamily(windows="by layer", rotary_by_kind=True),
+    "gpt2": ModelFamily(
         embedding="transformer.wte",
         blocks="transformer.h",
         norm="transformer.ln_f",
@@ -66,7 +66,7 @@ FAMILIES = {
         positions="transformer.wpe",
         dropout="transformer.drop",
     ),
-    "gpt_neox": Family(
+    "gpt_neox": ModelFamily(
         embedding="gpt_neox.embed_in",
         blocks="gpt_neox.layers",
         norm="gpt_neox.final_layer_norm",
@@ -78,7 +78,7 @@ FAMILIES = {
 """By the config's ``model_type``."""
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: Any) -> ModelFamily:
     """The row of a config.
 
     Raises:

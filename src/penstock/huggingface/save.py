@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.huggingface.families import FAMILIES, HEAD, require_library
-from penstock.huggingface.folder import CONFIG, read_json
-from penstock.huggingface.split import config_from, local_folder, on_meta, tied_names
+from penstock.huggingface.from_transformers import config_from, local_folder, on_meta, tied_names
+from penstock.huggingface.model_folder import CONFIG, read_json
 from penstock.huggingface.weights import own_state, save_together
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup

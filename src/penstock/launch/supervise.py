@@ -37,7 +37,7 @@ from penstock.scratch import Scratch
 from penstock.train import run_folder
 from penstock.train.config.config import Config
 from penstock.train.config.file import dump
-from penstock.train.config.mesh import processes_of
+from penstock.train.config.mesh_config import processes_of
 
 TRAIN = (sys.executable, "-m", "penstock", "train")
 

@@ -28,7 +28,7 @@ TRAINABLE, COUNTED, GRAPH = 1, 2, 4
 
 
 @sendable
-class Finding(NamedTuple):
+class Refusal(NamedTuple):
     """Why a step is refused on every rank; the smaller one of two is nearer to where it began.
 
     Attributes:
@@ -69,10 +69,10 @@ class Losses:
         self.rows_out = self.rows_out or other.rows_out
 
     @property
-    def uneven(self) -> list[Finding]:
+    def uneven(self) -> list[Refusal]:
         """The first microbatch whose input and target differ in rows."""
         pairs = zip(self.rows_in, self.rows_out, strict=False)
-        return [Finding(_ROWS, 0, n) for n, (a, b) in enumerate(pairs) if a != b][:1]
+        return [Refusal(_ROWS, 0, n) for n, (a, b) in enumerate(pairs) if a != b][:1]
 
 
 def find_nonfinite(
@@ -81,7 +81,7 @@ def find_nonfinite(
     last: int,
     first: int,
     sharded_grads: Callable[[int], list[Tensor]] | None = None,
-) -> Finding | None:
+) -> Refusal | None:
     """The first number of a rank's step that is NaN or infinite; forgets the stages' suspects.
 
     Args:
@@ -91,16 +91,16 @@ def find_nonfinite(
         first: the number in the global batch of what is microbatch 0 here.
         sharded_grads: by stage, the gradients that are elsewhere than in its parameters.
     """
-    found: list[Finding] = []
+    found: list[Refusal] = []
     counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
-    found += [Finding(_LOSS, 0, n) for n in _nonfinite(counting.items())]
+    found += [Refusal(_LOSS, 0, n) for n in _nonfinite(counting.items())]
     for s, stage in stages.items():
-        found += [Finding(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.suspects)]
+        found += [Refusal(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.suspects)]
         stage.suspects.clear()
         grads = [numbers_of(local(p.grad)) for p in stage.module.parameters() if p.grad is not None]
         grads += sharded_grads(s) if sharded_grads is not None else []
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
-            found.append(Finding(_WEIGHT, last - s, -1))
+            found.append(Refusal(_WEIGHT, last - s, -1))
     return min(found, default=None)
 
 
@@ -121,7 +121,7 @@ def _narrowed(number: Tensor) -> Tensor:
     return (number * 0 if number.dtype is torch.float64 else number).float()
 
 
-def explain(finding: Finding, losses: Losses, last: int, step: int) -> PenstockError:
+def explain(finding: Refusal, losses: Losses, last: int, step: int) -> PenstockError:
     """The error that every rank raises."""
     if finding.kind == _GIVEN:
         return BatchError(
@@ -157,9 +157,9 @@ def agree(
     ranks: int,
     tag: int,
     losses: Losses,
-    finding: Finding | None,
+    finding: Refusal | None,
     flags: int,
-) -> tuple[Finding | None, int]:
+) -> tuple[Refusal | None, int]:
     """End the step: `losses` become those of all ranks; returns the finding nearest to where it began, and all flags.
 
     Args:
@@ -202,10 +202,10 @@ def marks_of(digest: int | None) -> int:
     return (digest & mask | (~digest & mask) << _BITS) << _SEEN
 
 
-def compare_marks(flags: int, finding: Finding | None) -> tuple[Finding | None, int]:
+def compare_marks(flags: int, finding: Refusal | None) -> tuple[Refusal | None, int]:
     """The finding that some rank was given another batch, or the one there was; and the flags without the marks."""
     one, other = flags >> _SEEN & (1 << _BITS) - 1, flags >> _SEEN + _BITS
-    return Finding(_GIVEN, 0, 0) if one & other else finding, flags & (1 << _SEEN) - 1
+    return Refusal(_GIVEN, 0, 0) if one & other else finding, flags & (1 << _SEEN) - 1
 
 
 def require_graph(flags: int, step: int) -> None:
@@ -226,7 +226,7 @@ def require_graph(flags: int, step: int) -> None:
         )
 
 
-def _pack(losses: Losses, finding: Finding | None, flags: int) -> Message:
+def _pack(losses: Losses, finding: Refusal | None, flags: int) -> Message:
     """Names are plain leaves, which travel only when they change; everything else is in tensors."""
     ids = sorted(losses.total)
     names = sorted({name for part in losses.parts.values() for name in part})
@@ -250,7 +250,7 @@ def _column(losses: Sequence[Tensor]) -> Tensor:
     return torch.cat([loss.cpu().reshape(1) for loss in losses]) if losses else torch.empty(0)
 
 
-def _unpack(message: Message, losses: Losses) -> tuple[Finding | None, int]:
+def _unpack(message: Message, losses: Losses) -> tuple[Refusal | None, int]:
     ids, total, weights, verdict, rows_in, rows_out, *rest = message.leaves
     losses.rows_in = losses.rows_in or tuple(rows_in.tolist())
     losses.rows_out = losses.rows_out or tuple(rows_out.tolist())
@@ -261,4 +261,4 @@ def _unpack(message: Message, losses: Losses) -> tuple[Finding | None, int]:
     for at, n in enumerate(numbers):
         losses.parts[n] = {name: column[at] for name, column in zip(names, rest, strict=False)}
     flags, *finding = verdict.tolist()
-    return Finding(*finding) if finding else None, flags
+    return Refusal(*finding) if finding else None, flags

@@ -13,7 +13,7 @@ import torch
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.data.threads import thread_reducers
+from penstock.parallel.data.thread_reducer import thread_reducers
 from penstock.runtime.batch.splitter import Cut
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import require_graph

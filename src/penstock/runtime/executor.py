@@ -23,7 +23,7 @@ from penstock.runtime.consensus import (
     COUNTED,
     GRAPH,
     TRAINABLE,
-    Finding,
+    Refusal,
     agree,
     compare_marks,
     explain,
@@ -32,7 +32,7 @@ from penstock.runtime.consensus import (
 )
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.health.failure_report import explained
-from penstock.runtime.health.progress import END, ROW, STEP, WAITS, new_words
+from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_words
 from penstock.runtime.tracing.clocks import clock
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.weights.replicas import Replicas
@@ -172,7 +172,7 @@ class Executor:
         if self.shared is not None:
             self.shared.abandon()
 
-    def _agree(self) -> tuple[Finding | None, int]:
+    def _agree(self) -> tuple[Refusal | None, int]:
         work, schedule = self._work, self.program.schedule
         finding, flags = None, 0
         if work.finite and self.trains:

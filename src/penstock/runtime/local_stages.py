@@ -21,7 +21,7 @@ from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.replicas import BucketBytes, Exchange, Replicas
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, groups_of_holders, shared_groups
-from penstock.runtime.weights.tied import Ties
+from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.placement import Placement

@@ -12,7 +12,7 @@ from penstock.stage.module import StageModule
 
 
 @sendable
-class Names(NamedTuple):
+class LayerNames(NamedTuple):
     """What a layer takes and gives.
 
     Attributes:
@@ -26,10 +26,10 @@ class Names(NamedTuple):
     gives: tuple[str, ...]
 
 
-def names_of(module: StageModule) -> list[Names]:
+def names_of(module: StageModule) -> list[LayerNames]:
     """What each layer of a stage takes and gives."""
     return [
-        Names(name, takes, gives)
+        LayerNames(name, takes, gives)
         for name, takes, gives in zip(module.names, module.takes, module.gives_by_layer, strict=True)
     ]
 
@@ -48,7 +48,7 @@ class ValueRoutes:
         SplitError: a value that two layers give, or that a layer takes before it is given.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Names]]) -> None:
+    def __init__(self, stages: Sequence[Sequence[LayerNames]]) -> None:
         flat = [(s, names) for s, run in enumerate(stages) for names in run]
         givers: dict[str, int] = {}
         for at, (_, names) in enumerate(flat):
@@ -107,6 +107,6 @@ class ValueRoutes:
                 raise BatchError(f"layer {layers[0]!r} needs {name!r}; pass it to the step as {name}=...")
 
 
-def gathered(parts: Mapping[int, list[Names]]) -> list[list[Names]]:
+def gathered(parts: Mapping[int, list[LayerNames]]) -> list[list[LayerNames]]:
     """By stage, what `World.gather_dict` or this process alone has found."""
-    return [[Names(*names) for names in parts[s]] for s in sorted(parts)]
+    return [[LayerNames(*names) for names in parts[s]] for s in sorted(parts)]

@@ -17,9 +17,9 @@ from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 from penstock.show.colours import CAUSES
-from penstock.show.planned import Plan
+from penstock.show.planned import PlannedStep
 from penstock.simulate.costs import Costs, Table
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import bubble_fraction, bubbles, makespan
 from penstock.trace.events import Trace
 
@@ -92,7 +92,7 @@ def _reason(cause: str) -> str:
     return reasons.get(cause, CAUSES[cause][1])
 
 
-def over_plan(trace: Trace, plan: Plan) -> str:
+def over_plan(trace: Trace, plan: PlannedStep) -> str:
     """Say how much longer the step took than its plan, and what most of the difference is."""
     took, planned = bubbles(trace), bubbles(plan.trace)
     more = float(took.makespan) - float(planned.makespan)
@@ -119,7 +119,7 @@ def over_plan(trace: Trace, plan: Plan) -> str:
     )
 
 
-def advise(trace: Trace, plan: Plan) -> Advice:
+def advise(trace: Trace, plan: PlannedStep) -> Advice:
     """Simulate what could be changed, and name the best.
 
     Args:

@@ -11,18 +11,18 @@ import numpy as np
 
 from penstock.show.advice import over_plan
 from penstock.show.colours import BUSY, CAUSES, KINDS
-from penstock.show.page_data import MOST_CURVES, Step, Unit, amount
+from penstock.show.page_data import MOST_CURVES, PageStep, Unit, amount
 from penstock.trace.bubbles import bubble_fraction
 from penstock.trace.events import Activity
 from penstock.trace.join import present
-from penstock.trace.memory import peaks
+from penstock.trace.memory_curve import peaks
 
 MOST_ROWS = 64
 
 
 def body(
     title: str,
-    steps: Sequence[Step],
+    steps: Sequence[PageStep],
     unit: Unit,
     settings: str,
     problems: Sequence[str],
@@ -67,7 +67,7 @@ def body(
     return "\n".join(part for part in parts if part)
 
 
-def first_shown(steps: Sequence[Step]) -> int:
+def first_shown(steps: Sequence[PageStep]) -> int:
     """The step that the page opens with: a run's last, since its first is warming up; the first of several simulations."""
     return len(steps) - 1 if steps[-1].trace.info.get("source") == "measured" else 0
 
@@ -84,7 +84,7 @@ def _per_step(texts: Iterable[str]) -> list[str]:
     ]
 
 
-def _header(title: str, steps: Sequence[Step]) -> str:
+def _header(title: str, steps: Sequence[PageStep]) -> str:
     chosen = first_shown(steps)
     options = "".join(
         f'<option value="{n}"{" selected" if n == chosen else ""}>{escape(step.label)}</option>'
@@ -94,7 +94,7 @@ def _header(title: str, steps: Sequence[Step]) -> str:
     return f"<header><h1>{escape(title)}</h1>{''.join(_per_step(map(_counts, steps)))}{chooser}</header>"
 
 
-def _counts(step: Step) -> str:
+def _counts(step: PageStep) -> str:
     trace, program = step.trace, None if step.plan is None else step.plan.program
     words = [str(trace.info.get("schedule", "")), _many(trace.ranks, "rank")]
     if program is not None:
@@ -114,7 +114,7 @@ def _problems(problems: Sequence[str]) -> str:
     return f'<div class="problems"><b>Not everything could be read</b><ul>{items}</ul></div>'
 
 
-def _first_look(step: Step, unit: Unit) -> str:
+def _first_look(step: PageStep, unit: Unit) -> str:
     trace = step.trace
     cards = [
         ("step", _time(step.split.makespan, unit)),
@@ -139,7 +139,7 @@ def _first_look(step: Step, unit: Unit) -> str:
     return f'<div class="cards">{shown}</div><div class="say">{sentences}</div>'
 
 
-def _legend(step: Step) -> str:
+def _legend(step: PageStep) -> str:
     there = {int(kind) for kind in np.unique(step.trace.kind)}
     swatches = "".join(
         f'<span><i data-colour="{c.full}"></i><i data-colour="{c.light}"></i> {c.letter} {c.meaning}</span>'
@@ -154,14 +154,14 @@ def _legend(step: Step) -> str:
     return f'<div class="legend">{swatches}{note}{idle}{above}</div>'
 
 
-def _causes(steps: Sequence[Step]) -> str:
+def _causes(steps: Sequence[PageStep]) -> str:
     there = [cause for cause in CAUSES if any(cause in step.split.causes for step in steps)]
     named = [(BUSY, "computing"), *(CAUSES[cause] for cause in there)]
     spans = "".join(f'<span><i data-colour="{colour}"></i> {meaning}</span>' for colour, meaning in named)
     return f'<div class="legend">{spans}</div>'
 
 
-def _table(step: Step, unit: Unit) -> str:
+def _table(step: PageStep, unit: Unit) -> str:
     """Time by rank and cause; a cause that is nowhere has no column, and of very many ranks only the first are listed."""
     split, trace = step.split, step.trace
     causes = split.causes
@@ -195,7 +195,7 @@ def _part(time: float, whole: float, unit: Unit) -> str:
     return f"{text}{' ' if unit.name else ''}{unit.name} ({time / whole:.1%})"
 
 
-def _changes(step: Step, unit: Unit) -> str:
+def _changes(step: PageStep, unit: Unit) -> str:
     if step.advice is None:
         return ""
     now = step.advice.changes[0]
@@ -213,7 +213,7 @@ def _changes(step: Step, unit: Unit) -> str:
     return f"<h2>What if</h2><div class=wide>{_html_table(heads, rows, now=0)}</div>"
 
 
-def _split(step: Step) -> str:
+def _split(step: PageStep) -> str:
     split = step.trace.info.get("split")
     if not isinstance(split, list | tuple) or not all(isinstance(layers, list | tuple) for layers in split):
         return ""
@@ -230,7 +230,7 @@ def _split(step: Step) -> str:
     return f"<h2>Model and split</h2><div class=wide>{_html_table(['stage', 'rank', 'layers', 'which'], rows)}</div>"
 
 
-def _orders(step: Step) -> str:
+def _orders(step: PageStep) -> str:
     if step.plan is None:
         return ""
     schedule = step.plan.program.schedule

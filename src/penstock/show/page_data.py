@@ -11,11 +11,11 @@ import numpy.typing as npt
 from penstock.errors import PenstockError
 from penstock.show.advice import Advice, advise, where_it_went
 from penstock.show.colours import BUSY, CAUSES, KINDS
-from penstock.show.planned import Plan, plan
+from penstock.show.planned import PlannedStep, plan
 from penstock.trace.bubbles import CAUSES as ALL_CAUSES
 from penstock.trace.bubbles import Bubbles, bubbles, idle_spans
 from penstock.trace.events import Activity, Trace
-from penstock.trace.memory import memory_curve, peaks
+from penstock.trace.memory_curve import memory_curve, peaks
 
 MOST_CURVES = 12
 MESSAGES = (Activity.SEND, Activity.RECV, Activity.REDUCE)
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
     each: float
 
 
-class Step(NamedTuple):
+class PageStep(NamedTuple):
     """All that the page says of one trace.
 
     Attributes:
@@ -43,13 +43,13 @@ class Step(NamedTuple):
     label: str
     trace: Trace
     split: Bubbles
-    plan: Plan | None
+    plan: PlannedStep | None
     unplanned: str
     advice: Advice | None
     where: str
 
 
-def look_at(label: str, trace: Trace) -> Step:
+def look_at(label: str, trace: Trace) -> PageStep:
     """Find out what there is to say of a trace."""
     found, unplanned = None, ""
     try:
@@ -57,7 +57,7 @@ def look_at(label: str, trace: Trace) -> Step:
     except PenstockError as error:
         unplanned = str(error)
     advice = None if found is None else advise(trace, found)
-    return Step(label, trace, bubbles(trace), found, unplanned, advice, where_it_went(trace))
+    return PageStep(label, trace, bubbles(trace), found, unplanned, advice, where_it_went(trace))
 
 
 def unit_of(traces: list[Trace]) -> Unit:
@@ -71,7 +71,7 @@ def unit_of(traces: list[Trace]) -> Unit:
     return Unit("ns", 1e9)
 
 
-def step_data(step: Step, unit: Unit) -> dict[str, Any]:
+def step_data(step: PageStep, unit: Unit) -> dict[str, Any]:
     """One step as JSON can hold it; every column is base64 of its little-endian bytes, with its type."""
     trace = step.trace
     planned = None if step.plan is None or trace.info.get("source") == "simulated" else step.plan.trace

@@ -18,14 +18,14 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.schedule import Columns, Schedule
 from penstock.simulate.costs import Communication, Costs, Link, Table
-from penstock.simulate.engine import simulate
+from penstock.simulate.simulator import simulate
 from penstock.trace.events import Activity, Trace
 from penstock.trace.messages import givers
 
 _OPS = tuple(Activity(kind) for kind in Kind)
 
 
-class Plan(NamedTuple):
+class PlannedStep(NamedTuple):
     """A step taken apart and put together again.
 
     Attributes:
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     trace: Trace
 
 
-def plan(trace: Trace) -> Plan:
+def plan(trace: Trace) -> PlannedStep:
     """Simulate the step of a trace from its own costs.
 
     Raises:
@@ -51,7 +51,7 @@ def plan(trace: Trace) -> Plan:
     held = None if work.held is None else _held(work, work.held)
     planned = simulate(program, costs, held)
     info = {**planned.info, "held": trace.info.get("held", "bytes")} if held is not None else planned.info
-    return Plan(program, costs, Trace(**{**vars(planned), "info": info}))
+    return PlannedStep(program, costs, Trace(**{**vars(planned), "info": info}))
 
 
 def costs_of(work: Trace) -> Costs:

@@ -18,7 +18,7 @@ _MOST = 512 * MEGABYTE
 
 
 @dataclass(frozen=True)
-class Run:
+class RunView:
     """What there is to show.
 
     Attributes:
@@ -49,7 +49,7 @@ class Run:
         return step
 
 
-def read_run(path: str | Path) -> Run:
+def read_run(path: str | Path) -> RunView:
     """Read a run's folder, or a single trace file.
 
     Raises:
@@ -58,18 +58,18 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     if os.path.isfile(path):
         trace, lacks = read_file(path)
-        return Run(path.name, {0: trace}, "", (), lacks)
+        return RunView(path.name, {0: trace}, "", (), lacks)
     if not os.path.isdir(path):
         raise DataError(f"{path} is neither a run's folder nor a trace file")
     found = read_folder(path)
     problems = list(found.problems)
     metrics = _metrics(path / "metrics.jsonl", problems)
-    return Run(
+    return RunView(
         path.resolve().name, found.steps, _settings(path / "config.toml", problems), metrics, tuple(problems)
     )
 
 
-def write_report(run: Run, path: str | Path, step: int | None = None) -> Path:
+def write_report(run: RunView, path: str | Path, step: int | None = None) -> Path:
     """Write the page of a run, with all its steps or with one; `write` says what is raised."""
     chosen = run.traces if step is None else {step: run.traces[run.choose(step)]}
     traces = {f"step {number}" if number else run.title: trace for number, trace in chosen.items()}

@@ -22,19 +22,19 @@ from penstock.runtime.workers.world import current_world
 from penstock.trace.folder import drop_after
 from penstock.train import run_folder
 from penstock.train.config.config import Config, resolve
-from penstock.train.config.mesh import describe, shape_of
+from penstock.train.config.mesh_config import describe, shape_of
 from penstock.train.config.optim import build_optimizer
-from penstock.train.data.text import Text, bigram_of, open_text
-from penstock.train.model.sample import sample_run
+from penstock.train.data.training_text import Text, bigram_of, open_text
+from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import TrainableModel, language_of
+from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.loggers import Logger, open_loggers, require_loggers
-from penstock.train.report.machine import choose_device, sharing_cores
-from penstock.train.report.metrics import Metrics, go_back
+from penstock.train.report.metrics_writer import MetricsWriter, go_back
 from penstock.train.report.profile import Profile
 from penstock.train.report.progress import Reporter
 from penstock.train.report.traces import Traces, write_page
 from penstock.train.resume import RunCheckpointer
-from penstock.train.steps import Result, Run, Steps, Stopping
+from penstock.train.steps import Result, StepContext, Steps, Stopping
 
 MakeReporter = Callable[[int, bool], Reporter]
 
@@ -128,10 +128,10 @@ def train(
             standing = checkpointer.resume()
             loggers: list[Logger] = []
             run_group.decide(lambda: loggers.extend(_begin(path, config, standing.done)))
-            with Metrics(path if run_group.leads else None, loggers, reporter.say) as metrics:
+            with MetricsWriter(path if run_group.leads else None, loggers, reporter.say) as metrics:
                 traces = Traces(path, config.train.steps, config.train.trace_every, metrics, reporter.say)
                 profiles = Profile(path if profile else None, config.train.steps, run_group.rank)
-                run = Run(
+                run = StepContext(
                     config,
                     language,
                     text,
@@ -178,7 +178,7 @@ def _begin(path: Path, config: Config, done: int) -> list[Logger]:
     return open_loggers(config, path, done)
 
 
-def _finish(run: Run, path: Path, result: Result) -> Outcome:
+def _finish(run: StepContext, path: Path, result: Result) -> Outcome:
     """What the leader does after the last step, when the weights are written."""
     language, reporter = run.language, run.reporter
     sample = sample_run(path)

@@ -17,7 +17,7 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.config.allowed import ACCEPT, REFUSE
 from penstock.train.config.config import Config
 from penstock.train.data.digest import DataDigest
-from penstock.train.report.metrics import is_finished
+from penstock.train.report.metrics_writer import is_finished
 from penstock.train.report.progress import Reporter
 from penstock.train.run_folder import AUTO, keep_config
 

@@ -13,9 +13,9 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.trace.bubbles import busy
 from penstock.train.config.config import Config
-from penstock.train.data.text import Text, batch_of, held_out_bits
+from penstock.train.data.training_text import Text, batch_of, held_out_bits
 from penstock.train.model.trainable import TrainableModel
-from penstock.train.report.metrics import Metrics
+from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.profile import Profile
 from penstock.train.report.progress import Reporter
 from penstock.train.report.traces import Traces
@@ -26,7 +26,7 @@ Stopping = Callable[[], bool]
 
 
 @dataclass(frozen=True)
-class Run:
+class StepContext:
     """What the steps of a run work with; `stopping` is None where nothing asks."""
 
     config: Config
@@ -36,7 +36,7 @@ class Run:
     optimizer: PipelineOptimizer
     run_group: RunGroup
     reporter: Reporter
-    metrics: Metrics
+    metrics: MetricsWriter
     checkpointer: RunCheckpointer
     traces: Traces
     profiles: Profile
@@ -70,7 +70,7 @@ class Steps:
         standing: where it stands.
     """
 
-    def __init__(self, run: Run, standing: RunProgress) -> None:
+    def __init__(self, run: StepContext, standing: RunProgress) -> None:
         self._run = run
         self._standing = standing
         self._began = perf_counter()

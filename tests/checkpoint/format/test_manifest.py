@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.checkpoint.format.json_values import decode
 
 import penstock
 from penstock.checkpoint.format.manifest import (
@@ -22,7 +23,6 @@ from penstock.checkpoint.format.manifest import (
     dump,
     parse,
 )
-from penstock.checkpoint.format.values import decode
 from penstock.errors import DataError
 
 NAME = "stage-00001-of-00001.safetensors"

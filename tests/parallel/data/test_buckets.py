@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
 from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.order import parameter_order
+from penstock.parallel.data.gradient_order import parameter_order
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight

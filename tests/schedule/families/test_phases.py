@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schedule.families.phases import Step, occurrence, phased
+from penstock.schedule.families.phases import PatternOp, occurrence, phased
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
-F0, F1 = Step(Kind.F, 0), Step(Kind.F, 1)
-I0, I1 = Step(Kind.I, 0), Step(Kind.I, 1)
-B0, W = Step(Kind.B, 0), Step(Kind.W)
+F0, F1 = PatternOp(Kind.F, 0), PatternOp(Kind.F, 1)
+I0, I1 = PatternOp(Kind.I, 0), PatternOp(Kind.I, 1)
+B0, W = PatternOp(Kind.B, 0), PatternOp(Kind.W)
 
 
 def text(*arguments, **options) -> str:
@@ -30,7 +30,7 @@ def test_microbatches_follow_from_counting():
 
 def test_input_halves_and_full_backwards_count_together():
     assert text(
-        [(3, [F0]), (1, [B0, I0, B0]), (1, [Step(Kind.W, 0)])], (1, 3), (9, 9), weights_in_turn=True
+        [(3, [F0]), (1, [B0, I0, B0]), (1, [PatternOp(Kind.W, 0)])], (1, 3), (9, 9), weights_in_turn=True
     ) == ("1F0 1F1 1F2 1B0 1I1 1B2 1W1")
 
 
@@ -41,7 +41,7 @@ def test_weights_in_turn_finish_the_oldest_input_half_of_either_chunk():
 
 
 def test_microbatches_beyond_those_there_are_drop_out_of_pairs_too():
-    pair = [Step(Kind.F, 0, True), Step(Kind.B, 1)]
+    pair = [PatternOp(Kind.F, 0, True), PatternOp(Kind.B, 1)]
     phases = [(3, pair)]
     assert text(phases, (0, 3), (9, 9)) == "(0F0;3B0)OVERLAP_F_B (0F1;3B1)OVERLAP_F_B (0F2;3B2)OVERLAP_F_B"
     assert text(phases, (0, 3), (1, 2)) == "(0F0;3B0)OVERLAP_F_B 3B1"

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface.loss import causal_lm_loss
 from penstock.train.config.config import Config, from_mapping
-from penstock.train.data.text import batch_of, open_text
 from penstock.train.data.tokenizer import Bytes, HFTokenizer, Numbers
+from penstock.train.data.training_text import batch_of, open_text
 from penstock.train.loop import train
 from penstock.train.model.llama import next_token_loss
-from penstock.train.model.sample import sample_run
+from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import language_of
 from penstock.train.report.progress import Silent
 from tests.huggingface import tiny as families

@@ -16,7 +16,7 @@ from penstock.trace.events import Trace
 from penstock.train.config.config import Config
 from penstock.train.loop import Outcome, train
 from penstock.train.report import traces
-from penstock.train.report.metrics import Metrics
+from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.progress import Silent
 from tests.runtime import plain
 from tests.train.tiny import text_folder, tiny
@@ -108,7 +108,7 @@ def side_by_side(rank: int, folder: Path) -> int:
         Pipeline(
             plain.model(4), torch.nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=300
         ) as pipe,
-        Metrics(folder if rank == 0 else None) as metrics,
+        MetricsWriter(folder if rank == 0 else None) as metrics,
     ):
         kept = traces.Traces(folder, 2, 0, metrics)
         for step in (1, 2):

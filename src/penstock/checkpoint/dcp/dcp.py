@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.convert import model_weights, open_sound, require_new
-from penstock.checkpoint.format.values import decode
+from penstock.checkpoint.format.json_values import decode
 from penstock.checkpoint.read import Reader
 from penstock.errors import ConfigError
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from penstock.checkpoint.convert import open_sound, require_new, rewrite
 from penstock.checkpoint.dcp.dcp_read import read_dcp
 from penstock.checkpoint.find import is_checkpoint, step_of
+from penstock.checkpoint.format.json_values import encode
 from penstock.checkpoint.format.manifest import Manifest
-from penstock.checkpoint.format.values import encode
 from penstock.checkpoint.read import Reader
 from penstock.errors import ConfigError, DataError
 from penstock.tensor_file import DTYPES

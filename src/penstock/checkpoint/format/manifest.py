@@ -57,7 +57,7 @@ class Manifest:
         layout: how the run was spread when it was written; nobody needs it for loading.
         files: by name.
         tensors: by name: ``model/NAME``, ``optimizer/KEY/NAME``, ``main/NAME`` and ``generators/RANK/DEVICE``.
-        values: what is no tensor, as `penstock.checkpoint.format.values` writes it.
+        values: what is no tensor, as `penstock.checkpoint.format.json_values` writes it.
         config: of the run.
         config_sha256: of the config as JSON.
         versions: of what wrote it, by package.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.parallel.data.layout import Plan, Slot
+from penstock.parallel.data.layout import BucketPlan, Slot
 from penstock.parallel.data.reducer import Handle, Reducer, part_of
 from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.dtensor import gradient_dtype, is_dtensor, like, local, strides_of
 
 
-class Entry:
+class BucketEntry:
     """A parameter and its gradient's place.
 
     Attributes:
@@ -137,7 +137,7 @@ class Entry:
         )
 
 
-def order_of(entries: Sequence[Entry], given: Sequence[Tensor] | None) -> list[int]:
+def order_of(entries: Sequence[BucketEntry], given: Sequence[Tensor] | None) -> list[int]:
     """The entries' numbers: first the parameters that are given, in their order, then all others backwards."""
     place = {id(entry.parameter): entry.index for entry in entries}
     first = dict.fromkeys(place[id(p)] for p in given or () if id(p) in place)
@@ -163,7 +163,7 @@ def require_dense(what: str, grad: Tensor) -> None:
         )
 
 
-def no_gradient(step: int, holes: Mapping[Entry, Sequence[int]]) -> PenstockError:
+def no_gradient(step: int, holes: Mapping[BucketEntry, Sequence[int]]) -> PenstockError:
     """The error for parameters without a gradient, and on which replicas."""
     told = [f"{entry} on replica(s) {where}" for entry, where in holes.items()]
     more = f" and {len(told) - 5} more" if len(told) > 5 else ""
@@ -186,7 +186,7 @@ class Bucket:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BucketPlan,
         stream: ReductionStream,
         divisor: float,
         reduce_dtype: torch.dtype | None,

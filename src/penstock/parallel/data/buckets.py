@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.parallel.data import replica_checks
-from penstock.parallel.data.bucket import Bucket, Entry, order_of, slot_of
+from penstock.parallel.data.bucket import Bucket, BucketEntry, order_of, slot_of
 from penstock.parallel.data.frozen import Frozen
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
 from penstock.parallel.data.leftovers import Missing, add_late, find_late, require_options, resolve_absent
@@ -92,7 +92,7 @@ class GradientBuckets:
         self.dynamic = dynamic
         self._bytes = (bucket_bytes, first_bucket_bytes)
         self._frozen = Frozen(list(reversed(once.values())))
-        self._entry: dict[int, Entry] = {}
+        self._entry: dict[int, BucketEntry] = {}
         self._list()
         replica_checks.require_equal_models(reducer, [(e.name, e.parameter) for e in self.entries])
         self._groups = groups or {}
@@ -115,7 +115,7 @@ class GradientBuckets:
 
     def _list(self) -> None:
         """Those that require a gradient now have an entry; one that had one keeps it."""
-        self.entries = [self._entry.get(id(p)) or Entry(name, p, 0) for name, p in self._frozen.take()]
+        self.entries = [self._entry.get(id(p)) or BucketEntry(name, p, 0) for name, p in self._frozen.take()]
         for n, entry in enumerate(self.entries):
             entry.index = n
         self._entry = {id(e.parameter): e for e in self.entries}
@@ -308,7 +308,7 @@ class GradientBuckets:
                         parameter.grad.mul_(factor)
         self._kept = True
 
-    def _arrived(self, entry: Entry, parameter: Tensor) -> None:
+    def _arrived(self, entry: BucketEntry, parameter: Tensor) -> None:
         """A gradient has been accumulated."""
         with self._lock:
             if self.dynamic and entry.ready:  # it is in a tensor of its own, for `_late` to find
@@ -332,7 +332,7 @@ class GradientBuckets:
             elif entry.counted > entry.expected:
                 raise entry.twice(self._step)
 
-    def _mark(self, entry: Entry) -> None:
+    def _mark(self, entry: BucketEntry) -> None:
         with self._lock:
             if entry.ready:
                 raise entry.twice(self._step)
@@ -348,7 +348,7 @@ class GradientBuckets:
                 self.buckets[self._started].start(self.reducer)
                 self._started += 1
 
-    def _complete(self) -> list[Entry]:
+    def _complete(self) -> list[BucketEntry]:
         """Mark what is left; returns the entries that got no gradient, for which zeros are contributed."""
         absent = []
         for entry in [self.entries[n] for n in self._order]:
@@ -368,7 +368,9 @@ class GradientBuckets:
             self._started += 1
         return absent
 
-    def _finish_uneven(self, rows: list[list[int]], absent: list[Entry], late: dict[int, Tensor]) -> None:
+    def _finish_uneven(
+        self, rows: list[list[int]], absent: list[BucketEntry], late: dict[int, Tensor]
+    ) -> None:
         """What all replicas decide together, by what each has reported.
 
         That is: (step, whether it failed, absent gradients, late ones, a number for ``requires_grad`` where it changed).

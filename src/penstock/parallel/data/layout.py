@@ -42,7 +42,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """One bucket.
 
     Attributes:
@@ -67,7 +67,7 @@ def plan_buckets(
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     parts: int = 1,
     limits: Mapping[Hashable, int] | None = None,
-) -> list[Plan]:
+) -> list[BucketPlan]:
     """Cut slots into buckets, which come in the order in which they will be full.
 
     A bucket closes when the next gradient would not fit. A gradient as large as a bucket gets its own, and the small
@@ -111,7 +111,7 @@ def plan_buckets(
     return [_place(slots, members, parts) for members in full]
 
 
-def _place(slots: Sequence[Slot], members: Sequence[int], parts: int) -> Plan:
+def _place(slots: Sequence[Slot], members: Sequence[int], parts: int) -> BucketPlan:
     first = slots[members[0]]
     step = max(1, ALIGNMENT_BYTES // first.dtype.itemsize)
     starts, end = [], 0
@@ -119,4 +119,4 @@ def _place(slots: Sequence[Slot], members: Sequence[int], parts: int) -> Plan:
         starts.append(end)
         end += -(-slots[number].elements // step) * step
     end = -(-end // (parts * step)) * parts * step
-    return Plan(tuple(members), tuple(starts), end, first.dtype, first.device, first.group)
+    return BucketPlan(tuple(members), tuple(starts), end, first.dtype, first.device, first.group)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.parallel.data.bucket import Entry, no_gradient, require_dense
+from penstock.parallel.data.bucket import BucketEntry, no_gradient, require_dense
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.dtensor import gradient_dtype, like, local, redistribute_grad
 
@@ -35,7 +35,11 @@ def require_options(missing: object, reduce_dtype: torch.dtype | None, divisor: 
 
 
 def resolve_absent(
-    reducer: Reducer, entries: Sequence[Entry], absent: Sequence[Entry], missing: Missing, step: int
+    reducer: Reducer,
+    entries: Sequence[BucketEntry],
+    absent: Sequence[BucketEntry],
+    missing: Missing,
+    step: int,
 ) -> None:
     """Decide what absent gradients are; every replica calls it where any has some.
 
@@ -59,7 +63,7 @@ def resolve_absent(
             entry.adopt()
 
 
-def find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, Entry]) -> dict[int, Tensor]:
+def find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, BucketEntry]) -> dict[int, Tensor]:
     """Take what came too late out of the ``.grad`` of parameters, which are the places in the buckets again.
 
     Args:
@@ -88,7 +92,7 @@ def find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, Entry]
 def add_late(
     reducer: Reducer,
     known: Sequence[tuple[str, Tensor]],
-    entry_of: Mapping[int, Entry],
+    entry_of: Mapping[int, BucketEntry],
     late: Mapping[int, Tensor],
     divisor: float,
     reduce_dtype: torch.dtype | None,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.parallel.data.bucket import Entry
+from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.data.leftovers import Missing
@@ -37,7 +37,7 @@ class ShardedParameter(NamedTuple):
         at: where they begin in this replica's part of the bucket.
     """
 
-    entry: Entry
+    entry: BucketEntry
     piece: ShardSlice
     own: nn.Parameter | None
     at: int
@@ -95,7 +95,7 @@ class Shards:
         self.parts = [by_index[n] for n in range(len(self.buckets.entries))]
         self._part = {id(part.entry.parameter): part for part in self.parts}
 
-    def _place(self, entry: Entry, flat: Tensor, start: int) -> ShardedParameter:
+    def _place(self, entry: BucketEntry, flat: Tensor, start: int) -> ShardedParameter:
         """Move a parameter into its bucket's buffer; `start` is where it begins there."""
         view = entry.view
         place = flat.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -12,7 +12,7 @@ from penstock.parallel.dtensor import is_sharded
 from penstock.runtime.copies.aliases import Aliases
 from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, places_of
 from penstock.runtime.copies.module_copies import ModuleCopies
-from penstock.runtime.copies.replica_check import Held, ReplicaCheck, differs
+from penstock.runtime.copies.replica_check import CopiedTensor, ReplicaCheck, differs
 from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
 
@@ -101,7 +101,7 @@ class Copies:
             else None
         )
 
-    def _held(self) -> Iterator[Held]:
+    def _held(self) -> Iterator[CopiedTensor]:
         """What this process holds; of tensors that are cut, copies are those of the same part."""
         world, ties = self._world, self._parts.ties
         tied = {name for names in ties.groups for name in names}
@@ -110,9 +110,9 @@ class Copies:
             for own, p in stage.module.whole_model_parameters():
                 name = ties.first.get(own, own)
                 group = f"weight {name}" if own in tied else f"stage {s}"
-                yield Held(group + part if is_sharded(p) else group, name, "parameter", p)
+                yield CopiedTensor(group + part if is_sharded(p) else group, name, "parameter", p)
             for place in places_of(stage.module):
-                yield Held(f"stage {s}", place.name, "buffer", place.value)
+                yield CopiedTensor(f"stage {s}", place.name, "buffer", place.value)
 
     def follow(self) -> bool:
         """Let what was changed of parameters hold for their copies in this process; see `Aliases.follow`."""

@@ -20,7 +20,7 @@ from penstock.parallel.dtensor import local
 RUNS = 64
 
 
-class Held(NamedTuple):
+class CopiedTensor(NamedTuple):
     """A tensor of which there are copies.
 
     Attributes:
@@ -76,7 +76,7 @@ class ReplicaCheck:
     """
 
     def __init__(
-        self, held: Callable[[], Iterable[Held]], where: str, exchange: Callable[[Any], list[Any]]
+        self, held: Callable[[], Iterable[CopiedTensor]], where: str, exchange: Callable[[Any], list[Any]]
     ) -> None:
         self._held = held
         self._where = where

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.errors import PeerError, ReplicaError, StageError, TransportError, WaitTimeoutError
 from penstock.runtime.health.hang import dump_stacks
-from penstock.runtime.health.progress import (
+from penstock.runtime.health.rank_progress import (
     ROW,
     STEP,
     WAITS,

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from time import monotonic
 
-from penstock.runtime.health.progress import ROW, STEP, WAITS, RankProgress, place_of
+from penstock.runtime.health.rank_progress import ROW, STEP, WAITS, RankProgress, place_of
 from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
 

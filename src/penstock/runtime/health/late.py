@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.errors import PenstockError
 from penstock.runtime.executor import Executor
-from penstock.runtime.health.progress import END, ROW, WAITS, rows_of
+from penstock.runtime.health.rank_progress import END, ROW, WAITS, rows_of
 from penstock.schedule.ops import Kind
 
 

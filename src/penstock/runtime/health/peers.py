@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 from penstock.encoding import sendable
 from penstock.errors import PeerError
-from penstock.runtime.health.progress import WORDS, RankProgress, new_words
+from penstock.runtime.health.rank_progress import WORDS, RankProgress, new_words
 
 _BYTES, _TEXT = 4096, 512
 _CLOSED, _LENGTH = WORDS - 1, WORDS - 2
 
 
 @sendable
-class Entry(NamedTuple):
+class PeerEntry(NamedTuple):
     """One process.
 
     Attributes:
@@ -79,7 +79,7 @@ class PeerRegistry:
         self.gone: str | None = None
         self._page: _Page | None = None
         self._descriptor = -1
-        self._others: list[tuple[Entry, _Page]] = []
+        self._others: list[tuple[PeerEntry, _Page]] = []
         self._ends: dict[int, _Page] = {}
         self._poll = select.poll()
         if supported():
@@ -88,12 +88,12 @@ class PeerRegistry:
             self._page = _Page(self._descriptor)
             self.words = self._page.words
 
-    def entry(self, name: str, rank: int, place: int) -> Entry:
+    def entry(self, name: str, rank: int, place: int) -> PeerEntry:
         """What the others need to know of this process."""
         seen = machine() if self._page is not None else ""
-        return Entry(name, rank, place, seen, os.getpid(), self._descriptor, socket.gethostname())
+        return PeerEntry(name, rank, place, seen, os.getpid(), self._descriptor, socket.gethostname())
 
-    def meet(self, entries: Sequence[Entry]) -> None:
+    def meet(self, entries: Sequence[PeerEntry]) -> None:
         """Find the pages of the others that are on this machine; they must not have closed theirs yet."""
         own = machine() if self._page is not None else ""
         for entry in entries:
@@ -108,7 +108,7 @@ class PeerRegistry:
                 self._ends[end] = page
                 self._poll.register(end, select.POLLIN)
 
-    def sees(self, entries: Sequence[Entry]) -> bool:
+    def sees(self, entries: Sequence[PeerEntry]) -> bool:
         """Whether `meet` found the pages of all of them, and this process's own among them."""
         return len(self._others) == len(entries) - 1
 

@@ -9,7 +9,7 @@ import weakref
 
 from penstock.runtime.health.hang import HUNG, TICK, HangDetector, dump_stacks
 from penstock.runtime.health.peers import PeerRegistry
-from penstock.runtime.health.progress import place_of
+from penstock.runtime.health.rank_progress import place_of
 
 
 class Watchdog:

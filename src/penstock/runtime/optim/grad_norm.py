@@ -14,7 +14,7 @@ from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 
 
-class Held(NamedTuple):
+class CountedGradient(NamedTuple):
     """What has a gradient here.
 
     Attributes:
@@ -30,7 +30,9 @@ class Held(NamedTuple):
     cut: bool
 
 
-def held(parameters: LocalParameters, shards: Shards | None, places: Mapping[str, int]) -> list[Held]:
+def held(
+    parameters: LocalParameters, shards: Shards | None, places: Mapping[str, int]
+) -> list[CountedGradient]:
     """What this process may have gradients of.
 
     Args:
@@ -43,12 +45,12 @@ def held(parameters: LocalParameters, shards: Shards | None, places: Mapping[str
         part = None if shards is None else shards.part(whole)
         updated = whole if shards is None else None if part is None else part.own
         if updated is not None:
-            found.append(Held(places[name], updated, counts, is_sharded(whole)))
+            found.append(CountedGradient(places[name], updated, counts, is_sharded(whole)))
     return found
 
 
 def clip_(
-    parameters: Sequence[Held],
+    parameters: Sequence[CountedGradient],
     max_norm: float,
     count: int,
     world: World | None,

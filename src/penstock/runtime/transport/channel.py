@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.runtime.health.progress import RankProgress
+from penstock.runtime.health.rank_progress import RankProgress
 from penstock.stage.values import Message
 
 

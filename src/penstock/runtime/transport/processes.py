@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from penstock.errors import PeerError, TransportError
 from penstock.runtime.health.peers import PeerRegistry, supported
-from penstock.runtime.health.progress import WAITS, RankProgress
+from penstock.runtime.health.rank_progress import WAITS, RankProgress
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
 from penstock.runtime.transport.shared_memory import Host, SharedIncoming, SharedOutgoing, WakeSocket

@@ -14,7 +14,7 @@ import queue
 from collections.abc import Sequence
 
 from penstock.errors import PeerError, WaitTimeoutError
-from penstock.runtime.health.progress import WAITS, RankProgress, new_words
+from penstock.runtime.health.rank_progress import WAITS, RankProgress, new_words
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.workers.streams import Events, Streams
 from penstock.runtime.workers.timeout import Timeout

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.parallel.dtensor import distribute_like, full_tensor
-from penstock.runtime.weights.tied import Ties
+from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.placement import Placement
 from penstock.stage.compute.stage import Stage

@@ -16,14 +16,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, TransportError
-from penstock.parallel.data.bucket import Entry
+from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.data.replica_checks import first_replicas
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import gradient_dtype, is_dtensor, local, redistribute_grad
-from penstock.runtime.consensus import Finding, Losses
+from penstock.runtime.consensus import Losses, Refusal
 from penstock.runtime.weights.bucket_tuning import choose, measure
 from penstock.schedule.program import Program
 from penstock.stage.module import StageModule
@@ -114,7 +114,7 @@ class Replicas:
         self._expected: dict[Tensor, int] = {}
         self._varying: set[Tensor] = set()
         self._incomplete: dict[int, set[int]] = {}
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, BucketEntry] = {}
         self._reduces = False
 
     @property
@@ -254,8 +254,8 @@ class Replicas:
         ]
 
     def gather(
-        self, losses: Losses, finding: Finding | None, flags: int
-    ) -> tuple[Losses, Finding | None, int]:
+        self, losses: Losses, finding: Refusal | None, flags: int
+    ) -> tuple[Losses, Refusal | None, int]:
         """End the step on every replica: the losses of all, by microbatch of the global batch, one verdict, all flags."""
         if self.exchange is None:
             return losses, finding, flags

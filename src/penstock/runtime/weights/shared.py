@@ -19,7 +19,7 @@ from penstock.errors import ReplicaError
 from penstock.parallel.data.bucket import require_dense
 from penstock.parallel.dtensor import like, local, redistribute_grad
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.weights.tied import Ties
+from penstock.runtime.weights.ties import Ties
 from penstock.schedule.placement import Placement
 from penstock.stage.module import StageModule
 from penstock.stage.values import Message

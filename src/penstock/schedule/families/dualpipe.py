@@ -7,17 +7,17 @@ end, chunk 1 the other. `near` is the rank's distance from that end and `depth` 
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.families.phases import Phase, Step, phased
+from penstock.schedule.families.phases import PatternOp, Phase, phased
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
-_F = (Step(Kind.F, 0), Step(Kind.F, 1))
-_B = (Step(Kind.B, 0), Step(Kind.B, 1))
-_I = (Step(Kind.I, 0), Step(Kind.I, 1))
-_W = Step(Kind.W)
-_F0_B1 = (Step(Kind.F, 0, True), _B[1])
-_F1_B0 = (Step(Kind.F, 1, True), _B[0])
+_F = (PatternOp(Kind.F, 0), PatternOp(Kind.F, 1))
+_B = (PatternOp(Kind.B, 0), PatternOp(Kind.B, 1))
+_I = (PatternOp(Kind.I, 0), PatternOp(Kind.I, 1))
+_W = PatternOp(Kind.W)
+_F0_B1 = (PatternOp(Kind.F, 0, True), _B[1])
+_F1_B0 = (PatternOp(Kind.F, 1, True), _B[0])
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:

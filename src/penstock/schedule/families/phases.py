@@ -1,7 +1,7 @@
 """Lists of ops written as phases: a pattern, how often it is repeated, and nothing about microbatches.
 
 In all schedules that are written so, every stage sees its microbatches in order: the n-th forward of a stage is that of
-microbatch n, and so for the backwards. A pattern is a sequence of `Step`.
+microbatch n, and so for the backwards. A pattern is a sequence of `PatternOp`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Columns
 
 
-class Step(NamedTuple):
+class PatternOp(NamedTuple):
     """One op of a pattern.
 
     Attributes:
@@ -30,7 +30,7 @@ class Step(NamedTuple):
     paired: bool = False
 
 
-Phase = tuple[int, Sequence[Step]]
+Phase = tuple[int, Sequence[PatternOp]]
 
 
 def occurrence(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.schedule.families.phases import Phase, Step, phased
+from penstock.schedule.families.phases import PatternOp, Phase, phased
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
-_F = (Step(Kind.F, 0), Step(Kind.F, 1))
-_I = (Step(Kind.I, 0), Step(Kind.I, 1))
-_W = (Step(Kind.W, 0), Step(Kind.W, 1))
+_F = (PatternOp(Kind.F, 0), PatternOp(Kind.F, 1))
+_I = (PatternOp(Kind.I, 0), PatternOp(Kind.I, 1))
+_W = (PatternOp(Kind.W, 0), PatternOp(Kind.W, 1))
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.runtime.workers.timeout import YEAR
-from penstock.train.config.mesh import is_order
+from penstock.train.config.mesh_config import is_order
 
 
 @dataclass(frozen=True)

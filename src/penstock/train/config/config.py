@@ -30,7 +30,7 @@ from penstock.train.config.allowed import (
     Allowed,
 )
 from penstock.train.config.limits import require_memory
-from penstock.train.config.mesh import find_mesh, require_shares
+from penstock.train.config.mesh_config import find_mesh, require_shares
 from penstock.train.data.tokenizer import BYTES
 
 FINE_TUNING_LR = 2e-5

@@ -35,7 +35,7 @@ def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
 
     return [
         layer("embedding", partial(nn.Embedding, config.vocabulary, config.width), "embedding"),
-        *(layer(f"blocks.{n}", partial(Block, config), "block") for n in range(config.layers)),
+        *(layer(f"blocks.{n}", partial(LlamaBlock, config), "block") for n in range(config.layers)),
         layer("head", partial(Head, config), "head"),
     ]
 
@@ -59,7 +59,7 @@ def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, blo
     parameter.normal_(0.0, spread, generator=generator)
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Attention and feed-forward, each added to the residual stream of shape (batch, sequence, width)."""
 
     def __init__(self, config: ModelConfig) -> None:

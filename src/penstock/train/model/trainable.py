@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
-from penstock.huggingface.folder import CONFIG
 from penstock.huggingface.loss import causal_lm_loss
+from penstock.huggingface.model_folder import CONFIG
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
 from penstock.train.data.tokenizer import BYTES, TOKENIZER, Bytes, Codec, HFTokenizer, Numbers, words_of
@@ -69,7 +69,7 @@ def language_of(config: Config, run: Path | None = None) -> TrainableModel:
             llama.layers(model, config.train.seed), llama.next_token_loss, model.vocabulary, codec
         )
     # Brings torch's compiler along, which takes a second to load.
-    from penstock.huggingface.split import from_transformers, local_folder, read_config
+    from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
 
     source = local_folder(run or model.path) if run or model.path else Path(model.config).expanduser()
     if not os.path.exists(source):

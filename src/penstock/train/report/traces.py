@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.runtime.pipeline import Pipeline
 from penstock.show.run import read_run, write_report
 from penstock.trace.folder import save_step
-from penstock.train.report.metrics import Metrics
+from penstock.train.report.metrics_writer import MetricsWriter
 
 PAGE = "report.html"
 
@@ -31,7 +31,7 @@ class Traces:
         run: Path,
         steps: int,
         every: int,
-        metrics: Metrics,
+        metrics: MetricsWriter,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.run = run

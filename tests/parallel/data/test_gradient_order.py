@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.parallel.data.order import parameter_order
+from penstock.parallel.data.gradient_order import parameter_order
 from tests.parallel.replicas import WIDTH, batch, loss_of, model
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, DataError, SplitError
-from penstock.huggingface import folder as checkpoint
-from penstock.huggingface.families import HEAD, Attention, Family, family_of, require_library
-from penstock.huggingface.layers import Block, CappedHead, Positions, Tokens, twin
+from penstock.huggingface import model_folder as checkpoint
+from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tokens, twin
+from penstock.huggingface.families import HEAD, Attention, ModelFamily, family_of, require_library
 from penstock.huggingface.tables import Tables
 from penstock.stage.layers import Layer
 from penstock.stage.rng.initial import generator_for
@@ -186,7 +186,7 @@ def _layers(model: Any, make: Make) -> list[Layer]:
         return lambda: twin(make(name), kind, dropout=make(dropout))
 
     def block(name: str, attention: Attention) -> Callable[[], nn.Module]:
-        return lambda: twin(make(name), Block, tables=tables, attention_kind=attention)
+        return lambda: twin(make(name), BlockLayer, tables=tables, attention_kind=attention)
 
     def head() -> nn.Module:
         cap = getattr(config, "final_logit_softcapping", None)
@@ -208,7 +208,7 @@ def _layers(model: Any, make: Make) -> list[Layer]:
     return found
 
 
-def _rotary(model: Any, family: Family) -> nn.Module | None:
+def _rotary(model: Any, family: ModelFamily) -> nn.Module | None:
     """The rotary module on its device; on the CPU where the model has none."""
     if family.rotary is None:
         return None

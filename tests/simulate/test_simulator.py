@@ -13,7 +13,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.program import lower
 from penstock.schedule.schedule import Schedule
 from penstock.simulate.costs import Communication, Costs, Link
-from penstock.simulate.engine import _run, simulate
+from penstock.simulate.simulator import _run, simulate
 from penstock.trace.bubbles import makespan
 from tests.simulate.cases import built, priced, timed, timeline, written
 

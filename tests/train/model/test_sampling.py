@@ -13,7 +13,7 @@ from penstock.train.config import file as config_file
 from penstock.train.config.config import Config, ModelConfig, SampleConfig, from_mapping
 from penstock.train.data.tokenizer import Bytes
 from penstock.train.model.llama import layers
-from penstock.train.model.sample import generate, sample_run, whole_model
+from penstock.train.model.sampling import generate, sample_run, whole_model
 from penstock.train.model.trainable import language_of
 
 MODEL = {"width": 8, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 8}

@@ -65,7 +65,7 @@ class Positions(nn.Module):
         return self.dropout(added)  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class BlockLayer(nn.Module):
     """A block: (batch, sequence, width) → the same shape.
 
     Its forward's further arguments: attention_mask, (batch, sequence), 1 for a token and 0 for padding; position_ids,

@@ -45,7 +45,7 @@ def is_finished(path: Path) -> bool:
     return any((_entry(line) or {}).get("kind") == "final" for line in lines[-1:])
 
 
-class Metrics:
+class MetricsWriter:
     """``metrics.jsonl``: one JSON object a line, on disk as soon as it is written.
 
     What cannot be written (a full disk) is told once, and left out; training goes on.

@@ -16,7 +16,7 @@ from penstock.parallel.mesh import MeshShape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config, ParallelConfig, from_mapping, resolve
-from penstock.train.config.mesh import describe, find_mesh, shape_of
+from penstock.train.config.mesh_config import describe, find_mesh, shape_of
 from penstock.train.loop import train
 from penstock.train.report.progress import Silent
 from tests.train import hf, test_transformers_curve

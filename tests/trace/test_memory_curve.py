@@ -5,8 +5,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedule.memory import held
 from penstock.schedule.placement import Placement
-from penstock.simulate.engine import simulate
-from penstock.trace.memory import memory_curve, peaks
+from penstock.simulate.simulator import simulate
+from penstock.trace.memory_curve import memory_curve, peaks
 from tests.simulate.cases import built, priced, timed, written
 
 
