@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.compare import emit, machine
-from penstock.runtime.executor import Executor
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.memory import peak
@@ -87,29 +87,31 @@ def measured(name: str, count: int) -> list[int]:
     """Peak bytes a rank, between the ops of a step; the gradients exist before it, so none is made in it."""
     with pipeline(name, count) as pipe:
         pipe.step(*microbatches(count))
-        executors: list[Executor] = pipe._engine._executors[True]
         peaks = [0] * RANKS
-        for executor in executors:
-            instrument(executor, peaks)
+        pipe.wrap_ops(watch(peaks))
         pipe.step(*microbatches(count))
     return peaks
 
 
-def instrument(executor: Executor, peaks: list[int], within: list[int] | None = None) -> None:
-    """Run every op of a rank within `Live`, and note the most that is alive between ops, and within them."""
-    live = Live()
+def watch(
+    peaks: list[int], within: list[int] | None = None
+) -> Callable[[int, Callable[[], None]], Callable[[], None]]:
+    """Return a wrapper of ops that notes the most bytes that are alive between each rank's ops, and within them."""
+    live = defaultdict[int, Live](Live)
 
-    def wrap(op: Callable[[], None]) -> Callable[[], None]:
+    def wrap(rank: int, op: Callable[[], None]) -> Callable[[], None]:
+        watched = live[rank]
+
         def run() -> None:
-            with live:
+            with watched:
                 op()
-            peaks[executor.rank] = max(peaks[executor.rank], live.bytes)
+            peaks[rank] = max(peaks[rank], watched.bytes)
             if within is not None:
-                within[executor.rank] = live.most
+                within[rank] = watched.most
 
         return run
 
-    executor._ops = [(row, wrap(op)) for row, op in executor._ops]
+    return wrap
 
 
 def one_microbatch(stage: Stage, x: Message, target: Tensor | None, split: bool) -> tuple[Message, int, int]:

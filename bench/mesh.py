@@ -26,6 +26,7 @@ from penstock.errors import ConfigError
 from penstock.parallel.dtensor import full_tensor
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES, build_schedule
@@ -90,7 +91,8 @@ def on_mesh(
     losses: list[Tensor] = []
     gradients: State = {}
     with Pipeline(
-        layers(CONFIG), next_token_loss, microbatches=microbatches, schedule=name, mesh=mesh, timeout=300, bucket_bytes=4096
+        layers(CONFIG), next_token_loss, microbatches=microbatches, schedule=name, mesh=mesh, timeout=300,
+        parallel=ParallelOptions(bucket_bytes=4096),
     ) as pipe:  # fmt: skip
         optimizer = sgd(pipe.parameters())
         for step in range(steps):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bench.compare import alternate, emit, machine, ratio
-from bench.memory import Live, instrument
+from bench.memory import Live, watch
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.module import StageModule
@@ -48,8 +48,7 @@ def memory(policy: Policy) -> tuple[int, int]:
     with pipeline(policy) as pipe:
         pipe.step(*batch())
         between, within = [0] * RANKS, [0] * RANKS
-        for executor in pipe._engine._executors[True]:
-            instrument(executor, between, within)
+        pipe.wrap_ops(watch(between, within))
         pipe.step(*batch())
     return max(between), max(within)
 

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from bench.compare import emit, machine
 from bench.peer import SCHEDULES
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES, build_schedule
@@ -139,7 +140,7 @@ def ours(rank: int, name: str, ranks: int, microbatches: int, elements: int, rou
         schedule=name,
         ranks=ranks,
         virtual_stages=virtual,
-        check_finite=False,  # what sleeping stages hand back was never written to
+        execution=ExecutionOptions(check_finite=False),  # what sleeping stages hand back was never written to
     ) as pipe:
         for _ in range(rounds + 1):
             pipe.step(x, y)

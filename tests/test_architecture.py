@@ -125,7 +125,9 @@ def test_one_word_for_one_thing():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].add(path)
-    twice = {name: sorted(map(str, paths)) for d in (files, classes) for name, paths in d.items() if len(paths) > 1}
+    twice = {
+        name: sorted(map(str, paths)) for d in (files, classes) for name, paths in d.items() if len(paths) > 1
+    }
     assert not twice
 
 

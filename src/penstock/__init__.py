@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from penstock.runtime.optim.grad_scaler import GradScaler as GradScaler
     from penstock.runtime.optim.optimizer import OptimizerStep as OptimizerStep
     from penstock.runtime.optim.optimizer import PipelineOptimizer as PipelineOptimizer
+    from penstock.runtime.options import ExecutionOptions as ExecutionOptions
+    from penstock.runtime.options import ParallelOptions as ParallelOptions
     from penstock.runtime.pipeline import Pipeline as Pipeline
     from penstock.schedule.check import check as check
     from penstock.schedule.families import build_schedule as build_schedule
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Checkpoints": "penstock.checkpoint.checkpoints",
+    "ExecutionOptions": "penstock.runtime.options",
     "GradScaler": "penstock.runtime.optim.grad_scaler",
     "GradientBuckets": "penstock.parallel.data.buckets",
     "GroupReducer": "penstock.parallel.data.reducer",
@@ -60,6 +63,7 @@ _HOME = {
     "Op": "penstock.schedule.ops",
     "OptimizerStep": "penstock.runtime.optim.optimizer",
     "Pair": "penstock.schedule.ops",
+    "ParallelOptions": "penstock.runtime.options",
     "PenstockError": "penstock.errors",
     "Pipeline": "penstock.runtime.pipeline",
     "PipelineOptimizer": "penstock.runtime.optim.optimizer",

@@ -11,6 +11,7 @@ import penstock
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.checkpoint.runs import equal, state_of
@@ -22,7 +23,8 @@ def go_on(rank: int, folder: Path, mesh: MeshShape | None):
     torch.set_num_threads(1)
     net = tiny.model("gpt2", vocab_size=64)
     with Pipeline(
-        penstock.from_transformers(net), penstock.causal_lm_loss, microbatches=2, mesh=mesh, family="gpt2",
+        penstock.from_transformers(net), penstock.causal_lm_loss, microbatches=2, mesh=mesh,
+        parallel=ParallelOptions(family="gpt2"),
         ranks=1 if mesh is None else None,
     ) as pipe:  # fmt: skip
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ConfigError, StageError
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
@@ -94,8 +95,13 @@ def test_recompute_changes_no_loss_no_weight_and_no_running_statistic(unsplit, n
 
 
 def test_offloading_changes_nothing(unsplit):
-    assert_same(train(0, {"ranks": 2, "offload": True}), unsplit)
-    assert_same(train(0, {"ranks": 2, "offload": True, "schedule": "zb-h1", "recompute": 2}), unsplit)
+    assert_same(train(0, {"ranks": 2, "execution": ExecutionOptions(offload=True)}), unsplit)
+    assert_same(
+        train(
+            0, {"ranks": 2, "execution": ExecutionOptions(offload=True), "schedule": "zb-h1", "recompute": 2}
+        ),
+        unsplit,
+    )
 
 
 @pytest.mark.parametrize("p", [2, 4])
@@ -156,7 +162,7 @@ def test_the_memory_driven_choice_recomputes_as_few_layers_as_the_limit_allows(u
     full = max(held_by_rank({"schedule": name, "recompute": "full"}))
     peaks = []
     for limit in (2 * none, (none + full) // 2, full + none // 4):
-        options = {"schedule": name, "recompute": "auto", "memory": limit}
+        options = {"schedule": name, "recompute": "auto", "execution": ExecutionOptions(memory=limit)}
         peaks.append(max(held_by_rank(options)))
         assert peaks[-1] <= limit
         assert_same(train(0, {"ranks": 2, **options}), unsplit)
@@ -166,7 +172,14 @@ def test_the_memory_driven_choice_recomputes_as_few_layers_as_the_limit_allows(u
 
 def test_a_limit_below_everything_recomputed_is_refused_with_what_it_takes():
     with (
-        Pipeline(model(), F.mse_loss, microbatches=M, ranks=2, recompute="auto", memory=1000) as pipe,
+        Pipeline(
+            model(),
+            F.mse_loss,
+            microbatches=M,
+            ranks=2,
+            recompute="auto",
+            execution=ExecutionOptions(memory=1000),
+        ) as pipe,
         pytest.raises(
             ConfigError, match=r"rank 0 holds \d+ bytes of activations even with every layer recomputed"
         ),
@@ -180,9 +193,14 @@ def test_a_limit_below_everything_recomputed_is_refused_with_what_it_takes():
         ({"recompute": "some"}, "recompute must be 'none', 'full', 'auto', or k"),
         ({"recompute": 0}, "recompute must be 'none', 'full', 'auto', or k"),
         ({"recompute": "auto"}, "recompute='auto' needs memory"),
-        ({"recompute": "full", "memory": 10}, "memory=10 is for recompute='auto'"),
-        ({"compile": "all"}, "compile must be 'none', 'block' or 'stage'"),
-        ({"compile": "stage", "recompute": "full"}, "compile='stage' makes one of all layers"),
+        (
+            {"recompute": "full", "execution": ExecutionOptions(memory=10)},
+            "memory=10 is for recompute='auto'",
+        ),
+        (
+            {"execution": ExecutionOptions(compile="stage"), "recompute": "full"},
+            "compile='stage' makes one of all layers",
+        ),
         ({"seed": 1.5}, "seed must be a whole number"),
     ],
 )
@@ -264,7 +282,9 @@ def test_compiled_layers_give_what_eager_ones_give(what):
         wanted = pipe.step(x, y).losses
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on loading its compiler
-        with Pipeline(net, F.mse_loss, microbatches=M, ranks=2, compile=what) as pipe:
+        with Pipeline(
+            net, F.mse_loss, microbatches=M, ranks=2, execution=ExecutionOptions(compile=what)
+        ) as pipe:
             found = pipe.step(x, y).losses
             assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in other.named_parameters()]
     torch.testing.assert_close(found, wanted)

@@ -15,6 +15,7 @@ from penstock.errors import NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import ModelConfig
@@ -39,7 +40,7 @@ def tokens(step: int) -> tuple[Tensor, Tensor]:
 def pipe_on(mesh: MeshShape | None, parts: Any = None, schedule: str = "1f1b", **options: Any) -> Pipeline:
     return Pipeline(
         parts or layers(CONFIG), next_token_loss, microbatches=M // (mesh.dp if mesh else 1), schedule=schedule,
-        mesh=mesh, ranks=None if mesh else 1, timeout=300, bucket_bytes=4000, **options,
+        mesh=mesh, ranks=None if mesh else 1, timeout=300, parallel=ParallelOptions(bucket_bytes=4000), **options,
     )  # fmt: skip
 
 
@@ -153,7 +154,12 @@ def test_a_tied_weight_stays_one(processes: LocalProcesses):
 
 def tied_and_divided(rank: int):
     with Pipeline(
-        tied_model(), words_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=300, bucket_bytes=512
+        tied_model(),
+        words_loss,
+        microbatches=2,
+        mesh=MeshShape(2, 2, 1),
+        timeout=300,
+        parallel=ParallelOptions(bucket_bytes=512),
     ) as pipe:
         optimizer = PipelineOptimizer(
             pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5, zero="overlap"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import NonFiniteError, PeerError, PenstockError, WaitTimeoutError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.options import ExecutionOptions
 from tests.zoo.case import Case, read
 from tests.zoo.habits import HABITS, LOSSES
 from tests.zoo.record import Raised, Run, Step, copied, same
@@ -102,7 +103,7 @@ def piped(rank: int, case: Case) -> Run:
                 reduction=counts if case.reduction == "count" else case.reduction,
                 seed=case.seed,
                 timeout=TIMEOUT,
-                first_timeout=TIMEOUT,
+                execution=ExecutionOptions(first_timeout=TIMEOUT),
             ) as pipe:
                 trainee = Piped(case, pipe, layers)
                 for number in range(case.steps):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import distributed as dist
 
 from penstock.errors import PenstockError
-from penstock.parallel.data.exchange import gather_values
+from penstock.parallel.data.exchange import describe_os_error, gather_values, run_each
 
 T = TypeVar("T")
 
@@ -45,22 +45,15 @@ class Together:
         Raises:
             PenstockError: on every process, if a job failed on any, with what it said.
         """
-        said: tuple[Any, str | None] = (None, None)
-        error: Exception | None = None
+        return run_each(lambda: self._named(job), None if self._group is None else self._exchange)
+
+    def _named(self, job: Callable[[], T]) -> T:
+        """Run a job, and name this process in its errors."""
         try:
-            said = (job(), None)
-        except (OSError, PenstockError) as failure:
-            error = failure
-            said = (None, _words(failure))
-        answers: list[tuple[Any, str | None]] = [said] if self._group is None else self._exchange(said)
-        failures = [
-            f"rank {rank}: {message}" if self.size > 1 else message
-            for rank, (_, message) in enumerate(answers)
-            if message is not None
-        ]
-        if failures:
-            raise PenstockError("; ".join(failures)) from error
-        return [value for value, _ in answers]
+            return job()
+        except (OSError, PenstockError) as error:
+            text = describe_os_error(error) if isinstance(error, OSError) else str(error)
+            raise PenstockError(f"rank {self.rank}: {text}" if self.size > 1 else text) from error
 
     def _exchange(self, value: Any) -> list[Any]:
         try:
@@ -73,10 +66,3 @@ class Together:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
-
-
-def _words(error: Exception) -> str:
-    """What an error says, an operating system's with the file first."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)

@@ -20,8 +20,8 @@ from penstock.doctor.rounds import Answer, Rounds
 from penstock.doctor.shared_folder import look_at_folder
 from penstock.errors import PenstockError
 from penstock.runtime.tracing.gather import align_clocks
-from penstock.runtime.validation import require_timeout
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.runtime.workers.timeout import require_timeout
 from penstock.runtime.workers.world import World, meeting_url
 from penstock.scratch import Scratch
 

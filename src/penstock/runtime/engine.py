@@ -14,15 +14,15 @@ import torch
 from penstock.errors import ConfigError, PenstockError
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.data.thread_reducer import thread_reducers
-from penstock.runtime.batch.splitter import Cut
-from penstock.runtime.batch.work import Work
+from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph
-from penstock.runtime.copies.copies import Copies, CopyOptions
+from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
 from penstock.runtime.health.hang import HangDetector
 from penstock.runtime.health.late import LateRanks
 from penstock.runtime.health.watchdog import Watchdog
 from penstock.runtime.local_stages import LocalStages
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.tracing.gather import gather_trace
 from penstock.runtime.tracing.recorder import measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
@@ -62,7 +62,7 @@ class Engine:
         world: World | None,
         device: torch.device | None,
         replicas: int,
-        options: CopyOptions,
+        options: ParallelOptions,
     ) -> None:
         self.parts = parts
         self.thread_replicas = [parts.replica() for _ in range(replicas - 1)] if world is None else []
@@ -78,6 +78,7 @@ class Engine:
         self._reductions = 0
         self._step = 0
         self._failed = self._busy = False
+        self._works: list[Work] | None = None
         self._late = LateRanks()
         self._traced: list[Executor] | None = None
         schedule = parts.schedule
@@ -88,7 +89,7 @@ class Engine:
             detector = HangDetector(self.timeout, [channel.words], [f"rank {world.rank}"], parts.program)
             self._watch = Watchdog(world.peer_registry, detector)
             equalise(parts.shared_groups[world.rank], modules, world.rank, channel, schedule.stages)
-            self.replicate()
+            self.make_buckets()
         elif schedule.ranks > 1 or self.thread_replicas:
             of_rank = schedule.placement.stages_of
             self._streams = Streams.of([[parts.stages[r, s].module for s in of_rank[r]] for r in local_ranks])
@@ -98,25 +99,25 @@ class Engine:
             if parts.random is not None:
                 parts.random.in_threads = True
             if self.thread_replicas:
-                self._replicate(self._rank_threads)
+                self._make_thread_buckets(self._rank_threads)
         self._copies = Copies(parts, self.thread_replicas, world, replicas, options)
         for part in (parts, *self.thread_replicas):
             part.watch_copies(replicas)
         self._fixed = parts.fixed(replicas)
 
-    def _replicate(self, rank_threads: RankThreads) -> None:
-        """Make the buckets of all ranks of all replicas; each on its own thread, since they talk while they are made."""
+    def _make_thread_buckets(self, rank_threads: RankThreads) -> None:
+        """Make the buckets of all ranks of all replicas, each on its own thread: they communicate while they are made."""
         everyone = [self.parts, *self.thread_replicas]
         ends = {rank: thread_reducers(len(everyone), self.timeout.seconds) for rank in self.local_ranks}
         jobs = [
-            partial(part.replicate, rank, ends[rank][n], None)
+            partial(part.make_buckets, rank, ends[rank][n], None)
             for n, part in enumerate(everyone)
             for rank in self.local_ranks
         ]
         rank_threads.run(jobs, _nothing)
 
-    def _level(self, reduces: bool) -> None:
-        """The replicas' gradients begin as the first one's, zeroed by the caller or not, unless they are still their own."""
+    def _equalise_grads(self, reduces: bool) -> None:
+        """Start the replicas' gradients from the first one's, unless they are still separate."""
         for replica in self.thread_replicas if self._reduced else ():
             for own, first in zip(replica.parameters(), self.parts.parameters(), strict=True):
                 if first.grad is None or own.grad is None:
@@ -125,22 +126,83 @@ class Engine:
                     own.grad.copy_(first.grad)
         self._reduced = reduces
 
-    def run(self, trains: bool, cut: Callable[[int], Cut], make_work: Callable[[Cut], Work]) -> list[Work]:
-        """Run a step.
+    @contextmanager
+    def step(self, trains: bool) -> Iterator[None]:
+        """Return a context for one step: split the batch in it, then call `run`.
+
+        An error raised in it before `run` is told to the other ranks, so that they do not wait.
 
         Args:
-            trains: forward and backward; else forwards only.
-            cut: cuts the batch for a replica of this process, by its number.
-            make_work: makes a rank's work of it.
+            trains: whether the step trains; otherwise it evaluates.
 
         Raises:
-            ConfigError: what `cut` raised; the other ranks are told.
-            PenstockError: a step of this pipeline is under way.
-            ReplicaError: copies of a parameter or buffer are no longer the same; every rank raises it.
-            PenstockError: a rank added to gradients after an earlier step had failed; see `LateRanks`.
-            StageError: no loss has a graph, though there is something to train.
+            PenstockError: if a step of this pipeline is under way, or a rank added to gradients after an earlier step had
+                failed (`LateRanks`).
+            ReplicaError: if copies of a parameter or buffer differ; every rank raises it.
+            StageError: if no loss has a graph although there is something to train.
+        """
+        self._require_idle(trains)
+        if self._copies.follow():
+            self.make_buckets()
+        self._step += 1
+        self._failed = self._busy = True
+        self._works = None
+        executors = self._prepare(trains)
+        splitting = False
+        try:
+            with self._timeout_of_step(trains):
+                self._copies.before_step(trains, self.wait_for_parameters)
+                splitting = True
+                yield
+        except BaseException as error:
+            if splitting and self._works is None and self._world is not None and isinstance(error, Exception):
+                for executor in executors:
+                    executor.refuse(self._step, error)
+            if trains and self._rank_threads is not None:
+                self._late.note(executors, self._rank_threads.at_work)
+            self._copies.failed()
+            if self._world is None:
+                # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
+                self._executors.clear()
+            self._works = None
+            raise
+        finally:
+            self._busy = False
+        self._failed = False
+        self._conclude(trains, executors)
+
+    def run(self, batches: Sequence[LocalBatch], options: StepOptions) -> list[Work]:
+        """Run the step whose context is open.
+
+        Args:
+            batches: batch of each replica of this process.
+            options: options of the step.
+
+        Returns:
+            The work of each rank of each replica, with its results.
+
+        Raises:
             PenstockError: as `Executor.run`.
         """
+        executors = self._executors[options.trains]
+        self._works = works = [Work(batch, options) for batch in batches for _ in self.local_ranks]
+        if options.trains:
+            self._equalise_grads(options.reduces)
+        self._run_step(executors, works)
+        self._copies.after_step(options.trains)
+        return works
+
+    def _conclude(self, trains: bool, executors: list[Executor]) -> None:
+        assert self._works is not None
+        works, self._works = self._works, None
+        require_graph(reduce(or_, (work.flags for work in works)), self._step)
+        self._traced = executors[: len(self.local_ranks)]
+        if trains and works[0].options.reduces:
+            self._reductions += 1
+            if self._reductions == 2:
+                self._tune(executors)
+
+    def _require_idle(self, trains: bool) -> None:
         if self._busy:
             raise PenstockError(
                 "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
@@ -151,52 +213,7 @@ class Engine:
         if trains:
             self._late.require_no_gradients()
         if self._world is None and self._fixed is not None:
-            self._fixed.check(trains)  # in processes executors do, which tell the others
-        if self._copies.follow():
-            self.replicate()
-        self._step += 1
-        self._failed = True
-        executors = self._ready(trains)
-        if self._watch is not None:
-            self._watch.detector.program = executors[0].program
-        self._busy = True
-        try:
-            with self._limited(trains):
-                self._copies.before_step(trains, self.wait_for_parameters)
-                works = self._cut(executors, cut, make_work)
-                if trains:
-                    self._level(works[0].reduces)
-                self._run_step(executors, works)
-                self._copies.after_step(trains)
-        except BaseException:
-            if trains and self._rank_threads is not None:
-                self._late.note(executors, self._rank_threads.at_work)
-            self._copies.failed()
-            if self._world is None:
-                # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
-                self._executors.clear()
-            raise
-        finally:
-            self._busy = False
-        self._failed = False
-        require_graph(reduce(or_, (work.flags for work in works)), self._step)
-        self._traced = executors[: len(self.local_ranks)]
-        if trains and works[0].reduces:
-            self._reductions += 1
-            if self._reductions == 2:
-                self._tune(executors)
-        return works
-
-    def _cut(
-        self, executors: Sequence[Executor], cut: Callable[[int], Cut], make_work: Callable[[Cut], Work]
-    ) -> list[Work]:
-        """Each rank's work, of the batches of the replicas of this process."""
-        try:
-            batches = [cut(n) for n in range(1 + len(self.thread_replicas))]
-        except ConfigError as error:
-            self._refuse(executors, error)
-            raise
-        return [make_work(batch) for batch in batches for _ in self.local_ranks]
+            self._fixed.check(trains)  # in processes the executors check, and tell the others
 
     def _tune(self, executors: Sequence[Executor]) -> None:
         """Let the replicas make their buckets by what they have just seen; each on its own thread."""
@@ -237,37 +254,34 @@ class Engine:
         self._copies.follow_modules()
 
     @contextmanager
-    def _limited(self, trains: bool) -> Iterator[None]:
-        """Around a step: its limit holds for all waits."""
+    def _timeout_of_step(self, trains: bool) -> Iterator[None]:
+        """Return a context in which all waits have the step's timeout."""
         try:
             with self.timeout.step(trains):
-                self._apply_limit()
+                self._apply_timeout()
                 yield
         finally:
-            self._apply_limit()
+            self._apply_timeout()
 
-    def _apply_limit(self) -> None:
-        """Let those who wait for other processes or for replicas have the same limit."""
+    def _apply_timeout(self) -> None:
+        """Give the communicators and the replicas' reducers the timeout that counts now."""
         if self._world is not None:
-            self._world.apply_limit()
+            self._world.apply_timeout()
         for part in (self.parts, *self.thread_replicas):
             for replicas in part.replicas.values():
                 replicas.set_timeout(self.timeout.seconds)
 
-    def _refuse(self, executors: Sequence[Executor], error: ConfigError) -> None:
-        for executor in executors if self._world is not None else ():
-            if executor.channel is not None:
-                executor.channel.open(self._step)
-                executor.channel.fail(Failure(executor.rank, self._step, str(error)))
-
-    def _ready(self, trains: bool) -> list[Executor]:
+    def _prepare(self, trains: bool) -> list[Executor]:
         if trains not in self._executors:
             self._executors[trains] = [
                 executor
                 for part in (self.parts, *self.thread_replicas)
                 for executor in self._executors_of(part, trains)
             ]
-        return self._executors[trains]
+        executors = self._executors[trains]
+        if self._watch is not None:
+            self._watch.detector.program = executors[0].program
+        return executors
 
     def _executors_of(self, parts: LocalStages, trains: bool) -> list[Executor]:
         channels: Sequence[Channel | None] = [None]
@@ -287,19 +301,15 @@ class Engine:
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
 
-    def replicate(self, zero: bool = False) -> None:
-        """Make the buckets of gradients, and again where their dtype has changed; in processes every one calls it.
-
-        Args:
-            zero: divide the update of the parameters among the replicas that are processes.
-        """
+    def make_buckets(self, zero: bool = False) -> None:
+        """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
         self._reductions = 0
         world = self._world
         if world is not None and world.mesh is not None:
             self._executors.clear()
-            self.parts.replicate(world.rank, world.replicas(), world.exchange_beside, zero)
+            self.parts.make_buckets(world.rank, world.replicas(), world.exchange_beside, zero)
         elif self.thread_replicas and self._rank_threads is not None:
-            self._replicate(self._rank_threads)
+            self._make_thread_buckets(self._rank_threads)
         else:
             return
         self._executors.clear()
@@ -328,6 +338,11 @@ class Engine:
         idle = len(self.local_ranks) * len(self.thread_replicas)
         self._rank_threads.run([*jobs, *[_nothing] * idle], _nothing)
         return [found[rank] for rank in self.local_ranks]
+
+    def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
+        """Replace every op of a training step; see `Pipeline.wrap_ops`."""
+        for executor in self._prepare(True):
+            executor.ops = [(row, wrap(executor.rank, op)) for row, op in executor.ops]
 
     def choose_recompute(self, memory: int) -> None:
         """The first step has measured what every layer keeps; from now on only as many are recomputed as need be."""

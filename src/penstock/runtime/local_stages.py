@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.tensor.plan import tensor_parallel
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, Separated, alias
 from penstock.runtime.executor import Executor
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.weights.replicas import BucketBytes, Exchange, Replicas
+from penstock.runtime.weights.replicas import Exchange, Replicas
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, groups_of_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
@@ -33,17 +35,8 @@ from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.rng.random_state import RandomState
 
-T = TypeVar("T")
-
 Modules = dict[tuple[int, int], StageModule]
 """(rank, stage) → the stage's module on that rank."""
-
-
-class TensorOptions(NamedTuple):
-    """Options of tensor parallelism; see `penstock.parallel.tensor.plan.tensor_parallel`."""
-
-    family: str = "penstock"
-    sequence: bool = False
 
 
 class LocalStages:
@@ -59,13 +52,12 @@ class LocalStages:
         settings: how stages compute.
         compile: what ``torch.compile`` gets; see `compile_modules`.
         world: the other processes, joined; None if there are none.
-        tensor: how tensor parallelism cuts the modules.
-        bucket_bytes: the most bytes in a bucket of gradients, or "auto".
+        options: how weights are sharded, and gradients reduced.
 
     Attributes:
         split: the names of every stage's layers.
         ties: the tied weights.
-        wires: the named values.
+        routes: the named values.
         program: of a training step, with the skips.
         modules: (rank, stage) → the stage's module there.
         stages: (rank, stage) → the stage at work.
@@ -83,30 +75,34 @@ class LocalStages:
         settings: Settings,
         compile: str,
         world: World | None,
-        tensor: TensorOptions,
-        bucket_bytes: BucketBytes,
+        options: ParallelOptions,
     ) -> None:
         self.schedule = schedule
         self.split = [[layer.name for layer in run] for run in runs]
         placement = schedule.placement
         self.ties = Ties([layer for run in runs for layer in run], runs, placement)
         seed = settings.random.seed if settings.random is not None else 0
-        modules = agreed(world, lambda: build_modules(runs, placement, local_ranks, device, seed))
+        modules: Modules = {}
+
+        def build() -> None:
+            modules.update(build_modules(runs, placement, local_ranks, device, seed))
+
+        run_each(build, world.exchange if world is not None else None)
         self._isolations = Isolations(runs, placement)
         self._separated = Separated(modules)
         self.ties.apply(modules)
         if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
-            cut_modules(modules, world, tensor)
+            cut_modules(modules, world, options)
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
                 "compile='stage' makes one of all layers, so none can be recomputed on its own; use compile='block'"
             )
         compile_modules(modules, compile)
         names = {s: names_of(module) for (_, s), module in modules.items()}
-        self.wires = ValueRoutes(gathered(world.gather_dict(names) if world else names))
-        self.program = replace(program, skips=self.wires.skips)
+        self.routes = ValueRoutes(gathered(world.gather_dict(names) if world else names))
+        self.program = replace(program, skips=self.routes.skips)
         self._world = world
-        self._bucket_bytes = bucket_bytes
+        self._options = options
         self._loss_fn = loss_fn
         self._settings = settings
         self._hold(modules)
@@ -121,7 +117,7 @@ class LocalStages:
                 module,
                 self._loss_fn if s == last else None,
                 self._settings,
-                self.wires.stages[s],
+                self.routes.stages[s],
                 isolations[rank, s],
             )
             for (rank, s), module in modules.items()
@@ -198,7 +194,7 @@ class LocalStages:
         named = [pair for module in self.modules.values() for pair in module.whole_model_parameters()]
         return [(self.ties.first.get(name, name), p) for name, p in named]
 
-    def replicate(
+    def make_buckets(
         self, rank: int, reducer: Reducer | None, exchange: Exchange | None, zero: bool = False
     ) -> None:
         """Make the buckets of a rank's gradients, once all its parameters are as they are to be, or again.
@@ -218,7 +214,7 @@ class LocalStages:
             self._of_rank(rank),
             shared,
             elsewhere if self._world is None else [],
-            self._bucket_bytes,
+            self._options.bucket_bytes,
             zero,
         )
 
@@ -236,7 +232,7 @@ class LocalStages:
     def evaluate_program(self) -> Program:
         """Of a step of forwards only."""
         forwards = check(self.schedule.forwards(), forward_only=True).program
-        return replace(forwards, skips=self.wires.skips)
+        return replace(forwards, skips=self.routes.skips)
 
     def fixed(self, replicas: int) -> FixedModules | None:
         """What must stay as it is now, since there are copies of it; None if there are none.
@@ -301,7 +297,7 @@ def build_modules(
     return modules
 
 
-def cut_modules(modules: Modules, world: World, tensor: TensorOptions) -> None:
+def cut_modules(modules: Modules, world: World, options: ParallelOptions) -> None:
     """Cut the matrices of this process's stages for tensor parallelism.
 
     Raises:
@@ -311,28 +307,7 @@ def cut_modules(modules: Modules, world: World, tensor: TensorOptions) -> None:
     axis = world.mesh.axis("tp")
     layers = [pair for module in modules.values() for pair in module.named_layers()]
     # All stages at once: a weight that is tied between two of them stays one.
-    agreed(world, lambda: tensor_parallel(layers, axis, tensor.family, tensor.sequence))
-
-
-def agreed(world: World | None, job: Callable[[], T]) -> T:
-    """Do something on every rank, or refuse it on every rank, so that none waits for one that refused.
-
-    Raises:
-        ConfigError: `job` raised one, on whichever rank.
-    """
-    refusal: ConfigError | None = None
-    try:
-        result = job()
-    except ConfigError as error:
-        refusal = error
-    if world is not None:
-        texts = world.exchange(None if refusal is None else str(refusal))
-        told = next((text for text in texts if text is not None), None)
-        if told is not None:  # the same words on every rank
-            raise (ConfigError if refusal is None else type(refusal))(told) from refusal
-    if refusal is not None:
-        raise refusal
-    return result
+    run_each(lambda: tensor_parallel(layers, axis, options.family, options.sequence_parallel), world.exchange)
 
 
 def compile_modules(modules: Mapping[tuple[int, int], StageModule], what: str) -> None:
@@ -341,12 +316,7 @@ def compile_modules(modules: Mapping[tuple[int, int], StageModule], what: str) -
     Args:
         modules: of this process.
         what: "none", "block" (each layer on its own) or "stage" (each stage's layers together).
-
-    Raises:
-        ConfigError: `what` is none of these.
     """
-    if what not in ("none", "block", "stage"):
-        raise ConfigError(f"compile must be 'none', 'block' or 'stage', not {what!r}")
     for module in modules.values():
         if what == "block":
             for layer in module.layers:

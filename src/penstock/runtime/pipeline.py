@@ -1,7 +1,4 @@
-"""The user's object: a model, a loss and a schedule become a pipeline that takes whole batches.
-
-This is the one place where the three foundations meet: `schedule` (order), `stage` (work), `parallel` (copies).
-"""
+"""The user's object: a model, a loss and a schedule become a pipeline that takes whole batches."""
 
 from __future__ import annotations
 
@@ -13,31 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.parallel.data.layout import BUCKET_BYTES
+from penstock.parallel.data.shards import Shards
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.batch.result import StepResult, step_result
-from penstock.runtime.batch.splitter import Cut, Cutter, Reduction, require_no_graph, require_reduction
-from penstock.runtime.copies.buffers import Rule
+from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no_graph, require_reduction
+from penstock.runtime.batch.work import StepOptions
 from penstock.runtime.engine import Engine
-from penstock.runtime.local_stages import LocalStages, TensorOptions
+from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.optim import grad_norm as norms
+from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.validation import (
     LossScale,
     local_device,
-    make_copy_options,
     make_settings,
-    require_bucket_bytes,
     require_count,
     require_loss,
     require_loss_without_parameters,
     require_seed,
-    require_timeout,
     resolve_mesh,
     resolve_schedule,
 )
 from penstock.runtime.weights.parameters import LocalParameters
-from penstock.runtime.weights.replicas import BucketBytes
-from penstock.runtime.workers.timeout import FIRST_TIMEOUT, Timeout
+from penstock.runtime.workers.timeout import Timeout, require_timeout
 from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
@@ -53,57 +47,48 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """A model cut into stages and trained by a schedule.
+    """A model split into stages and trained by a schedule.
 
-    In one process the ranks are threads and use the model's own parameters. Where RANK and WORLD_SIZE are set
-    (torchrun, Slurm), or ``torch.distributed`` is initialised, every process is a rank and builds and holds its own
-    stages only.
+    In one process the ranks are threads and use the model's own parameters. If RANK and WORLD_SIZE are set (torchrun,
+    Slurm), or ``torch.distributed`` is initialized, every process is a rank, and builds and holds its own stages only.
 
     Args:
-        model: an ``nn.Sequential``; or a list of layers, as `penstock.stage.layers.as_layers` takes it.
-        loss_fn: ``loss_fn(output, target)``: a scalar tensor, the mean over its microbatch; or a dictionary of several.
-        microbatches: into how many the batch is cut along dimension 0.
-        schedule: a family of the catalogue, a `Schedule`, or the path of a CSV file.
-        ranks: pipeline ranks. By default the schedule's own, the number of processes, or 1.
-        virtual_stages: stages a rank, for the families that let one choose; V-shaped ones always have two.
-        split: which layers make up which stage; see `penstock.stage.split.split_layers`.
-        device: where the stages, and each batch, are moved; by default nothing is. In processes "cuda" is LOCAL_RANK's GPU.
-        timeout: the longest any wait between ranks may last, in seconds; a rank that hangs is found by it.
-        first_timeout: the same until the first training step is done, and in the first evaluation: they compile and import.
-        reduction: how the microbatches' losses make the step's, and with it the gradients: "mean" weighs each by its
-            rows, "sum" adds them, and a function of a microbatch's target weighs each by what it counts (valid tokens),
-            so that the gradient is that of the whole batch however uneven the microbatches are.
-        recompute: which layers keep only their inputs and run again before their backward: "none", "full" (every one),
-            k (every k-th of a stage), or "auto": as few as `memory` allows, found on the first step.
-        memory: with "auto", bytes of activations a rank may hold.
-        offload: keep what is saved for the backward in host memory (for stages on a GPU).
-        autocast: torch.bfloat16 or torch.float16 for mixed precision in the stages and the loss.
-        seed: of layers given as functions, and of the random numbers that layers draw (dropout): both depend on it, on the
-            layer's name, and the latter on step and microbatch, and not on the split.
-        check_finite: refuse a step in which a loss or a gradient is NaN or infinite; on a GPU a step then ends by waiting.
-        compile: "block" gives every layer to ``torch.compile``, "stage" every stage's layers together.
-        mesh: several such pipelines side by side (dp), each with matrices cut over processes (tp); a step then takes the
-            global batch, dp * microbatches microbatches, on every process, and each pipeline does its part.
-        family, sequence_parallel: which model it is that is cut, and whether also along the sequence; see
-            `penstock.parallel.tensor.plan.tensor_parallel`.
-        bucket_bytes: gradients are reduced over the pipelines in buckets of so many bytes, while the backward runs. "auto"
-            chooses for each stage after the second step: one bucket where the reduction hides, more where it shows.
-        buffers: what to do where copies of a stage change a persistent buffer differently, other than the statistics of
-            batch normalisation, which are joined: "refuse", or take the "mean" or the "first"; see `BufferCopies`.
-        check_replicas: every so many steps the copies' parameters and buffers are compared; 0 never.
-        strict: refuse a layer whose backward cannot be split with the same gradients, instead of running its full backward.
+        model: an ``nn.Sequential``, or a list of layers as `penstock.stage.layers.as_layers` takes it.
+        loss_fn: ``loss_fn(output, target)``; returns a scalar tensor, the mean over its microbatch, or a dictionary of
+            several.
+        microbatches: number of microbatches that a batch is split into along dimension 0.
+        schedule: name of a schedule family, a `Schedule`, or path of a CSV file (default "1f1b").
+        ranks: pipeline ranks; by default the schedule's own, the number of processes, or 1.
+        virtual_stages: stages on each rank, for families that let one choose (default 1); V-shaped ones always have two.
+        split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`.
+        device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
+            LOCAL_RANK.
+        timeout: longest wait between ranks in seconds, after which a rank counts as hung (default 60).
+        mesh: sizes of the axes: ``dp`` pipelines side by side, each with matrices sharded over ``tp`` processes. A step
+            then takes the global batch, ``dp * microbatches`` microbatches, on every process.
+        recompute: layers that keep only their inputs and run again before their backward: "none", "full" (every layer), an
+            integer k (every k-th layer of a stage), or "auto" (as few as ``execution.memory`` allows, measured in the first
+            step).
+        autocast: torch.bfloat16 or torch.float16 for mixed precision in the stages and the loss; None for none.
+        seed: random seed of layers given as functions, and of random numbers that layers draw (dropout). Both depend on the
+            seed and the layer's name, dropout on step and microbatch too, and neither on the split.
+        reduction: how the microbatches' losses make the step's loss and gradients: "mean" weighs each by its rows, "sum"
+            adds them, and a function of a microbatch's target weighs each by what it counts, such as valid tokens, so that
+            the gradient is that of the whole batch however uneven the microbatches are.
+        parallel: options of replicas and tensor parallelism.
+        execution: options of how stages run.
 
     Attributes:
-        replicas, replica: how many pipelines share the batch, and which this is.
-        world: the processes it is one of; None for threads of a single one.
-        tensor_ranks: how many processes share this one's matrices.
-        is_first: whether this is the mesh's first pipeline, with the first parts of cut matrices.
-        reduce_gradients: set to False, steps leave their gradients to be reduced with those of a later one.
-        steps: training steps done; random numbers in layers depend on it, so set it when a run continues.
-        scaler: a `GradScaler` for float16, or None; its ``scale`` multiplies the loss, and it looks for NaN and infinity.
+        replicas, replica: number of pipelines that share the batch, and index of this one.
+        world: the processes of the pipeline; None if its ranks are threads of one process.
+        tensor_ranks: processes that share this one's matrices.
+        is_first: whether this process is of the mesh's first pipeline and has the first shards.
+        reduce_gradients: whether steps reduce their gradients over replicas; set it to False to accumulate locally.
+        steps: training steps done. Random numbers in layers depend on it, so set it when a run continues.
+        scaler: a `GradScaler` for float16, or None; its ``scale`` multiplies the loss, and it checks for NaN and infinity.
 
     Raises:
-        ConfigError: something that cannot be used; the subclass says what (`ScheduleError`, `SplitError`).
+        ConfigError: if something cannot be used; the subclass says what (`ScheduleError`, `SplitError`).
     """
 
     def __init__(
@@ -118,50 +103,38 @@ class Pipeline:
         split: Split = "even",
         device: torch.device | str | None = None,
         timeout: float = 60.0,
-        first_timeout: float = FIRST_TIMEOUT,
-        reduction: Reduction = "mean",
-        recompute: Policy = "none",
-        memory: int | None = None,
-        offload: bool = False,
-        autocast: torch.dtype | None = None,
-        compile: str = "none",
-        seed: int = 0,
-        check_finite: bool = True,
         mesh: MeshShape | None = None,
-        family: str = "penstock",
-        sequence_parallel: bool = False,
-        bucket_bytes: BucketBytes = BUCKET_BYTES,
-        buffers: Rule = "refuse",
-        check_replicas: int = 100,
-        strict: bool = False,
+        recompute: Policy = "none",
+        autocast: torch.dtype | None = None,
+        seed: int = 0,
+        reduction: Reduction = "mean",
+        parallel: ParallelOptions = ParallelOptions(),
+        execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
         require_count("microbatches", microbatches)
         require_count("virtual_stages", virtual_stages)
         require_count("ranks", 1 if ranks is None else ranks)
-        self.bucket_bytes = require_bucket_bytes(bucket_bytes)
         self.timeout = require_timeout(timeout)
-        waits = Timeout(self.timeout, require_timeout(first_timeout, "first_timeout"))
         require_loss(loss_fn)
-        self._random = RandomState(require_seed(seed))
-        self.seed = self._random.seed
-        self.mesh = mesh
-        settings = make_settings(recompute, memory, offload, autocast, self._random, strict)
-        copy_options = make_copy_options(buffers, check_replicas)
+        self.seed = require_seed(seed)
+        self.mesh, self.parallel, self.execution = mesh, parallel, execution
+        self._random = RandomState(self.seed)
+        settings = make_settings(recompute, autocast, execution, self._random)
         self.reduction = require_reduction(reduction)
         world = current_world()
         ranks, processes = resolve_mesh(mesh, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
         require_loss_without_parameters(loss_fn, self.schedule, mesh)
         self.microbatches = microbatches
-        self.ranks = self.schedule.ranks
-        self.steps = 0
-        self._check_finite = check_finite
+        self.ranks, self.steps = self.schedule.ranks, 0
+        self.reduce_gradients = True
         self.scaler: LossScale | None = None
         program = check(self.schedule).program
         self.layers = as_layers(model)
-        runs = split_layers(self.layers, self.schedule.stages, split)
+        layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
+        waits = Timeout(self.timeout, execution.first_timeout)
         self.world = (
             world.join(self.timeout, mesh, waits.first) if world is not None and self.in_processes else None
         )
@@ -172,34 +145,35 @@ class Pipeline:
         if self.world is not None and self.world.mesh is not None:
             self.replica = self.world.mesh.coordinate("dp")
         self.is_first = self.world is None or self.world.is_first
-        self.reduce_gradients = True
-        self._parts = LocalStages(
+        self._local = LocalStages(
             self.schedule,
             program,
-            runs,
+            layers_of_stages,
             self.local_ranks,
             self.device,
             loss_fn,
             settings,
-            compile,
+            execution.compile,
             self.world,
-            TensorOptions(family, sequence_parallel),
-            self.bucket_bytes,
+            parallel,
         )
-        self.stages = self._parts.own_stages
+        self.stages = self._local.own_stages
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
-        self._holdings = LocalParameters(
+        self._parameters = LocalParameters(
             self.layers,
             self.stages,
             self.schedule.placement,
-            self._parts.ties,
+            self._local.ties,
             self.rank if self.in_processes else None,
         )
         self._engine = Engine(
-            self._parts, self.local_ranks, waits, self.world, self.device, self.replicas, copy_options
+            self._local, self.local_ranks, waits, self.world, self.device, self.replicas, parallel
         )
+        local_replicas = [self.replica] if self.in_processes else range(self.replicas)
+        common = (self.device, self.reduction, self._local.routes, self.holds_first, self.holds_last)
+        self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = Container(model)
-        self._memory = memory if recompute == "auto" else None
+        self._memory = execution.memory
         self._places: tuple[dict[str, int], int] | None = None
 
     def step(
@@ -211,31 +185,31 @@ class Pipeline:
         input_grads: bool = False,
         **named: object,
     ) -> StepResult:
-        """Forward and backward of every microbatch of a batch; gradients accumulate in ``.grad``.
+        """Run the forward and backward of every microbatch of a batch; gradients accumulate in ``.grad``.
 
         Gradients are those of the mean over microbatches of `loss_fn` (or as `reduction` says), and bit-identical (fp32,
         CPU, equal thread count) to plain PyTorch running ``(loss_fn(model(x_i), y_i) / microbatches).backward()`` in order.
 
         Args:
-            x: the model's input: a tensor, or tensors in tuples, lists and dicts, batch first; or `Microbatches`. In
-                processes only the first stage's rank needs it.
-            y: the target, likewise; in processes only the last stage's rank needs it.
-            outputs: also return the last stage's outputs.
-            input_grads: also return the gradients of the floating-point inputs.
-            named: keyword inputs, cut like `x`: each goes to the layers whose forward has a parameter of that name.
+            x: input of the model: a tensor, or tensors in tuples, lists and dicts, batch first; or `Microbatches`. In
+                processes only the rank of the first stage needs it.
+            y: target, likewise; in processes only the rank of the last stage needs it.
+            outputs: also return the last stage's outputs (default False).
+            input_grads: also return the gradients of the floating-point inputs (default False).
+            named: keyword inputs, split like `x`; each goes to the layers whose forward has a parameter of that name.
 
         Raises:
-            BatchError: the batch cannot be cut, does not fit the layers, or requires a gradient; nothing has run.
-            NonFiniteError: a loss or a gradient is NaN or infinite; names stage and microbatch.
-            StageError: a stage's own code failed, here or on another rank (then a `PeerError`).
+            BatchError: if the batch cannot be split, does not fit the layers, or requires a gradient; nothing has run.
+            NonFiniteError: if a loss or a gradient is NaN or infinite; names stage and microbatch.
+            StageError: if a stage's own code failed, here or on another rank (then a `PeerError`).
         """
         return self._run(True, x, y, outputs, input_grads, named)
 
     def evaluate(self, x: object, y: object = None, *, outputs: bool = False, **named: object) -> StepResult:
-        """Forward only, in eval mode and without gradients. Arguments as for `step`; without `y` there is no loss."""
+        """Run forwards only, in eval mode and without gradients. Arguments as for `step`; without `y` there is no loss."""
         self._require_open()
         self._engine.follow_modules()
-        modes = [(module, module.training) for part in self._modules() for module in part.modules()]
+        modes = [(module, module.training) for stage in self.stage_modules() for module in stage.modules()]
         for module, _ in modes:
             module.training = False
         try:
@@ -245,43 +219,43 @@ class Pipeline:
                 module.training = mode
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in the whole model, parameter), in model order; in processes this rank's own."""
+        """Return (name in the whole model, parameter) pairs in model order; in processes, of this rank's stages."""
         self._engine.wait_for_parameters()
-        return self._holdings.named_parameters()
+        return self._parameters.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters this process holds: in threads all of the model's."""
+        """Return the parameters that this process holds; in threads, all of the model's."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def rank_parameters(self, rank: int) -> list[tuple[str, nn.Parameter]]:
-        """(name, parameter) of those that one of the `local_ranks` updates: each of the model's on exactly one."""
+        """Return (name, parameter) pairs that one of the `local_ranks` updates; exactly one rank updates each parameter."""
         self._engine.wait_for_parameters()
-        return self._holdings.of_rank(rank)
+        return self._parameters.of_rank(rank)
 
     def updated(self, rank: int) -> list[nn.Parameter]:
-        """What has the gradients of a rank's parameters after a step: they themselves, or pieces of them (ZeRO)."""
-        shards = self._engine.shards
-        return shards.owned() if shards is not None else [p for _, p in self._holdings.of_rank(rank)]
+        """Return the parameters of a rank that have gradients after a step: its parameters, or their shards with ZeRO."""
+        shards = self.shards
+        return shards.owned() if shards is not None else [p for _, p in self._parameters.of_rank(rank)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers by their names in the whole model; in processes this rank's own."""
+        """Return parameters and buffers by their names in the whole model; in processes, of this rank's stages."""
         self._engine.wait_for_parameters()
-        return self._holdings.state_dict()
+        return self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers by whole-model name; entries of stages held elsewhere are left alone.
 
         Raises:
-            ConfigError: an entry of a stage held here is missing or has another shape, or no layer has the name. Nothing
-                is loaded then.
+            ConfigError: if an entry of a stage held here is missing or has another shape, or no layer has the name; then
+                nothing is loaded.
         """
         self._engine.wait_for_parameters()
-        self._holdings.load_state_dict(state)
+        self._parameters.load_state_dict(state)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the stages' training mode, as ``nn.Module.train`` does."""
-        for module in self._modules():
+        for module in self.stage_modules():
             module.train(mode)
         return self
 
@@ -289,25 +263,53 @@ class Pipeline:
         """Set evaluation mode, as ``nn.Module.eval`` does."""
         return self.train(False)
 
-    def _modules(self) -> list[StageModule]:
-        """Every stage's module that runs in this process, copies included."""
+    def stage_modules(self) -> list[StageModule]:
+        """Return the modules of all stages that run in this process, copies included."""
         return [
-            s.module for part in (self._parts, *self._engine.thread_replicas) for s in part.stages.values()
+            stage.module
+            for local in (self._local, *self._engine.thread_replicas)
+            for stage in local.stages.values()
         ]
+
+    def zero_grad(self) -> None:
+        """Set the gradients of this process's parameters to None."""
+        for _, parameter in self._parameters.named_parameters():
+            parameter.grad = None
+
+    @property
+    def shards(self) -> Shards | None:
+        """Shards of the parameters that this process updates, if replicas divide the update (ZeRO); otherwise None."""
+        return self._engine.shards
+
+    def make_buckets(self, zero: bool = False) -> None:
+        """Make the gradient buckets again, after a change of gradient dtypes; every process calls it.
+
+        Args:
+            zero: divide the update of the parameters among the replicas that are processes (default False).
+        """
+        self._engine.make_buckets(zero)
+
+    def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
+        """Replace every op of a training step, to profile it.
+
+        Args:
+            wrap: ``wrap(rank, op)`` returns what runs instead of ``op()``, and must call it.
+        """
+        self._require_open()
+        self._engine.wrap_ops(wrap)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
         Returns:
-            The norm over all stages before scaling: the same number on every rank, whatever the split, and what
-            ``torch.nn.utils.clip_grad_norm_`` gives for the unsplit model.
+            The norm over all stages before scaling: the same number on every rank and for any split, and equal to
+            ``torch.nn.utils.clip_grad_norm_`` of the unsplit model.
         """
         if self._places is None:
-            self._places = self._holdings.places(self.world)
+            self._places = self._parameters.places(self.world)
         places, count = self._places
-        shards = self._engine.shards
-        held = norms.held(self._holdings, shards, places)
-        return norms.clip_(held, max_norm, count, self.world, divided=shards is not None)
+        held = norms.held(self._parameters, self.shards, places)
+        return norms.clip_(held, max_norm, count, self.world, divided=self.shards is not None)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
@@ -319,9 +321,9 @@ class Pipeline:
         return self._engine.on_ranks(job)
 
     def sum_over_ranks(self, values: Tensor, replicas: bool = False) -> Tensor:
-        """The sum of a float64 tensor over the processes of this pipeline, or those of all replicas, which all call it.
+        """Return the sum of a float64 tensor over the processes of this pipeline, or of all replicas; all of them call it.
 
-        The tensor itself if there is one process.
+        If there is one process, return the tensor itself.
         """
         if self.world is None:
             return values
@@ -333,15 +335,15 @@ class Pipeline:
         return total
 
     def trace(self) -> Trace | None:
-        """What the last step did and when: all ranks in threads, this rank's part in processes; None before the first."""
+        """Return what the last step did and when: all ranks in threads, this rank in processes; None before a step."""
         return self._engine.trace()
 
     def gather_trace(self) -> Trace | None:
-        """What all ranks did in the last step; in processes every one of the pipeline calls it, between two steps.
+        """Return what all ranks did in the last step; every process of the pipeline calls it, between two steps.
 
         Returns:
-            The same on every process: what each recorded, on one clock; ``info["clock_error"]`` is how far the times of two
-            ranks can be off, in seconds. In threads what `trace` returns; None before the first step.
+            The same trace on every process, on one clock; ``info["clock_error"]`` is the largest error between the times of
+            two ranks, in seconds. In threads the same as `trace`. None before the first step.
         """
         self._require_open()
         return self._engine.gather_trace()
@@ -349,7 +351,7 @@ class Pipeline:
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model stays as it is.
 
-        A pipeline that is dropped without it ends its threads, too; connections to other processes end with this one.
+        Threads also end when the pipeline is garbage collected; connections to other processes end with this process.
         """
         self._engine.close()
 
@@ -373,29 +375,26 @@ class Pipeline:
         named: Mapping[str, object],
     ) -> StepResult:
         self._require_open()
-        if trains and self._engine.shards is not None:
-            self._engine.shards.require_used()
-        finite, reduces = self._check_finite and self.scaler is None, self.reduce_gradients
-        with self._random.watching():
-            works = self._engine.run(
-                trains,
-                lambda n: self._cut(trains, x, y, named, self.replica + n, input_grads),
-                lambda cut: cut.work(outputs, input_grads, finite, self.steps, reduces),
-            )
+        if trains and self.shards is not None:
+            self.shards.require_used()
+        scaler = self.scaler
+        options = StepOptions(
+            trains,
+            outputs,
+            input_grads,
+            self.execution.check_finite and scaler is None,
+            self.steps,
+            self.reduce_gradients,
+            scaler.scale if scaler is not None and trains else 1.0,
+        )
+        with self._random.watching(), self._engine.step(trains):
+            if trains:
+                self._container.require_unchanged()
+                require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
+            batches = [splitter.split(x, y, named, options) for splitter in self._splitters]
+            works = self._engine.run(batches, options)
         self.steps += trains
         if trains and self._memory is not None:
             self._engine.choose_recompute(self._memory)
             self._memory = None
         return step_result(works, self.microbatches * self.replicas)
-
-    def _cut(
-        self, trains: bool, x: object, y: object, named: Mapping[str, object], replica: int, input_grads: bool
-    ) -> Cut:
-        if trains:
-            self._container.require_unchanged()
-            require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
-        cutter = Cutter(
-            self.microbatches, self.replicas, replica, self.device, self.reduction, self._parts.wires
-        )
-        scale = self.scaler.scale if self.scaler is not None and trains else 1.0
-        return cutter.cut(x, y, named, self.holds_first, self.holds_last, trains, scale)

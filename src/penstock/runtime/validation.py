@@ -10,11 +10,8 @@ from torch import nn
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.parallel.mesh import MeshShape, require_fit
-from penstock.runtime.copies.buffers import require_rule
-from penstock.runtime.copies.copies import CopyOptions
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
-from penstock.runtime.weights.replicas import BucketBytes
-from penstock.runtime.workers.timeout import YEAR
 from penstock.runtime.workers.world import World
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.schedule import Schedule
@@ -28,24 +25,6 @@ def require_count(what: str, value: object) -> None:
     """Refuse anything but a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{what} must be a whole number of at least 1, not {value!r}")
-
-
-def require_bucket_bytes(value: object) -> BucketBytes:
-    """Refuse anything but a positive number of bytes, and "auto"."""
-    if value == "auto":
-        return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"bucket_bytes must be a positive number of bytes or 'auto', not {value!r}")
-    return value
-
-
-def require_timeout(timeout: object, name: str = "timeout") -> float:
-    """Refuse anything but a positive number of seconds, of at most a year."""
-    if isinstance(timeout, int | float) and 0 < timeout <= YEAR:
-        return float(timeout)
-    raise ConfigError(
-        f"{name} must be a positive number of seconds, at most {YEAR} (a year), not {timeout!r}"
-    )
 
 
 def require_loss(loss_fn: object) -> None:
@@ -168,34 +147,26 @@ class LossScale(Protocol):
 
 
 def make_settings(
-    recompute: object, memory: object, offload: bool, autocast: object, random: RandomState, strict: bool
+    recompute: object, autocast: object, options: ExecutionOptions, random: RandomState
 ) -> Settings:
-    """How stages compute, from what the user gave.
+    """Return how the stages compute.
 
     Raises:
-        ConfigError: a policy or a dtype that there is not; a memory limit without "auto", or "auto" without one.
+        ConfigError: if `recompute` is no policy, `autocast` is no dtype of half precision, or ``options.memory`` is missing
+            for "auto" or given without it.
     """
-    policy = require_policy(recompute)
+    policy, memory = require_policy(recompute), options.memory
     if policy == "auto":
-        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
-            raise ConfigError(f"recompute='auto' needs memory, the bytes a rank may hold, not {memory!r}")
+        if memory is None:
+            raise ConfigError(
+                "recompute='auto' needs memory, the bytes that a rank may hold: execution=ExecutionOptions(memory=...)"
+            )
     elif memory is not None:
         raise ConfigError(f"memory={memory!r} is for recompute='auto', not for recompute={recompute!r}")
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ConfigError(f"autocast must be torch.bfloat16, torch.float16 or None, not {autocast!r}")
     assert autocast is None or isinstance(autocast, torch.dtype)
-    return Settings(policy, bool(offload), autocast, random, bool(strict))
-
-
-def make_copy_options(buffers: object, check_replicas: object) -> CopyOptions:
-    """How copies are kept the same, from what the user gave.
-
-    Raises:
-        ConfigError: a rule that there is not, or no number of steps.
-    """
-    if isinstance(check_replicas, bool) or not isinstance(check_replicas, int) or check_replicas < 0:
-        raise ConfigError(f"check_replicas must be a number of steps, or 0 for never, not {check_replicas!r}")
-    return CopyOptions(require_rule(buffers), check_replicas)
+    return Settings(policy, options.offload, autocast, random, options.strict)
 
 
 def require_seed(seed: object) -> int:

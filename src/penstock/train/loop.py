@@ -15,6 +15,7 @@ from penstock.host import to_stderr
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
 from penstock.run_lock import locked, may_be_restart
+from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice
 from penstock.runtime.workers.run_group import RunGroup
@@ -220,12 +221,14 @@ def build_pipeline(config: Config, language: TrainableModel, device: torch.devic
         virtual_stages=parallel.virtual_stages,
         device=device,
         timeout=config.runtime.timeout,
-        first_timeout=config.runtime.first_timeout,
         mesh=shape_of(parallel),
-        family=language.family,
-        sequence_parallel=parallel.sequence_parallel,
-        bucket_bytes=parallel.bucket_bytes or "auto",
-        check_replicas=parallel.check_replicas,
+        parallel=ParallelOptions(
+            bucket_bytes=parallel.bucket_bytes or "auto",
+            check_replicas=parallel.check_replicas,
+            family=language.family,
+            sequence_parallel=parallel.sequence_parallel,
+        ),
+        execution=ExecutionOptions(first_timeout=config.runtime.first_timeout),
     )
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.checkpoint.format.json_values import decode
 
 import penstock
+from penstock.checkpoint.format.json_values import decode
 from penstock.checkpoint.format.manifest import (
     Manifest,
     StoredFile,

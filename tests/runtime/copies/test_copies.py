@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, NonFiniteError, PenstockError, ReplicaError
+from penstock.errors import NonFiniteError, PenstockError, ReplicaError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
@@ -65,7 +66,13 @@ def train_plainly(net: nn.Module, frozen_after: int, order: list[int]) -> Tensor
 def trained(rank: int, schedule: str, mesh: MeshShape, momentum: float | None, frozen_after: int):
     net = model(momentum)
     with Pipeline(
-        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, check_replicas=1
+        net,
+        loss_of,
+        microbatches=M // mesh.dp,
+        schedule=schedule,
+        mesh=mesh,
+        timeout=300,
+        parallel=ParallelOptions(check_replicas=1),
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for step in range(STEPS):
@@ -130,8 +137,8 @@ def own_buffers(rank: int, schedule: str, mesh: MeshShape, rule: str, persistent
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mean(persistent), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     with Pipeline(
-        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, buffers=rule,
-        check_replicas=1,
+        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300,
+        parallel=ParallelOptions(buffers=rule, check_replicas=1),
     ) as pipe:  # fmt: skip
         try:
             for step in range(2):
@@ -187,19 +194,19 @@ def test_after_a_failed_step_buffers_are_as_before_it_and_a_loaded_state_is_that
             assert torch.equal(pipe.evaluate(*batch(1)).losses, loss)
 
 
-def test_options_that_are_none_are_refused():
-    for options in ({"buffers": "sum"}, {"check_replicas": -1}, {"check_replicas": True}):
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            Pipeline(model(), loss_of, microbatches=M, **options)
-
-
 def damage(
     rank: int, schedule: str, mesh: MeshShape, name: str, alone: int, zero: bool
 ) -> tuple[str, str, int]:
     """One process changes a parameter or a buffer of its own; the check comes every second step."""
     net = model()
     with Pipeline(
-        net, loss_of, microbatches=M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300, check_replicas=2
+        net,
+        loss_of,
+        microbatches=M // mesh.dp,
+        schedule=schedule,
+        mesh=mesh,
+        timeout=300,
+        parallel=ParallelOptions(check_replicas=2),
     ) as pipe:
         from penstock.runtime.optim.optimizer import PipelineOptimizer
 
@@ -242,13 +249,13 @@ def test_threads_whose_copies_come_apart_stop_with_the_name():
             schedule=schedule,
             mesh=mesh,
             timeout=300,
-            check_replicas=2,
+            parallel=ParallelOptions(check_replicas=2),
         ) as pipe:
             for step in range(2):
                 pipe.step(*batch(step))
             own, *_, other = [
                 layers[name]
-                for module in pipe._modules()
+                for module in pipe.stage_modules()
                 for layers in [dict(module.whole_model_parameters())]
                 for name in ["3.0.weight"]
                 if name in layers
@@ -258,7 +265,10 @@ def test_threads_whose_copies_come_apart_stop_with_the_name():
                 pipe.step(*batch(2))
             own.data = other.data = kept
             *_, last = [
-                m for module in pipe._modules() for m in module.modules() if isinstance(m, nn.BatchNorm1d)
+                m
+                for module in pipe.stage_modules()
+                for m in module.modules()
+                if isinstance(m, nn.BatchNorm1d)
             ]
             last.running_mean.add_(1)
             with pytest.raises(ReplicaError, match=r"buffer '\d\.1\.running_mean' are no longer the same"):
@@ -278,7 +288,7 @@ def cut(rank: int, alone: int) -> tuple[str, str]:
         microbatches=2,
         mesh=MeshShape(1, 2, 2),
         timeout=300,
-        check_replicas=1,
+        parallel=ParallelOptions(check_replicas=1),
     ) as pipe:
         pipe.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         name, parameter = list(pipe.named_parameters())[2]

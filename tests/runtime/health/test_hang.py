@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import HangError, PenstockError, StageError, WaitTimeoutError
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from tests.runtime import plain
 
@@ -124,7 +125,7 @@ def test_the_first_steps_have_a_limit_of_their_own(stuck):
         stuck[0].go.set()
 
     stuck[1].go.set()
-    with pipeline({0: stuck[0]}, timeout=0.2, first_timeout=60) as pipe:
+    with pipeline({0: stuck[0]}, timeout=0.2, execution=ExecutionOptions(first_timeout=60)) as pipe:
         timer = threading.Timer(0.6, let_go)  # three times the limit of later steps
         timer.start()
         pipe.step(*plain.batch(0, 4))

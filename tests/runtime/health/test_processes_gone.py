@@ -27,6 +27,7 @@ from torch import nn
 from penstock import Pipeline
 from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.options import ParallelOptions
 from tests.runtime import plain
 
 torch.set_num_threads(1)
@@ -61,7 +62,8 @@ for layer, trap in zip(net, traps):
 dp = int(dp)
 ranks = int(os.environ["WORLD_SIZE"])
 mesh = MeshShape(ranks // dp, dp, 1) if dp > 1 else None
-with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=mesh, timeout=float(timeout), bucket_bytes=64) as pipe:
+buckets = ParallelOptions(bucket_bytes=64)
+with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=mesh, timeout=float(timeout), parallel=buckets) as pipe:
     pipe.step(*plain.batch(0, 8 * dp))
     pipe.clip_grad_norm_(1.0)
     for trap in traps:

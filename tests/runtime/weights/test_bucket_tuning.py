@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.weights.bucket_tuning import Speed, choose
 from penstock.runtime.workers.pool import LocalProcesses
@@ -35,7 +36,7 @@ def test_a_link_that_takes_long_to_start_gets_few_buckets():
 def pipe_of(mesh: MeshShape, sizes: object) -> Pipeline:
     return Pipeline(
         plain.model(8), nn.functional.mse_loss, microbatches=4, mesh=mesh, schedule="interleaved-1f1b", virtual_stages=2,
-        bucket_bytes=sizes, timeout=300,
+        parallel=ParallelOptions(bucket_bytes=sizes), timeout=300,
     )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def steps(pipe: Pipeline) -> list[Tensor]:
 
 
 def plan(pipe: Pipeline, rank: int) -> list[list[str]]:
-    buckets = pipe._parts.replicas[rank].buckets
+    buckets = pipe._local.replicas[rank].buckets
     return [[buckets.entries[m].name for m in bucket.plan.members] for bucket in buckets.buckets]
 
 
@@ -81,7 +82,7 @@ def test_replicas_that_are_threads_choose_together():
             for rank in range(2):
                 here = part.replicas[rank].buckets
                 assert [b.plan for b in here.buckets] == [
-                    b.plan for b in pipe._parts.replicas[rank].buckets.buckets
+                    b.plan for b in pipe._local.replicas[rank].buckets.buckets
                 ]
 
 

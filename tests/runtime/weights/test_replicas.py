@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
@@ -85,11 +86,11 @@ def test_sequence_parallelism(processes: LocalProcesses):
 
 
 def sequence_parallel(rank: int):
-    return trained(rank, MeshShape(2, 1, 2), "zb-h1", M, sequence_parallel=True)
+    return trained(rank, MeshShape(2, 1, 2), "zb-h1", M, parallel=ParallelOptions(sequence_parallel=True))
 
 
 def small_buckets(rank: int):
-    return trained(rank, MeshShape(2, 2, 1), "zb-h1", M, 4, bucket_bytes=1 << 10)
+    return trained(rank, MeshShape(2, 2, 1), "zb-h1", M, 4, parallel=ParallelOptions(bucket_bytes=1 << 10))
 
 
 def test_small_buckets_are_reduced_within_the_last_backward(processes: LocalProcesses):
@@ -190,7 +191,7 @@ def refused(rank: int) -> list[str]:
     for options in (
         {"mesh": MeshShape(2, 3, 1)},
         {"mesh": MeshShape(2, 1, 1), "ranks": 1},
-        {"mesh": MeshShape(1, 1, 2), "family": "penstok"},
+        {"mesh": MeshShape(1, 1, 2), "parallel": ParallelOptions(family="penstok")},
     ):
         try:
             Pipeline(layers(CONFIG), next_token_loss, microbatches=2, timeout=300, **options)

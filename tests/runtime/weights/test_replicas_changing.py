@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError, ReplicaError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 
@@ -74,7 +75,7 @@ def trained(
     told: list[dict[str, Tensor | None]] = []
     with Pipeline(
         net, nn.functional.mse_loss, microbatches=2 * M // mesh.dp, schedule=schedule, mesh=mesh, timeout=300,
-        bucket_bytes=200,
+        parallel=ParallelOptions(bucket_bytes=200),
     ) as pipe:  # fmt: skip
         optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, zero=zero)
         for step in range(steps):

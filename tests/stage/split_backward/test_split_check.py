@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import SplitBackwardError, StageError
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 
 WIDTH, ROWS, M = 8, 8, 4
@@ -344,7 +345,12 @@ def test_a_forward_that_runs_again_without_hooks_begins_from_the_same_input():
 def test_strict_refuses_by_name_what_would_fall_back():
     with (
         Pipeline(
-            make("gradient penalty"), F.mse_loss, microbatches=M, schedule="zb-h1", ranks=2, strict=True
+            make("gradient penalty"),
+            F.mse_loss,
+            microbatches=M,
+            schedule="zb-h1",
+            ranks=2,
+            execution=ExecutionOptions(strict=True),
         ) as pipe,
         pytest.raises(SplitBackwardError, match=r"stage \d: the backward of layer '[12]' cannot be split"),
     ):

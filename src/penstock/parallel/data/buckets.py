@@ -4,9 +4,9 @@ Gradients live in flat buffers, the buckets; each parameter's ``.grad`` is a vie
 a bucket is complete its reduction starts, in the order of the buckets, while the backward continues. The first step shows
 the order in which gradients become complete, by which all replicas then make their buckets (as DDP: 2006.15704, 3.2).
 
-What "complete" means is the caller's to say: after how many contributions, so a split backward, many microbatches and
-weights used in several stages are all one case. What becomes of absent gradients, of those that came too late for their
-bucket, and of a replica that fails or is at another step, all replicas decide together at the end of each step.
+The caller says after how many contributions a gradient is complete, so a split backward, many microbatches and weights used
+in several stages are one case. At the end of each step all replicas decide together about gradients that are absent or came
+too late for their bucket, and about a replica that fails or is at another step.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class GradientBuckets:
             rows = self.reducer.exchange([self._step, 0, len(absent), len(late), change])
             for bucket in self.buckets:
                 bucket.wait(self.reducer)
-            self._finish_uneven(rows(), absent, late)
+            self._resolve(rows(), absent, late)
             if self._frozen.stays(change) and not self.sharded:
                 self._make_again()
             if self._rebuilds:
@@ -368,9 +368,7 @@ class GradientBuckets:
             self._started += 1
         return absent
 
-    def _finish_uneven(
-        self, rows: list[list[int]], absent: list[BucketEntry], late: dict[int, Tensor]
-    ) -> None:
+    def _resolve(self, rows: list[list[int]], absent: list[BucketEntry], late: dict[int, Tensor]) -> None:
         """What all replicas decide together, by what each has reported.
 
         That is: (step, whether it failed, absent gradients, late ones, a number for ``requires_grad`` where it changed).

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed as dist
 
 from penstock.encoding import decode, encode
+from penstock.errors import ConfigError, PenstockError
+
+T = TypeVar("T")
 
 
 def _wait(work: dist.Work) -> None:
@@ -47,3 +50,43 @@ def gather_values(
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process is in the group"
     return work
+
+
+def run_each(job: Callable[[], T], exchange: Callable[[object], list[Any]] | None) -> list[T]:
+    """Run a job on every process; return all results, or raise on every process if one failed.
+
+    Args:
+        job: job of this process; returns a value that `encode` takes.
+        exchange: ``exchange(value)`` returns the values of all processes by rank; None if there is one process.
+
+    Returns:
+        What the jobs returned, by rank.
+
+    Raises:
+        PenstockError: on every process, if a job raised one, or an OSError, on any of them. A process whose own job failed
+            raises its own error; the others raise the first one's text, as a `ConfigError` if it was one.
+    """
+    value: T | None = None
+    failure: PenstockError | None = None
+    try:
+        value = job()
+    except PenstockError as error:
+        failure = error
+    except OSError as error:
+        failure = PenstockError(describe_os_error(error))
+        failure.__cause__ = error
+    report = (value, None if failure is None else (str(failure), isinstance(failure, ConfigError)))
+    reports = [report] if exchange is None else exchange(report)
+    if failure is not None:
+        raise failure
+    for _, refusal in reports:
+        if refusal is not None:
+            text, is_config = refusal
+            raise ConfigError(text) if is_config else PenstockError(text)
+    return [cast(T, result) for result, _ in reports]
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return an operating system's error as text, with the file first."""
+    text = error.strerror or str(error)
+    return f"{error.filename}: {text}" if error.filename else text

@@ -1,4 +1,4 @@
-"""What one rank gets for a step, and what it makes of it."""
+"""One rank's part of a step: its microbatches, the step's options, and the results."""
 
 from __future__ import annotations
 
@@ -12,56 +12,91 @@ from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Message, StageState, flatten
 
 
-@dataclass
-class Work:
-    """What one rank gets for a step, and what it makes of it.
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of one step, the same on every rank.
 
     Attributes:
-        inputs: by microbatch, where the rank holds the first stage: what the first layer takes, or that with the
-            step's named values as `StageState`.
-        targets, shares: by microbatch, where the rank holds the last stage.
-        keep_outputs: whether the last stage's outputs are wanted.
-        input_grads: whether the gradients of the inputs are wanted.
-        finite: whether NaN and infinity are looked for.
-        turn: training steps done before.
-        first_microbatch: the number in the global batch of what is microbatch 0 here.
-        reduces: whether gradients are to be reduced over replicas in this step.
-        digest: of the batch that the process was given, if others of the pipeline may have been given another.
-        has_graph: whether a loss that counts has had a graph to start a backward from.
-        flags: what all ranks have seen, at the end; see `penstock.runtime.consensus.require_graph`.
-        losses: of all ranks at the end.
-        outputs, grads: results by microbatch id in the global batch, of the microbatches this rank saw.
+        trains: run backwards after the forwards; otherwise evaluate.
+        outputs: keep the last stage's outputs.
+        input_grads: keep the gradients of the inputs.
+        check_finite: refuse the step if a loss or a gradient is NaN or infinite.
+        number: training steps done before this one.
+        reduces: reduce the gradients over replicas in this step.
+        loss_scale: factor of the loss in the backward, for float16.
+    """
+
+    trains: bool = True
+    outputs: bool = False
+    input_grads: bool = False
+    check_finite: bool = True
+    number: int = 0
+    reduces: bool = True
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """One pipeline's part of a batch, split into microbatches.
+
+    Attributes:
+        inputs: inputs of the first stage by microbatch, as `StageState` if the step has named values; empty if this
+            process does not hold the first stage.
+        targets: targets by microbatch; empty if this process does not hold the last stage.
+        weights: how much each microbatch's loss counts.
+        rows_in, rows_out: rows of each input and of each target; empty if unknown.
+        first: number of the first microbatch within the global batch.
+        digest: digest of the batch that this process was given, if the pipeline's other processes may have been given
+            another one.
     """
 
     inputs: Sequence[object] = ()
     targets: Sequence[object] = ()
-    shares: Sequence[LossWeight] = ()
-    keep_outputs: bool = False
-    input_grads: bool = False
-    finite: bool = True
-    turn: int = 0
-    first_microbatch: int = 0
-    reduces: bool = True
+    weights: Sequence[LossWeight] = ()
+    rows_in: tuple[int, ...] = ()
+    rows_out: tuple[int, ...] = ()
+    first: int = 0
     digest: int | None = None
+
+
+@dataclass
+class Work:
+    """One rank's part of a step; the executor fills in the results.
+
+    Attributes:
+        batch: the pipeline's part of the batch.
+        options: options of the step.
+        has_graph: whether a loss that counts had a graph to start a backward from.
+        flags: flags of all ranks after the step; see `penstock.runtime.consensus.require_graph`.
+        losses: losses of this rank, and of all ranks after the step.
+        outputs, grads: outputs and input gradients of this rank, by microbatch number in the global batch.
+    """
+
+    batch: LocalBatch = field(default_factory=LocalBatch)
+    options: StepOptions = field(default_factory=StepOptions)
     has_graph: bool = False
     flags: int = 0
-    losses: Losses = field(default_factory=Losses)
+    losses: Losses = field(init=False)
     outputs: dict[int, object] = field(default_factory=dict)
     grads: dict[int, Message] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.losses = Losses(rows_in=self.batch.rows_in, rows_out=self.batch.rows_out)
+
     def input(self, microbatch: int) -> Message:
-        """A microbatch of the batch, as the first stage takes it."""
-        given = self.inputs[microbatch]
-        leaves, structure = flatten(given)
-        if not self.input_grads:
+        """Return a microbatch as the first stage takes it."""
+        value = self.batch.inputs[microbatch]
+        leaves, structure = flatten(value)
+        if not self.options.input_grads:
             return Message(leaves, structure, (False,) * len(leaves))
-        # The gradients of the batch itself are meant, not those of named values, which come after it.
-        batch = flatten(given.value)[0] if isinstance(given, StageState) else leaves
-        wanted = tuple(
-            n < len(batch) and isinstance(x, Tensor) and x.is_floating_point() for n, x in enumerate(leaves)
+        # Named values come after the batch, and get no gradients.
+        count = len(flatten(value.value)[0] if isinstance(value, StageState) else leaves)
+        needs_grad = tuple(
+            n < count and isinstance(leaf, Tensor) and leaf.is_floating_point()
+            for n, leaf in enumerate(leaves)
         )
         return Message(
-            tuple(x.detach() if need else x for x, need in zip(leaves, wanted, strict=True)),
+            tuple(leaf.detach() if needs else leaf for leaf, needs in zip(leaves, needs_grad, strict=True)),
             structure,
-            wanted,
+            needs_grad,
         )

@@ -209,7 +209,8 @@ class BufferCopies:
                 problem = (
                     f"buffer {name!r} of stage {s} is no longer the same on its {len(told[s])} copies: each was changed by "
                     "its own microbatches. Only the statistics of batch normalisation can be joined to what plain PyTorch "
-                    "has. Say buffers='mean' or buffers='first', or register it with persistent=False if it is scratch"
+                    "has. Set buffers='mean' or buffers='first' in ParallelOptions, or register it with "
+                    "persistent=False if it is scratch"
                 )
         problems = [problem] if self._agree is None else self._agree(problem)
         if any(problems):

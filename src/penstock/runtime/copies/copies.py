@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.parallel.dtensor import is_sharded
 from penstock.runtime.copies.aliases import Aliases
-from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, places_of
+from penstock.runtime.copies.buffers import BufferCopies, Values, is_batch_norm, places_of
 from penstock.runtime.copies.module_copies import ModuleCopies
 from penstock.runtime.copies.replica_check import CopiedTensor, ReplicaCheck, differs
+from penstock.runtime.local_stages import LocalStages
+from penstock.runtime.options import ParallelOptions
 from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
-
-if TYPE_CHECKING:
-    from penstock.runtime.local_stages import LocalStages
-
-
-class CopyOptions(NamedTuple):
-    """How copies are kept the same.
-
-    Attributes:
-        buffers: what to do with buffers that copies have changed differently; see `BufferCopies`.
-        check_replicas: every so many training steps copies are compared; 0 never.
-    """
-
-    buffers: Rule = "refuse"
-    check_replicas: int = 100
 
 
 class Copies:
@@ -49,7 +35,7 @@ class Copies:
         thread_replicas: Sequence[LocalStages],
         world: World | None,
         replicas: int,
-        options: CopyOptions,
+        options: ParallelOptions,
     ) -> None:
         everyone = [parts, *thread_replicas]
         self._parts = parts

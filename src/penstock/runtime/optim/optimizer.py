@@ -120,12 +120,12 @@ class PipelineOptimizer:
         self.steps = self.skipped = 0
         self._parts, options = assign(pipe, groups)
         if main_weights:
-            keep_gradients_in_float32(p for module in pipe._modules() for p in module.parameters())
+            keep_gradients_in_float32(p for module in pipe.stage_modules() for p in module.parameters())
         elif self.scaler is not None:
             require_no_fp16(pipe)
-        if main_weights or zero or pipe._engine.shards is not None:
-            pipe._engine.replicate(bool(zero))
-        self.shards = pipe._engine.shards
+        if main_weights or zero or pipe.shards is not None:
+            pipe.make_buckets(bool(zero))
+        self.shards = pipe.shards
         self._overlaps = zero == "overlap"
         held = {rank: [self._held(part) for part in parts] for rank, parts in self._parts.items()}
         self.main_weights = {
@@ -165,7 +165,7 @@ class PipelineOptimizer:
             NonFiniteError: `clip` is given and the norm is an inf or a NaN, with no such gradient for a scaler to see; the
                 weights are as before, the gradients are dropped.
         """
-        if self.pipe._engine.shards is not self.shards:
+        if self.pipe.shards is not self.shards:
             raise PenstockError(
                 "another PipelineOptimizer was made for this pipeline since; its gradients go to that one"
             )
@@ -219,8 +219,7 @@ class PipelineOptimizer:
     def zero_grad(self) -> None:
         """Drop all gradients, and with them what has accumulated; `step` does it after an update."""
         self._wait_for_steps(0)
-        for _, parameter in self.pipe._holdings.named_parameters():
-            parameter.grad = None
+        self.pipe.zero_grad()
         if self.shards is not None:
             self.shards.drop()
 

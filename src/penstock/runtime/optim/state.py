@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import ConfigError
 from penstock.parallel.data.shard_slice import ShardSlice, ShardValues
-from penstock.parallel.data.shards import ShardedParameter
+from penstock.parallel.data.shards import ShardedParameter, Shards
 from penstock.parallel.dtensor import distribute_like, full_tensor, is_dtensor, like, local
-
-if TYPE_CHECKING:
-    from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.optim.grad_scaler import GradScaler
+from penstock.runtime.optim.groups import Named
+from penstock.runtime.optim.main_weights import MainWeights
+from penstock.runtime.pipeline import Pipeline
 
 _KEYS = {
     "optimizer": str,
@@ -32,6 +34,22 @@ _KEYS = {
 
 _MAIN = "main weight"
 """Beside the entries of a torch optimizer, whose names have no spaces."""
+
+
+class StatefulOptimizer(Protocol):
+    """What a `PipelineOptimizer` has a state of; see its attributes."""
+
+    pipe: Pipeline
+    optimizers: dict[int, torch.optim.Optimizer]
+    main_weights: dict[int, MainWeights]
+    schedulers: list[LRScheduler]
+    scaler: GradScaler | None
+    shards: Shards | None
+    steps: int
+    skipped: int
+
+    def parts(self, rank: int) -> list[Named]:
+        """Return a rank's (name, parameter) pairs by group."""
 
 
 class _Member(NamedTuple):
@@ -51,7 +69,7 @@ class _Member(NamedTuple):
     piece: ShardSlice | None
 
 
-def common(optimizer: PipelineOptimizer) -> dict[str, Any]:
+def common(optimizer: StatefulOptimizer) -> dict[str, Any]:
     """What of `PipelineOptimizer.state_dict` is the same on every rank; the rest of it is empty."""
     first = next(iter(optimizer.optimizers.values()))
     return {
@@ -67,7 +85,7 @@ def common(optimizer: PipelineOptimizer) -> dict[str, Any]:
     }
 
 
-def collect(optimizer: PipelineOptimizer, keep: bool = True) -> dict[str, Any]:
+def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
     """What `PipelineOptimizer.state_dict` returns.
 
     Args:
@@ -92,7 +110,7 @@ def collect(optimizer: PipelineOptimizer, keep: bool = True) -> dict[str, Any]:
 
 
 def _collect_divided(
-    optimizer: PipelineOptimizer, rank: int, members: list[_Member], state: dict[str, Any], keep: bool
+    optimizer: StatefulOptimizer, rank: int, members: list[_Member], state: dict[str, Any], keep: bool
 ) -> None:
     """Put together what the replicas have divided."""
     if optimizer.shards is None:
@@ -117,7 +135,7 @@ def _collect_divided(
             state["state"][name] = {k: _put_together(v, parameter) for k, v in found.items()}
 
 
-def _members(optimizer: PipelineOptimizer, rank: int) -> Iterator[_Member]:
+def _members(optimizer: StatefulOptimizer, rank: int) -> Iterator[_Member]:
     main = optimizer.main_weights[rank]
     for n, pairs in enumerate(optimizer.parts(rank)):
         for name, parameter in pairs:
@@ -165,7 +183,7 @@ def _run(key: str, value: Any, piece: ShardSlice) -> Any:
     return piece.of(value) if piece.covers(key, value) else value
 
 
-def restore(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> None:
+def restore(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> None:
     """Check everything, then load.
 
     Raises:
@@ -188,7 +206,7 @@ def restore(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> None:
     optimizer.steps, optimizer.skipped = state["steps"], state["skipped"]
 
 
-def _problems(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> list[str]:
+def _problems(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> list[str]:
     first = next(iter(optimizer.optimizers.values()))
     own = type(first).__name__
     problems = []
@@ -206,7 +224,7 @@ def _problems(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> list[st
     return problems + _problems_by_name(optimizer, state)
 
 
-def _problems_by_name(optimizer: PipelineOptimizer, state: Mapping[str, Any]) -> list[str]:
+def _problems_by_name(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> list[str]:
     saved, mains = state["parameters"], state["main_weights"]
     problems, own = [], set()
     for rank in optimizer.optimizers:
@@ -241,7 +259,7 @@ def _problems_by_name(optimizer: PipelineOptimizer, state: Mapping[str, Any]) ->
 
 
 def _restore_rank(
-    optimizer: PipelineOptimizer, rank: int, own: torch.optim.Optimizer, state: Mapping[str, Any]
+    optimizer: StatefulOptimizer, rank: int, own: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
     """Hand a rank's part to its torch optimizer, which numbers parameters in the order of its groups."""
     members = [member for member in _members(optimizer, rank) if member.updated is not None]

@@ -28,8 +28,8 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
         [np.arange(schedule.rows(e.rank).start, schedule.rows(e.rank).stop) for e in executors]
     )
     readings = Readings()
-    start = np.concatenate([readings.seconds(e.device, e.start) for e in executors])
-    end = np.concatenate([readings.seconds(e.device, e.end) for e in executors])
+    start = np.concatenate([readings.seconds(e.device, e.records.start) for e in executors])
+    end = np.concatenate([readings.seconds(e.device, e.records.end) for e in executors])
     held = np.concatenate([_held(e) for e in executors])
     origin = start.min()
     whole = [name for e in executors for stage in e.stages.values() for name in stage.split_checks.whole]
@@ -57,7 +57,7 @@ def _held(executor: Executor) -> npt.NDArray[np.int64]:
     """Bytes a rank holds after each of its ops: the op's stage as recorded, the rank's others as they were last."""
     rows = executor.program.schedule.rows(executor.rank)
     stages = executor.program.schedule.stage[rows]
-    own = np.array(executor.held, np.int64)
+    own = np.array(executor.records.held, np.int64)
     total = np.zeros(len(own), np.int64)
     for stage in np.unique(stages):
         at = np.flatnonzero(stages == stage)

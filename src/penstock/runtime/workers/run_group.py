@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch
 from torch import distributed as dist
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.parallel.data.exchange import run_each
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.collectives import Collectives
 
@@ -53,28 +53,10 @@ class RunGroup:
             PenstockError: on every process, if a job raised one, or an OSError, on any; a `ConfigError` stays one.
             PeerError, WaitTimeoutError: a process is gone, or has not come.
         """
-        value: T | None = None
-        failure: PenstockError | None = None
-        try:
-            value = job()
-        except PenstockError as error:
-            failure = error
-        except OSError as error:
-            failure = PenstockError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-            failure.__cause__ = error
-        if self._together is None:
-            if failure is not None:
-                raise failure
-            return [cast(T, value)]
-        said = (value, None if failure is None else (str(failure), isinstance(failure, ConfigError)))
-        answers = self._together.exchange(said, None, "tell how it went", patient=True)
-        if failure is not None:
-            raise failure
-        for _, refusal in answers:
-            if refusal is not None:
-                text, is_config = refusal
-                raise ConfigError(text) if is_config else PenstockError(text)
-        return [answer for answer, _ in answers]
+        together = self._together
+        if together is None:
+            return run_each(job, None)
+        return run_each(job, lambda report: together.exchange(report, None, "tell how it went", patient=True))
 
     def decide(self, choose: Callable[[], T]) -> T:
         """Let the leader do something, and tell all the others what came of it; every process calls it.

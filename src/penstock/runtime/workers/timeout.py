@@ -6,12 +6,23 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 
+from penstock.errors import ConfigError
+
 FIRST_TIMEOUT = 600.0
 """Seconds; the first steps compile, import and allocate, and not every rank takes equally long for that."""
 
 
 YEAR = 365 * 24 * 3600
 """Seconds; the longest limit. Clocks and locks count in 64 bits, and sums of limits must not overflow."""
+
+
+def require_timeout(timeout: object, name: str = "timeout") -> float:
+    """Return a timeout; raise ConfigError unless it is a positive number of seconds, at most a year."""
+    if isinstance(timeout, int | float) and 0 < timeout <= YEAR:
+        return float(timeout)
+    raise ConfigError(
+        f"{name} must be a positive number of seconds, at most {YEAR} (a year), not {timeout!r}"
+    )
 
 
 class Timeout:

@@ -152,7 +152,7 @@ class World:
                 f"{self.timeout.seconds:g} s: {text}"
             ) from error
 
-    def apply_limit(self) -> None:
+    def apply_timeout(self) -> None:
         """Have the communicators keep to the limit as it is now.
 
         By it gloo ends what it runs in the background, for which a process that ends would wait, and NCCL knows no other.

@@ -1,0 +1,355 @@
+"""Compile one rank's Program to a list of functions, one an op, so that a step only walks through the list.
+
+Each function receives the op's inputs, computes, records times and memory, and sends the outputs. Two kinds of
+instruction need no function. POST belongs to the transport, which keeps as many receives posted as the edge has slots,
+across steps. FREE is what a stage does by itself at the end of its B or W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from penstock.runtime.batch.work import Work
+from penstock.runtime.transport.channel import Channel
+from penstock.schedule.ops import Kind, Op
+from penstock.schedule.program import Action, Instruction, Program
+from penstock.stage.compute.runner import LossInputs, LossReport, Messages
+from penstock.stage.compute.stage import Stage
+from penstock.stage.values import Message
+
+CompiledOp = tuple[int, Callable[[], None]]
+"""An op's row in the schedule, and the function that runs it."""
+
+_Receive = Callable[[], Message]
+_Send = Callable[[Message], None]
+_ReceiveAll = Callable[[], Messages]
+_SendAll = Callable[[Messages], None]
+
+
+class Gradients(Protocol):
+    """Gradients that are reduced once a stage's are complete."""
+
+    def complete(self, stage: int) -> None:
+        """Reduce the gradients of a stage."""
+
+
+@dataclass
+class StepState:
+    """State of a rank in a step, on which its ops work.
+
+    Attributes:
+        work: the rank's part of the step.
+        inputs: inputs of its last forward, for error messages.
+        local: messages between stages of this rank, by tag.
+    """
+
+    work: Work = field(default_factory=Work)
+    inputs: Messages | None = None
+    local: dict[int, Message] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Drop the work of a step and its messages."""
+        self.work, self.inputs = Work(), None
+        self.local.clear()
+
+
+class OpRecords:
+    """Times and memory of a rank's ops in its last step.
+
+    Args:
+        count: ops of the rank.
+        now: clock of the rank's device; see `penstock.runtime.tracing.clocks.clock`.
+
+    Attributes:
+        start, end: by op, readings of the clock.
+        held: by op, bytes that its stage holds after it.
+    """
+
+    def __init__(self, count: int, now: Callable[[], Any]) -> None:
+        self.now = now
+        self.start: list[Any] = [0.0] * count
+        self.end: list[Any] = [0.0] * count
+        self.held = [0] * count
+
+
+class BackwardKinds(NamedTuple):
+    """How a rank's backwards run.
+
+    Attributes:
+        merged: I ops whose W follows at once and whose result no other op needs: one full backward costs less than two
+            halves.
+        split: (stage, microbatch) of backwards that run in two halves.
+        dropped: (stage, microbatch) of forwards that an R recomputes, so that they keep their inputs only.
+    """
+
+    merged: frozenset[Op]
+    split: frozenset[tuple[int, int]]
+    dropped: frozenset[tuple[int, int]]
+
+    @staticmethod
+    def of(program: Program, rank: int) -> BackwardKinds:
+        """Return the kinds of one rank's backwards."""
+        schedule, rows = program.schedule, program.schedule.rows(rank)
+        inputs = [r for r in range(rows.start, rows.stop) if schedule.kind[r] == Kind.I]
+        merged = frozenset(
+            schedule.op(r)
+            for r in inputs
+            if r + 1 < rows.stop
+            and program.target[r] < 0
+            and schedule.op(r + 1) == replace(schedule.op(r), kind=Kind.W)
+        )
+        halves = [op for op in map(schedule.op, inputs) if op not in merged]
+        recomputed = [schedule.op(r) for r in range(rows.start, rows.stop) if schedule.kind[r] == Kind.R]
+        return BackwardKinds(
+            merged,
+            frozenset((op.stage, op.microbatch) for op in halves),
+            frozenset((op.stage, op.microbatch) for op in recomputed),
+        )
+
+
+class OpCompiler:
+    """Compiles the instructions of one rank.
+
+    Args:
+        program: program of the step.
+        rank: rank whose ops are compiled.
+        stages: stages of the rank by number.
+        channel: the rank's end of the transport; None if there is one rank.
+        state: state that the ops work on.
+        records: where the ops record times and memory.
+        gradients: gradients to reduce when those of a stage are complete.
+        trains: whether the forwards keep what a backward needs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, Stage],
+        channel: Channel | None,
+        state: StepState,
+        records: OpRecords,
+        gradients: Sequence[Gradients],
+        trains: bool,
+    ) -> None:
+        self._program, self._rank = program, rank
+        self._stages, self._channel = stages, channel
+        self._state, self._records = state, records
+        self._gradients, self._trains = gradients, trains
+        self._first_row = program.schedule.rows(rank).start
+        self._last_stage = program.schedule.stages - 1
+        self._backwards = BackwardKinds.of(program, rank)
+
+    def compile(self) -> list[CompiledOp]:
+        """Return the rank's ops in their order; ops that run as a pair are one function."""
+        ops: list[CompiledOp] = []
+        receives: dict[int, list[_Receive]] = {}
+        sends: dict[int, list[_Send]] = {}
+        reduced: list[int] = []
+        run: Instruction | None = None
+
+        def close() -> None:
+            nonlocal run
+            if run is not None:
+                ops.append((run.row, self._run(run, receives, sends, reduced)))
+                run = None
+                receives.clear()
+                sends.clear()
+                reduced.clear()
+
+        for line in self._program.instructions(self._rank):
+            match line.action:
+                case Action.RECV | Action.TAKE:
+                    close()
+                    receives.setdefault(line.row, []).append(self._receive(line))
+                case Action.RUN:
+                    close()
+                    run = line
+                case Action.SEND | Action.HAND:
+                    sends.setdefault(line.row, []).append(self._send(line))
+                case Action.REDUCE:
+                    reduced.append(line.number)
+        close()
+        return ops
+
+    def _run(
+        self,
+        run: Instruction,
+        receives: Mapping[int, list[_Receive]],
+        sends: Mapping[int, list[_Send]],
+        reduced: Sequence[int],
+    ) -> Callable[[], None]:
+        rows = range(run.row, run.row + run.number)
+        parts = [self._op(row, receives.get(row, []), sends.get(row, [])) for row in rows]
+        parts += [partial(each.complete, stage) for stage in reduced for each in self._gradients]
+        return parts[0] if len(parts) == 1 else partial(_call_all, parts)
+
+    def _receive(self, line: Instruction) -> _Receive:
+        tag, peer = self._program.tag(line.row, line.route), line.peer
+        if line.action is Action.TAKE:
+            local = self._state.local
+            return lambda: local.pop(tag)
+        channel = self._channel
+        assert channel is not None
+        return lambda: channel.recv(peer, tag)
+
+    def _send(self, line: Instruction) -> _Send:
+        receiver = next(row for row, route in self._program.takers(line.row) if route == line.route)
+        tag, peer = self._program.tag(receiver, line.route), line.peer
+        if line.action is Action.HAND:
+            local = self._state.local
+            return lambda message: local.__setitem__(tag, message)
+        channel = self._channel
+        assert channel is not None
+        return lambda message: channel.send(peer, tag, message)
+
+    def _op(self, row: int, receives: list[_Receive], sends: list[_Send]) -> Callable[[], None]:
+        op = self._program.schedule.op(row)
+        stage = self._stages[op.stage]
+        slot = row - self._first_row
+        if op.kind == Kind.F:
+            receive = _receive_all([self._input(op.microbatch), *receives] if op.stage == 0 else receives)
+            if op.stage == self._last_stage:
+                return self._last_forward(op.microbatch, stage, slot, receive)
+            return self._forward(op.microbatch, stage, slot, receive, _send_all(sends))
+        if op.kind == Kind.W:
+            return self._timed(partial(stage.backward_weight, op.microbatch), stage, slot)
+        if op.kind == Kind.R:
+            return self._timed(partial(stage.recompute, op.microbatch), stage, slot)
+        half = op.kind == Kind.I and op not in self._backwards.merged
+        run = stage.backward_input if half else stage.backward
+        send = _send_all([self._input_gradient(op.microbatch), *sends] if op.stage == 0 else sends)
+        return self._backward(
+            op.microbatch, stage, run, slot, _receive_all(receives) if receives else None, send
+        )
+
+    def _forward_options(self, stage: Stage, microbatch: int) -> dict[str, Any]:
+        key = (stage.index, microbatch)
+        return {"split": key in self._backwards.split, "drop": key in self._backwards.dropped}
+
+    def _input(self, microbatch: int) -> _Receive:
+        state = self._state
+        return lambda: state.work.input(microbatch)
+
+    def _input_gradient(self, microbatch: int) -> _Send:
+        state = self._state
+
+        def keep(message: Message) -> None:
+            work = state.work
+            if work.options.input_grads:
+                work.grads[work.batch.first + microbatch] = message
+
+        return keep
+
+    def _forward(
+        self, microbatch: int, stage: Stage, slot: int, receive: _ReceiveAll, send: _SendAll
+    ) -> Callable[[], None]:
+        state, records, now = self._state, self._records, self._records.now
+        start, end, held = records.start, records.end, records.held
+        run: Callable[[int, Messages], Messages] = stage.evaluate
+        if self._trains:
+            run = partial(stage.forward, **self._forward_options(stage, microbatch))
+
+        def op() -> None:
+            state.inputs = messages = receive()
+            start[slot] = now()
+            outputs = run(microbatch, messages)
+            end[slot] = now()
+            held[slot] = stage.held_bytes
+            send(outputs)
+
+        return op
+
+    def _last_forward(
+        self, microbatch: int, stage: Stage, slot: int, receive: _ReceiveAll
+    ) -> Callable[[], None]:
+        state, records, now = self._state, self._records, self._records.now
+        start, end, held = records.start, records.end, records.held
+        run: Callable[[int, Messages, LossInputs], LossReport] = stage.evaluate_with_loss
+        if self._trains:
+            run = partial(stage.forward_with_loss, **self._forward_options(stage, microbatch))
+
+        def op() -> None:
+            work = state.work
+            batch = work.batch
+            state.inputs = messages = receive()
+            weight = batch.weights[microbatch]
+            target = batch.targets[microbatch] if batch.targets else None
+            start[slot] = now()
+            report = run(microbatch, messages, LossInputs(target, weight, work.options.outputs))
+            end[slot] = now()
+            held[slot] = stage.held_bytes
+            number = batch.first + microbatch
+            if report.loss is not None:
+                work.losses.total[number] = report.loss
+                work.losses.parts[number] = report.parts
+                work.losses.weights[number] = weight.weight
+                if report.has_graph:
+                    work.has_graph = True
+            if work.options.outputs:
+                work.outputs[number] = report.output
+
+        return op
+
+    def _backward(
+        self,
+        microbatch: int,
+        stage: Stage,
+        run: Callable[[int, Messages | None], Messages],
+        slot: int,
+        receive: _ReceiveAll | None,
+        send: _SendAll,
+    ) -> Callable[[], None]:
+        records, now = self._records, self._records.now
+        start, end, held = records.start, records.end, records.held
+
+        def op() -> None:
+            grads = receive() if receive is not None else None
+            start[slot] = now()
+            inputs = run(microbatch, grads)
+            end[slot] = now()
+            held[slot] = stage.held_bytes
+            send(inputs)
+
+        return op
+
+    def _timed(self, run: Callable[[], None], stage: Stage, slot: int) -> Callable[[], None]:
+        records, now = self._records, self._records.now
+        start, end, held = records.start, records.end, records.held
+
+        def op() -> None:
+            start[slot] = now()
+            run()
+            end[slot] = now()
+            held[slot] = stage.held_bytes
+
+        return op
+
+
+def _call_all(parts: Sequence[Callable[[], None]]) -> None:
+    for part in parts:
+        part()
+
+
+def _receive_all(receives: Sequence[_Receive]) -> _ReceiveAll:
+    if len(receives) == 1:
+        only = receives[0]
+        return lambda: (only(),)
+    receives = tuple(receives)
+    return lambda: tuple([receive() for receive in receives])
+
+
+def _send_all(sends: Sequence[_Send]) -> _SendAll:
+    if len(sends) == 1:
+        only = sends[0]
+        return lambda messages: only(messages[0])
+    sends = tuple(sends)
+
+    def send_all(messages: Messages) -> None:
+        for send, message in zip(sends, messages, strict=True):
+            send(message)
+
+    return send_all

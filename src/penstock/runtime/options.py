@@ -1,0 +1,91 @@
+"""Options of a `Pipeline` whose defaults most users keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import ConfigError
+from penstock.parallel.data.layout import BUCKET_BYTES
+from penstock.runtime.copies.buffers import Rule, require_rule
+from penstock.runtime.workers.timeout import FIRST_TIMEOUT, require_timeout
+
+COMPILED = ("none", "block", "stage")
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How a pipeline's weights are shared with replicas and tensor-parallel processes.
+
+    Args:
+        bucket_bytes: bytes in a gradient bucket (default 25 MiB); buckets are reduced over replicas while the backward
+            runs. "auto" chooses for each stage after the second step: one bucket if its reduction hides behind the
+            backward, more if it does not.
+        buffers: what to do if copies of a stage change a persistent buffer differently: "refuse" the step (default), or
+            take the "mean" or the "first". Statistics of batch normalization are always joined. See
+            `penstock.runtime.copies.buffers.BufferCopies`.
+        check_replicas: training steps between two comparisons of the copies' parameters and buffers (default 100); 0 never
+            compares.
+        family: model family whose matrices tensor parallelism shards (default "penstock", the built-in model); see
+            `penstock.parallel.tensor.plan.tensor_parallel`.
+        sequence_parallel: also shard activations between the blocks along the sequence (default False).
+
+    Raises:
+        ConfigError: if a value is not one of these.
+    """
+
+    bucket_bytes: int | Literal["auto"] = BUCKET_BYTES
+    buffers: Rule = "refuse"
+    check_replicas: int = 100
+    family: str = "penstock"
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes != "auto" and not _is_count(self.bucket_bytes, 1):
+            raise ConfigError(
+                f"bucket_bytes must be a positive number of bytes or 'auto', not {self.bucket_bytes!r}"
+            )
+        require_rule(self.buffers)
+        if not _is_count(self.check_replicas, 0):
+            raise ConfigError(
+                f"check_replicas must be a number of steps, or 0 for never, not {self.check_replicas!r}"
+            )
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """How a pipeline runs its stages.
+
+    Args:
+        first_timeout: timeout in seconds until the first training step is done, and in the first evaluation, which compile
+            and import (default 600).
+        memory: bytes of activations that a rank may hold, for ``recompute="auto"``.
+        offload: keep tensors saved for the backward in host memory, for stages on a GPU (default False).
+        compile: what ``torch.compile`` gets: "none" (default), "block" (each layer) or "stage" (each stage's layers
+            together).
+        check_finite: refuse a step in which a loss or a gradient is NaN or infinite (default True); on a GPU, a step then
+            ends with a synchronization.
+        strict: refuse a layer whose backward cannot be split into input and weight gradients without changing them,
+            instead of running its full backward (default False).
+
+    Raises:
+        ConfigError: if a value is not one of these.
+    """
+
+    first_timeout: float = FIRST_TIMEOUT
+    memory: int | None = None
+    offload: bool = False
+    compile: str = "none"
+    check_finite: bool = True
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        require_timeout(self.first_timeout, "first_timeout")
+        if self.compile not in COMPILED:
+            raise ConfigError(f"compile must be 'none', 'block' or 'stage', not {self.compile!r}")
+        if self.memory is not None and not _is_count(self.memory, 1):
+            raise ConfigError(f"memory must be a positive number of bytes or None, not {self.memory!r}")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
