@@ -30,8 +30,9 @@ class Kind(NamedTuple):
 def _prepare_config(folder: Path) -> Read:
     from penstock.schedule.placement import Placement
     from penstock.simulate.cost_file import read_costs
-    from penstock.train.config.config import Config, resolve
+    from penstock.train.config.config import Config
     from penstock.train.config.file import dump, load
+    from penstock.train.config.resolve import resolve
 
     (folder / "run.toml").write_text(dump(Config()))
     (folder / "costs.toml").write_text(

@@ -22,9 +22,10 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
 from penstock.trace.folder import drop_after
 from penstock.train import run_folder
-from penstock.train.config.config import Config, resolve
+from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import describe, shape_of
 from penstock.train.config.optim import build_optimizer
+from penstock.train.config.resolve import resolve
 from penstock.train.data.training_text import Text, bigram_of, open_text
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import TrainableModel, language_of

@@ -14,7 +14,6 @@ from penstock.errors import ConfigError, DataError, PenstockError, StoppedError,
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.train.config.allowed import ACCEPT, REFUSE
 from penstock.train.config.config import Config
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import is_finished
@@ -164,10 +163,10 @@ class RunCheckpointer:
         changes = self._data.changes(before)
         if not changes:
             return
-        if self._config.data.changed == REFUSE:
+        if self._config.data.changed == "refuse":
             raise ConfigError(
                 f"the data is not what {loaded.path} was made with: {'; '.join(changes)}. Put the data back; or go on with "
-                f"what is there now with  --set data.changed={ACCEPT} : the run is another one from here on"
+                f"what is there now with  --set data.changed=accept : the run is another one from here on"
             )
         self._reporter.say(f"data accepted that {loaded.path} was not made with: {'; '.join(changes)}")
 

@@ -12,7 +12,6 @@ from penstock.checkpoint.find import FOLDER, is_checkpoint
 from penstock.errors import ConfigError
 from penstock.run_lock import LOCK
 from penstock.train.config import file as config_file
-from penstock.train.config.allowed import REFUSE
 from penstock.train.config.config import Config, TrainConfig
 
 AUTO = "auto"
@@ -79,5 +78,7 @@ def _holds_only_a_lock(path: Path) -> bool:
 
 def keep_config(path: Path, config: Config) -> None:
     """Write the resolved config into the run's folder, without what is said for one start only."""
-    kept = replace(config, train=replace(config.train, resume=""), data=replace(config.data, changed=REFUSE))
+    kept = replace(
+        config, train=replace(config.train, resume=""), data=replace(config.data, changed="refuse")
+    )
     write_text(path / "config.toml", config_file.dump(kept))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.train.config.config import Config, from_mapping, resolve
+from penstock.train.config.config import Config, from_mapping
 
 
 def test_nothing_given_is_the_default():
@@ -28,36 +28,39 @@ def vars_of(config: Config) -> dict[str, dict[str, object]]:
     [
         ({"modle": {}}, r"no section \[modle\] \(did you mean 'model'"),
         ({"model": {"widht": 3}}, r"no key model.widht \(did you mean 'width'"),
-        ({"model": 3}, "model is a section"),
-        ({"model": {"width": "128"}}, "model.width must be a whole number, not '128'"),
+        ({"model": 3}, "model must be a section with keys of its own, got 3"),
+        ({"model": {"width": "128"}}, "model.width must be a whole number, got '128'"),
         ({"model": {"width": 1.5}}, "model.width must be a whole number"),
-        ({"train": {"steps": True}}, "train.steps must be a whole number, not True"),
-        ({"train": {"steps": 0}}, "train.steps must be at least 1"),
-        ({"train": {"steps": -4}}, "train.steps must be at least 1"),
-        ({"train": {"steps": 2**40}}, r"below 2\^31, not 1099511627776"),
-        ({"optim": {"lr": "fast"}}, "optim.lr must be a number"),
-        ({"optim": {"lr": 0}}, "optim.lr must be more than 0"),
+        ({"train": {"steps": True}}, "train.steps must be a whole number, got True"),
+        ({"train": {"steps": 0}}, "train.steps must be greater than or equal to 1, got 0"),
+        ({"train": {"steps": -4}}, "train.steps must be greater than or equal to 1, got -4"),
+        ({"train": {"steps": 2**40}}, "train.steps must be less than 2147483648, got 1099511627776"),
+        (
+            {"train": {"steps": 16**5000}},
+            "train.steps must be less than 2147483648, got a number of too many digits",
+        ),
+        ({"optim": {"lr": "fast"}}, "optim.lr must be a finite number, got 'fast'"),
+        ({"optim": {"lr": 0}}, "optim.lr must be greater than 0, got 0"),
         ({"optim": {"lr": float("nan")}}, "optim.lr must be a finite number"),
         ({"optim": {"lr": 10**400}}, "optim.lr must be a finite number"),
-        ({"optim": {"beta1": 1.0}}, "optim.beta1 must be from 0 to 1, 1 excluded"),
-        ({"data": {"held_out": 1.0}}, "data.held_out must be between 0 and 1"),
-        ({"data": {"path": ["a"]}}, "data.path must be text in quotes"),
-        ({"data": {"path": "a\0b"}}, "without NUL"),
-        (
-            {"runtime": {"timeout": 1e10}},
-            r"runtime.timeout must be more than 0 and at most 31536000 \(a year\)",
-        ),
+        ({"optim": {"beta1": 1.0}}, "optim.beta1 must be less than 1, got 1.0"),
+        ({"data": {"held_out": 1.0}}, "data.held_out must be less than 1, got 1.0"),
+        ({"data": {"path": ["a"]}}, r"data.path must be text in quotes, got \['a'\]"),
+        ({"data": {"path": "a\0b"}}, "data.path must be text without NUL"),
+        ({"data": {"path": "a\ud800b"}}, "data.path must be text without NUL and without broken characters"),
+        ({"data": {"changed": "ask"}}, "data.changed must be 'refuse' or 'accept', got 'ask'"),
+        ({"runtime": {"timeout": 1e10}}, "runtime.timeout must be less than or equal to 31536000"),
         ({"train": {"name": " "}}, "train.name must be a plain name without a path"),
         ({"train": {"name": "../up"}}, "train.name must be a plain name without a path"),
-        ({"parallel": {"pp": 0}}, "parallel.pp must be at least 1"),
-        ({"runtime": {"timeout": -1.0}}, "runtime.timeout must be more than 0"),
+        ({"parallel": {"pp": 0}}, "parallel.pp must be greater than or equal to 1"),
+        ({"runtime": {"timeout": -1.0}}, "runtime.timeout must be greater than 0"),
         ({"model": {"width": 100, "heads": 3}}, "model.width 100 does not divide into 3 heads"),
         ({"model": {"width": 12, "heads": 4}}, "of an even size"),
         ({"model": {"heads": 4, "kv_heads": 3}}, "must be a multiple of model.kv_heads 3"),
         ({"train": {"batch": 10}, "schedule": {"microbatches": 4}}, "10 does not divide into 4 equal"),
         ({"model": {"path": "a", "config": "b"}}, "model.path and model.config are both given"),
-        ({"model": {"path": "a", "width": 64}}, "model.width is one of Penstock's own model"),
-        ({"optim": {"warmup": 1.5}}, "optim.warmup must be from 0 to 1"),
+        ({"model": {"path": "a", "width": 64}}, "model.width belongs to Penstock's own model"),
+        ({"optim": {"warmup": 1.5}}, "optim.warmup must be less than or equal to 1, got 1.5"),
     ],
 )
 def test_bad_input_is_refused_with_what_is_allowed(tables: dict[str, object], said: str):
@@ -65,36 +68,16 @@ def test_bad_input_is_refused_with_what_is_allowed(tables: dict[str, object], sa
         from_mapping(tables)
 
 
+def test_many_bad_keys_are_one_line():
+    with pytest.raises(ConfigError) as stopped:
+        from_mapping({"train": {"steps": 0, "batch": "8", "stepz": 3}, "optim": {"lr": "x" * 1000}})
+    assert "\n" not in str(stopped.value)
+    assert len(str(stopped.value)) < 300
+
+
 def test_a_whole_number_serves_where_a_fraction_is_meant():
     assert from_mapping({"runtime": {"timeout": 5}}).runtime.timeout == 5.0
     assert isinstance(from_mapping({"runtime": {"timeout": 5}}).runtime.timeout, float)
-
-
-def test_unset_ranks_are_two_threads_or_the_processes_there_are():
-    assert resolve(Config(), None).parallel.pp == 2
-    assert resolve(Config(), 5).parallel.pp == 5
-    assert resolve(from_mapping({"parallel": {"pp": 3}}), None).parallel.pp == 3
-    assert resolve(from_mapping({"parallel": {"pp": 3}}), 3).parallel.pp == 3
-
-
-def test_ranks_that_are_not_the_processes_are_refused():
-    with pytest.raises(ConfigError, match=r"parallel.pp is 3, but 2 processes were started"):
-        resolve(from_mapping({"parallel": {"pp": 3}}), 2)
-
-
-def test_unset_virtual_stages_are_the_familys():
-    def virtual_stages(**schedule: str) -> int | None:
-        return resolve(from_mapping({"schedule": schedule}), None).parallel.virtual_stages
-
-    assert virtual_stages() == 1
-    assert virtual_stages(name="interleaved-1f1b") == 2
-    assert virtual_stages(name="mine.csv") == 1
-
-
-def test_an_unset_prompt_suits_the_vocabulary():
-    assert resolve(Config(), None).sample.prompt == "def "
-    assert resolve(from_mapping({"model": {"vocabulary": 1000}}), None).sample.prompt == "0"
-    assert resolve(from_mapping({"sample": {"prompt": ""}}), None).sample.prompt == ""
 
 
 def test_the_learning_rate_is_of_fine_tuning_where_the_weights_are_given():

@@ -15,8 +15,9 @@ from penstock.huggingface import weights
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config import file as config_file
-from penstock.train.config.config import Config, ParallelConfig, from_mapping, resolve
+from penstock.train.config.config import Config, ParallelConfig, from_mapping
 from penstock.train.config.mesh_config import describe, find_mesh, shape_of
+from penstock.train.config.resolve import resolve
 from penstock.train.loop import train
 from penstock.train.report.progress import Silent
 from tests.train import hf, test_transformers_curve
@@ -66,8 +67,8 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused(given, processes, sai
         ({"parallel": {"dp": 3}}, "microbatches 8 do not divide .* take a multiple of 3, or parallel.dp = 1"),
         ({"parallel": {"dp": 12}}, "take a multiple of 12, or parallel.dp = 4"),
         ({"parallel": {"order": "pp,dp"}}, "parallel.order must be pp, dp and tp once each"),
-        ({"parallel": {"tp": 0}}, "parallel.tp must be at least 1"),
-        ({"parallel": {"sequence_parallel": 1}}, "parallel.sequence_parallel must be true or false, not 1"),
+        ({"parallel": {"tp": 0}}, "parallel.tp must be greater than or equal to 1"),
+        ({"parallel": {"sequence_parallel": 1}}, "parallel.sequence_parallel must be true or false, got 1"),
         (
             {"parallel": {"sequence_parallel": True, "tp": 3}},
             "data.sequence 128 does not divide over parallel.tp 3, .* take a multiple of 3",

@@ -1,47 +1,51 @@
-"""What a training run is told: one frozen dataclass a section, checked once, before anything else happens.
+"""The configuration of a training run: a frozen dataclass for each section, checked before anything else happens.
 
-The sections are those of the TOML file; `config_file` reads and writes it.
+The sections are those of the TOML file, which `penstock.train.config.file` reads and writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from dataclasses import dataclass, field
-from typing import Any
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from penstock.errors import ConfigError, nearest
 from penstock.parallel.data.layout import BUCKET_BYTES
-from penstock.schedule.families import FAMILIES
-from penstock.train.config.allowed import (
-    CHANGED,
-    COUNT,
-    FOLDER_NAME,
-    FRACTION,
-    KNOWN_LOGGERS,
-    MOMENTUM,
-    NOT_NEGATIVE,
-    ORDER,
-    POSITIVE,
-    REFUSE,
-    SECONDS,
-    SHARE,
-    THREADS,
-    Allowed,
+from penstock.train.config.fields import (
+    AxisOrder,
+    Changed,
+    Count,
+    Flag,
+    FolderName,
+    Fraction,
+    LoggerNames,
+    Momentum,
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    Seconds,
+    Share,
+    Text,
+    Threads,
 )
-from penstock.train.config.limits import require_memory
-from penstock.train.config.mesh_config import find_mesh, require_shares
 from penstock.train.data.tokenizer import BYTES
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 FINE_TUNING_LR = 2e-5
 
 
-def _key(default: object, allowed: Allowed | None = None) -> Any:
-    return field(default=default, metadata={"allowed": allowed})
+class _Table:
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Table):
     """``[model]``: the Llama-style decoder of `penstock.train.model.llama`; or a Hugging Face model by `path` or `config`.
 
     Attributes:
@@ -58,20 +62,20 @@ class ModelConfig:
         norm_epsilon: added to the mean square in RMSNorm.
     """
 
-    path: str = _key("")
-    config: str = _key("")
-    vocabulary: int = _key(BYTES, COUNT)
-    width: int = _key(128, COUNT)
-    layers: int = _key(6, COUNT)
-    heads: int = _key(4, COUNT)
-    kv_heads: int = _key(2, COUNT)
-    hidden: int = _key(352, COUNT)
-    rotary_base: float = _key(10_000.0, POSITIVE)
-    norm_epsilon: float = _key(1e-5, POSITIVE)
+    path: Text = ""
+    config: Text = ""
+    vocabulary: Count = BYTES
+    width: Count = 128
+    layers: Count = 6
+    heads: Count = 4
+    kv_heads: Count = 2
+    hidden: Count = 352
+    rotary_base: Positive = 10_000.0
+    norm_epsilon: Positive = 1e-5
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_Table):
     """``[data]``: what is read and what is kept apart.
 
     Attributes:
@@ -84,15 +88,15 @@ class DataConfig:
             ``accept`` and say so.
     """
 
-    path: str = _key("")
-    pattern: str = _key("*")
-    held_out: float = _key(0.05, FRACTION)
-    sequence: int = _key(128, COUNT)
-    changed: str = _key(REFUSE, CHANGED)
+    path: Text = ""
+    pattern: Text = "*"
+    held_out: Fraction = 0.05
+    sequence: Count = 128
+    changed: Changed = "refuse"
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(_Table):
     """``[optim]``: AdamW and its learning rate.
 
     Attributes:
@@ -105,18 +109,18 @@ class OptimConfig:
         clip: the global gradient norm is cut to this; 0 never cuts.
     """
 
-    lr: float = _key(4e-3, POSITIVE)
-    final_lr: float = _key(0.05, SHARE)
-    warmup: float = _key(0.05, SHARE)
-    weight_decay: float = _key(0.1, NOT_NEGATIVE)
-    beta1: float = _key(0.9, MOMENTUM)
-    beta2: float = _key(0.95, MOMENTUM)
-    epsilon: float = _key(1e-8, POSITIVE)
-    clip: float = _key(1.0, NOT_NEGATIVE)
+    lr: Positive = 4e-3
+    final_lr: Share = 0.05
+    warmup: Share = 0.05
+    weight_decay: NotNegativeNumber = 0.1
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.95
+    epsilon: Positive = 1e-8
+    clip: NotNegativeNumber = 1.0
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(_Table):
     """``[schedule]``: the order of the work.
 
     Attributes:
@@ -124,12 +128,12 @@ class ScheduleConfig:
         microbatches: equal parts each batch is cut into; each of ``parallel.dp`` pipelines takes an equal share of them.
     """
 
-    name: str = _key("1f1b")
-    microbatches: int = _key(8, COUNT)
+    name: Text = "1f1b"
+    microbatches: Count = 8
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(_Table):
     """``[parallel]``: how the model is spread.
 
     Attributes:
@@ -146,19 +150,19 @@ class ParallelConfig:
             never.
     """
 
-    pp: int | None = _key(None, COUNT)
-    virtual_stages: int | None = _key(None, COUNT)
-    dp: int = _key(1, COUNT)
-    tp: int = _key(1, COUNT)
-    order: str = _key("pp,dp,tp", ORDER)
-    sequence_parallel: bool = _key(False)
-    bucket_bytes: int = _key(BUCKET_BYTES, NOT_NEGATIVE)
-    zero: bool = _key(False)
-    check_replicas: int = _key(100, NOT_NEGATIVE)
+    pp: Count | None = None
+    virtual_stages: Count | None = None
+    dp: Count = 1
+    tp: Count = 1
+    order: AxisOrder = "pp,dp,tp"
+    sequence_parallel: Flag = False
+    bucket_bytes: NotNegative = BUCKET_BYTES
+    zero: Flag = False
+    check_replicas: NotNegative = 100
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(_Table):
     """``[train]``: the run.
 
     Attributes:
@@ -183,25 +187,25 @@ class TrainConfig:
             is one; empty to start a new run.
     """
 
-    steps: int = _key(600, COUNT)
-    batch: int = _key(16, COUNT)
-    seed: int = _key(0, NOT_NEGATIVE)
-    name: str = _key("", FOLDER_NAME)
-    folder: str = _key("runs")
-    log_every: int = _key(10, COUNT)
-    eval_every: int = _key(150, COUNT)
-    eval_batches: int = _key(16, COUNT)
-    trace_every: int = _key(100, NOT_NEGATIVE)
-    loggers: str = _key("", KNOWN_LOGGERS)
-    checkpoint_every: int = _key(100, NOT_NEGATIVE)
-    keep_last: int = _key(3, NOT_NEGATIVE)
-    keep_every: int = _key(0, NOT_NEGATIVE)
-    skip_nonfinite: int = _key(0, NOT_NEGATIVE)
-    resume: str = _key("")
+    steps: Count = 600
+    batch: Count = 16
+    seed: NotNegative = 0
+    name: FolderName = ""
+    folder: Text = "runs"
+    log_every: Count = 10
+    eval_every: Count = 150
+    eval_batches: Count = 16
+    trace_every: NotNegative = 100
+    loggers: LoggerNames = ""
+    checkpoint_every: NotNegative = 100
+    keep_last: NotNegative = 3
+    keep_every: NotNegative = 0
+    skip_nonfinite: NotNegative = 0
+    resume: Text = ""
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(_Table):
     """``[sample]``: the text generated at the end.
 
     Attributes:
@@ -212,14 +216,14 @@ class SampleConfig:
         top_k: draws only among this many likeliest tokens; 0 draws among all.
     """
 
-    prompt: str | None = _key(None)
-    length: int = _key(256, NOT_NEGATIVE)
-    temperature: float = _key(0.8, NOT_NEGATIVE)
-    top_k: int = _key(40, NOT_NEGATIVE)
+    prompt: Text | None = None
+    length: NotNegative = 256
+    temperature: NotNegativeNumber = 0.8
+    top_k: NotNegative = 40
 
 
 @dataclass(frozen=True)
-class RuntimeConfig:
+class RuntimeConfig(_Table):
     """``[runtime]``: the machine.
 
     Attributes:
@@ -230,14 +234,14 @@ class RuntimeConfig:
         first_timeout: the same until the first step is done, and in the first evaluation.
     """
 
-    device: str = _key("")
-    threads: int = _key(0, THREADS)
-    timeout: float = _key(60.0, SECONDS)
-    first_timeout: float = _key(600.0, SECONDS)
+    device: Text = ""
+    threads: Threads = 0
+    timeout: Seconds = 60.0
+    first_timeout: Seconds = 600.0
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(_Table):
     """All of it. Build with `from_mapping` (checked) or `penstock.train.config.file.load`."""
 
     model: ModelConfig = ModelConfig()
@@ -250,88 +254,75 @@ class Config:
     runtime: RuntimeConfig = RuntimeConfig()
 
 
+_CONFIG = TypeAdapter(Config)
+_PLAIN = "text without NUL and without broken characters"
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dataclass_type": "a section with keys of its own",
+    "finite_number": "a finite number",
+    "float_type": "a finite number",
+    "int_type": "a whole number",
+    "string_pattern_mismatch": _PLAIN,
+    "string_type": "text in quotes",
+    "string_unicode": _PLAIN,
+}
+"""Allowed values by the type of pydantic's error, where its own text does not say how to write them in TOML."""
+_SHOWN = 200
+
+
 def from_mapping(tables: dict[str, Any]) -> Config:
-    """Check ``{section: {key: value}}`` and fill what is not given with the defaults.
+    """Check ``{section: {key: value}}`` and fill in the defaults.
 
     Raises:
-        ConfigError: no such section or key (with the nearest), a value of the wrong type or range, or values that clash.
+        ConfigError: if a section or key is unknown (with the nearest names), a value has the wrong type or range, or two
+            values contradict each other.
     """
-    kinds = {part.name: type(part.default) for part in dataclasses.fields(Config)}
-    sections = {}
-    for name, table in tables.items():
-        if name not in kinds:
-            raise ConfigError(
-                f"no section [{name}]{nearest(name, list(kinds))}; the sections are {', '.join(kinds)}"
-            )
-        if not isinstance(table, dict):
-            raise ConfigError(f"{name} is a section with keys of its own, not {table!r}")
-        sections[name] = _section(name, kinds[name], table)
+    try:
+        config = _CONFIG.validate_python(tables)
+    except ValidationError as error:
+        raise ConfigError(_explain(error.errors(include_url=False)[0])) from None
     _check_model(tables.get("model", {}))
-    config = Config(**sections)
     if config.model.path and "lr" not in tables.get("optim", {}):
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=FINE_TUNING_LR))
     _check_together(config)
     return config
 
 
-def _section(name: str, kind: type, table: dict[str, Any]) -> Any:
-    keys = {part.name: part for part in dataclasses.fields(kind)}
-    values = {}
-    for key, value in table.items():
-        if key not in keys:
-            raise ConfigError(
-                f"no key {name}.{key}{nearest(key, list(keys))}; [{name}] has {', '.join(keys)}"
-            )
-        values[key] = _value(f"{name}.{key}", keys[key], value)
-    return kind(**values)
+def _explain(error: ErrorDetails) -> str:
+    """Turn one of pydantic's errors into a line."""
+    section, *keys = map(str, error["loc"])
+    name = ".".join((section, *keys))
+    if error["type"] == "unexpected_keyword_argument":
+        table = getattr(Config, section) if keys else Config
+        known = [field.name for field in dataclasses.fields(table)]
+        if keys:
+            return f"no key {name}{nearest(keys[0], known)}; [{section}] has {', '.join(known)}"
+        return f"no section [{section}]{nearest(section, known)}; the sections are {', '.join(known)}"
+    allowed = _EXPECTED.get(error["type"]) or re.sub("^(Input should be|Value error,) ", "", error["msg"])
+    try:
+        value = repr(error["input"])
+    except ValueError:
+        value = "a number of too many digits"
+    if len(value) > _SHOWN:
+        value = f"{value[: _SHOWN // 2]}...{value[-_SHOWN // 2 :]}"
+    return f"{name} must be {allowed}, got {value}"
 
 
-_SHOWN = 200
-_WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes", "bool": "true or false"}
-
-
-def _value(name: str, part: dataclasses.Field[Any], value: Any) -> Any:
-    wanted = str(part.type).removesuffix(" | None")
-    given = type(value).__name__
-    if given != wanted and not (wanted == "float" and given == "int"):
-        raise ConfigError(f"{name} must be {_WORDS[wanted]}, not {_brief(value)}")
-    if wanted == "float" and not abs(value) <= sys.float_info.max:
-        raise ConfigError(f"{name} must be a finite number, not {_brief(value)}")
-    if wanted == "str" and not _is_plain(value):
-        raise ConfigError(
-            f"{name} must be text without NUL and without broken characters, not {_brief(value)}"
-        )
-    allowed: Allowed | None = part.metadata["allowed"]
-    if allowed is not None and not allowed.holds(value):
-        raise ConfigError(f"{name} must be {allowed.words}, not {_brief(value)}")
-    return float(value) if wanted == "float" else value
-
-
-def _brief(value: object) -> str:
-    """A value as it was given; of a long one its ends."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 2 :]}"
-
-
-def _is_plain(text: str) -> bool:
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _check_model(given: dict[str, Any]) -> None:
-    """Refuse sizes beside a Hugging Face model, which brings its own."""
-    sources = [key for key in ("path", "config") if given.get(key)]
+def _check_model(table: dict[str, Any]) -> None:
+    """Raise if sizes are given beside a Hugging Face model, which brings its own."""
+    sources = [key for key in ("path", "config") if table.get(key)]
     if not sources:
         return
     if len(sources) > 1:
         raise ConfigError("model.path and model.config are both given; a model comes from one of them")
-    if others := sorted(set(given) - {"path", "config"}):
+    if sizes := sorted(set(table) - {"path", "config"}):
         raise ConfigError(
-            f"model.{others[0]} is one of Penstock's own model; the sizes of a Hugging Face model are in its config.json"
+            f"model.{sizes[0]} belongs to Penstock's own model; the sizes of a Hugging Face model are in its config.json"
         )
 
 
 def _check_together(config: Config) -> None:
-    model, train, schedule = config.model, config.train, config.schedule
+    model, train, m, parallel = config.model, config.train, config.schedule.microbatches, config.parallel
     if model.width % model.heads or (model.width // model.heads) % 2:
         raise ConfigError(
             f"model.width {model.width} does not divide into {model.heads} heads of an even size; "
@@ -339,33 +330,22 @@ def _check_together(config: Config) -> None:
         )
     if model.heads % model.kv_heads:
         raise ConfigError(f"model.heads {model.heads} must be a multiple of model.kv_heads {model.kv_heads}")
-    if train.batch % schedule.microbatches:
+    if train.batch % m:
         raise ConfigError(
-            f"train.batch {train.batch} does not divide into {schedule.microbatches} equal microbatches; "
-            f"schedule.microbatches must divide it"
+            f"train.batch {train.batch} does not divide into {m} equal microbatches; schedule.microbatches must divide it"
         )
-    require_shares(config)
-
-
-def resolve(config: Config, processes: int | None) -> Config:
-    """Fill in what depends on how the command was started.
-
-    Args:
-        config: checked.
-        processes: number of processes torchrun (or the like) started; None for a single process with threads.
-
-    Raises:
-        ConfigError: ``[parallel]`` wants another number of processes; or something does not fit in memory.
-    """
-    pp = find_mesh(config.parallel, processes).pp
-    family, v = FAMILIES.get(config.schedule.name), config.parallel.virtual_stages
-    if family is not None:
-        v = family.require_counts(pp, config.schedule.microbatches // config.parallel.dp, v)
-    require_memory(config)
-    parallel = dataclasses.replace(config.parallel, pp=pp, virtual_stages=v or 1)
-    sample = config.sample
-    if sample.prompt is None:
-        theirs = config.model.path or config.model.config
-        usual = "" if theirs else "def " if config.model.vocabulary == BYTES else "0"
-        sample = dataclasses.replace(sample, prompt=usual)
-    return dataclasses.replace(config, parallel=parallel, sample=sample)
+    if m % parallel.dp:
+        raise ConfigError(
+            f"schedule.microbatches {m} do not divide over parallel.dp {parallel.dp}: every replica does an equal share of "
+            f"the batch; take a multiple of {parallel.dp}, or parallel.dp = {math.gcd(m, parallel.dp)}"
+        )
+    if parallel.zero and not parallel.bucket_bytes and parallel.dp > 1:
+        raise ConfigError(
+            "parallel.zero keeps the buckets that it begins with, and parallel.bucket_bytes = 0 chooses them later; give a "
+            "number of bytes"
+        )
+    if parallel.sequence_parallel and config.data.sequence % parallel.tp:
+        raise ConfigError(
+            f"data.sequence {config.data.sequence} does not divide over parallel.tp {parallel.tp}, which "
+            f"parallel.sequence_parallel needs; take a multiple of {parallel.tp}"
+        )

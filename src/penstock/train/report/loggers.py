@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.errors import ConfigError
-from penstock.train.config.allowed import LOGGERS, logger_names
 from penstock.train.config.config import Config
+from penstock.train.config.fields import LOGGERS, logger_names
 
 
 class Logger(Protocol):

@@ -1,0 +1,63 @@
+"""Types of the values in a config: what pydantic checks a key against."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from penstock.parallel.mesh import AXES
+from penstock.runtime.workers.timeout import YEAR
+
+LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
+"""Services that metrics can be sent to, each with the packages it needs."""
+_NAME_BYTES = 255  # most file systems allow no longer name
+
+
+def logger_names(text: str) -> list[str]:
+    """Return the names in ``train.loggers``."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def axes_of(order: str) -> tuple[str, ...]:
+    """Return the axes in ``parallel.order``, outermost first."""
+    return tuple(axis.strip() for axis in order.split(","))
+
+
+def _check_loggers(text: str) -> str:
+    if not set(logger_names(text)) <= set(LOGGERS):
+        raise ValueError(f"names out of {', '.join(LOGGERS)}, with commas between")
+    return text
+
+
+def _check_order(text: str) -> str:
+    if sorted(axes_of(text)) != sorted(AXES):
+        raise ValueError("pp, dp and tp once each with commas between, outermost first")
+    return text
+
+
+def _check_name(text: str) -> str:
+    too_long = len(text.encode("utf-8", "replace")) > _NAME_BYTES
+    plain = text.isprintable() and text == text.strip() and not set(text) & {"/", "\\"}
+    if text in (".", "..") or too_long or not plain:
+        raise ValueError(f"a plain name without a path, of at most {_NAME_BYTES} bytes")
+    return text
+
+
+# Strict: without it pydantic would take "128" for 128 and 1 for true.
+Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+NotNegative = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Threads = Annotated[int, Field(strict=True, ge=0, le=1024)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[_Number, Field(gt=0)]
+NotNegativeNumber = Annotated[_Number, Field(ge=0, lt=2**31)]
+Seconds = Annotated[_Number, Field(gt=0, le=YEAR)]
+Fraction = Annotated[_Number, Field(gt=0, lt=1)]
+Share = Annotated[_Number, Field(ge=0, le=1)]
+Momentum = Annotated[_Number, Field(ge=0, lt=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(strict=True, pattern=r"\A[^\x00]*\z")]
+FolderName = Annotated[Text, AfterValidator(_check_name)]
+LoggerNames = Annotated[Text, AfterValidator(_check_loggers)]
+AxisOrder = Annotated[Text, AfterValidator(_check_order)]
+Changed = Literal["refuse", "accept"]
