@@ -84,7 +84,7 @@ def _prepare_data(folder: Path) -> Read:
     from penstock.train.config.config import DataConfig
     from penstock.train.data.batches import check_tokens, train_batch
     from penstock.train.data.corpus import open_corpora
-    from penstock.train.data.tokenizer import words_of
+    from penstock.train.data.tokenizer import read_tokenizer
 
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("one two three " * 20)
@@ -98,7 +98,7 @@ def _prepare_data(folder: Path) -> Read:
     def read(place: Path) -> None:
         tokenizer = None
         if (place / "tokenizer.json").exists():
-            tokenizer = words_of(place / "tokenizer.json", 64, 0, None)
+            tokenizer = read_tokenizer(place / "tokenizer.json", 64, 0, None)
         training, _ = open_corpora(DataConfig(path=str(place / "text"), sequence=8), tokenizer)
         check_tokens(training, "training", 8)
         train_batch(training, seed=0, step=3, batch=4, sequence=8, vocabulary=256)

@@ -13,7 +13,7 @@ from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import steps_in
 from penstock.cli import group
 from penstock.train.loop import train
-from penstock.train.report.progress import Silent
+from penstock.train.report.progress import Reporter
 from tests.checkpoint.runs import adamw, equal, pipeline, state_of, steps
 from tests.train import hf
 from tests.train.tiny import text_folder, tiny
@@ -110,7 +110,7 @@ def test_what_is_exported_is_what_the_library_loads_with_the_runs_logits(tmp_pat
     source = hf.folder(tmp_path, family, tied=family == "gpt2")
     told = {"steps": 2, "checkpoint_every": 2, "name": "run"}
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(source)}, train=told)
-    train(config, lambda steps, leads: Silent())
+    train(config, lambda steps, leads: Reporter())
     run, target = tmp_path / "runs" / "run", tmp_path / "exported"
     result = call("export-hf", run / "checkpoints" / "step-00000002", target)
     assert result.exit_code == 0, result.output

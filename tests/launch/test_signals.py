@@ -115,7 +115,7 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
         == "penstock: SIGTERM: the step in hand is finished and saved; once more, 2 s later, ends the run at once\n"
     )
     assert done.stdout.endswith(
-        f"stopped after step 2, saved in {saved}; go on with  penstock train --resume {folder}\n"
+        f"stopped after step 2, saved in {saved}; resume with  penstock train --resume {folder}\n"
     )
     assert is_whole(saved)
     run(config_of(tmp_path, text, "stopped", 4, str(folder), runtime={"threads": 1}))
@@ -136,11 +136,11 @@ def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
 def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from penstock.errors import StoppedError
     from penstock.train.loop import train
-    from penstock.train.report.progress import Silent
+    from penstock.train.report.progress import Reporter
 
     config = config_of(tmp_path, text_folder(tmp_path), "early", 4)
     with pytest.raises(
-        StoppedError, match="stopped before the first step, so there is nothing to save; go on with"
+        StoppedError, match="stopped before the first step, so there is nothing to save; resume with"
     ):
-        train(config, lambda steps, leads: Silent(), stopping=lambda: True)
+        train(config, lambda steps, leads: Reporter(), stopping=lambda: True)
     assert not (tmp_path / "runs" / "early" / "checkpoints").exists()

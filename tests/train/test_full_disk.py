@@ -48,7 +48,7 @@ def test_training_goes_on_and_ends_with_one_line(tmp_path: Path):
     told = "\n".join(said.lines)
     assert f"no checkpoint was written in {folder / 'checkpoints'}: " in told
     assert (
-        f"cannot write the trace {folder / 'traces' / 'step-000004.npz'}: File exists. Training goes on"
+        f"cannot write the trace {folder / 'traces' / 'step-000004.npz'}: File exists. Training continues"
         in told
     )
     assert [line["step"] for line in lines(folder, "train")] == [1, 2, 3, 4]
@@ -79,7 +79,7 @@ def test_lines_of_metrics_that_are_not_taken_are_told_once(tmp_path: Path):
     with MetricsWriter(tmp_path, say=said.append) as metrics:
         metrics.write("train", step=1, loss=0.5)
         metrics.write("train", step=2, loss=0.5)
-    assert said == [f"{tmp_path / 'metrics.jsonl'} lacks lines: No space left on device. Training goes on"]
+    assert said == [f"{tmp_path / 'metrics.jsonl'} lacks lines: No space left on device. Training continues"]
 
 
 def test_of_a_line_that_is_not_taken_nothing_stays(tmp_path: Path):

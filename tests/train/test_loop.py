@@ -18,18 +18,18 @@ from penstock.schedule.families import FAMILIES
 from penstock.stage.module import StageModule
 from penstock.train.config.config import Config
 from penstock.train.config.file import load
-from penstock.train.data.training_text import batch_of, bigram_of, open_text
+from penstock.train.data.run_data import bigram_baseline, open_data, training_batch
 from penstock.train.loop import train
 from penstock.train.model import llama
 from penstock.train.model.llama import layers, next_token_loss
-from penstock.train.model.trainable import language_of
-from penstock.train.report.progress import Silent
+from penstock.train.model.trainable import build_model
+from penstock.train.report.progress import Reporter
 from tests.train.tiny import text_folder, tiny
 from tests.train.unsplit import adamw
 
 
-def quietly(steps: int, leads: bool) -> Silent:
-    return Silent()
+def quietly(steps: int, leads: bool) -> Reporter:
+    return Reporter()
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, float]]:
@@ -41,7 +41,7 @@ def unsplit(
     config: Config, skipped: Collection[int] = ()
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
     """The same run in plain PyTorch, with some steps left out: losses, gradient norms, last weights, held-out bits."""
-    text = open_text(config, language_of(config))
+    text = open_data(config, build_model(config))
     model = StageModule(layers(config.model, config.train.seed))
     named = list(model.whole_model_parameters())
     optimizer, scheduler = adamw(named, config.optim, config.train.steps)
@@ -50,7 +50,7 @@ def unsplit(
     for step in range(config.train.steps):
         if step in skipped:
             continue
-        x, y = batch_of(text, config, language_of(config), step)
+        x, y = training_batch(text, config, build_model(config), step)
         parts = []
         for a, b in zip(x.chunk(m), y.chunk(m), strict=True):
             loss = next_token_loss(model(a), b)
@@ -166,8 +166,16 @@ def test_an_existing_run_folder_is_refused_before_anything_is_written(tmp_path: 
         ({"model": {"vocabulary": 1000}, "sample": {"prompt": "def"}}, ConfigError, "must be token numbers"),
         ({"parallel": {"pp": 7}}, ConfigError, "7 stages"),
         ({"schedule": {"name": "2f2b"}}, ConfigError, "no schedule family '2f2b'"),
-        ({"runtime": {"device": "toaster"}}, ConfigError, "runtime.device 'toaster' is none of cpu, cuda"),
-        ({"runtime": {"device": "meta"}}, ConfigError, "runtime.device 'meta' is none of cpu, cuda"),
+        (
+            {"runtime": {"device": "toaster"}},
+            ConfigError,
+            "runtime.device must be one of cpu, cuda, .*got 'toaster'",
+        ),
+        (
+            {"runtime": {"device": "meta"}},
+            ConfigError,
+            "runtime.device must be one of cpu, cuda, .*got 'meta'",
+        ),
         ({"runtime": {"device": "cuda:99"}}, ConfigError, "runtime.device is cuda:99, but PyTorch finds"),
     ],
 )
@@ -204,7 +212,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pyt
 def test_held_out_samples_come_from_held_out_files_only(tmp_path: Path):
     data = text_folder(tmp_path)
     config = tiny(tmp_path, data)
-    text = open_text(config, language_of(config))
+    text = open_data(config, build_model(config))
     trained = {document.path for document in text.training.documents}
     kept = "\0".join(p.read_text() for p in sorted(data.iterdir()) if p not in trained) + "\0"
     assert len(trained) == 8
@@ -214,4 +222,4 @@ def test_held_out_samples_come_from_held_out_files_only(tmp_path: Path):
 
 def test_there_is_no_bigram_table_of_other_tokens_than_bytes(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), model={"vocabulary": 300}, sample={"prompt": "1"})
-    assert bigram_of(open_text(config, language_of(config)), language_of(config)) is None
+    assert bigram_baseline(open_data(config, build_model(config)), build_model(config)) is None

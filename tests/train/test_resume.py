@@ -21,13 +21,13 @@ from penstock.run_lock import LOCK
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
 from penstock.train.loop import train
-from penstock.train.report.progress import Silent
+from penstock.train.report.progress import Reporter
 from tests.train.tiny import text_folder, tiny
 
 TIMES = ("tokens_per_second", "bubble", "seconds")
 
 
-class Said(Silent):
+class Said(Reporter):
     """Keeps what was told."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_is_not_disturbed(tm
     config = config_of(tmp_path, text_folder(tmp_path), "busy", 4)
     again = config_of(tmp_path, tmp_path / "text", "busy", 4, resume="auto")
 
-    class Second(Silent):
+    class Second(Reporter):
         refused: list[str]
 
         def step(self, done: int, loss: float) -> None:
@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(tmp_path: Path, st
     run(config_of(tmp_path, text, "again", 6))
     stopped_at(tmp_path, folder, 4)
     said = run(config_of(tmp_path, text, "again", 6, str(folder), parallel=layout))
-    assert f"going on from {folder / 'checkpoints' / 'step-00000004'}" in said
+    assert f"resuming from {folder / 'checkpoints' / 'step-00000004'}" in said
     same(folder, straight)
     kept = tomllib.loads((folder / "config.toml").read_text())
     assert kept["parallel"]["pp"] == layout["pp"]
@@ -133,17 +133,17 @@ def test_it_goes_on_in_processes(tmp_path: Path, straight: Path, processes: Loca
 def test_auto_starts_a_run_and_goes_on_with_it(tmp_path: Path):
     text = text_folder(tmp_path)
     said = run(config_of(tmp_path, text, "auto", 4, "auto"))
-    assert "no checkpoint to go on from: the run starts at its first step" in said
+    assert "no checkpoint to resume from: the run starts at its first step" in said
     said = run(config_of(tmp_path, text, "auto", 6, "auto"))
     folder = tmp_path / "runs" / "auto"
-    assert f"going on from {folder / 'checkpoints' / 'step-00000004'}" in said
+    assert f"resuming from {folder / 'checkpoints' / 'step-00000004'}" in said
     assert [line["step"] for line in metrics(folder) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path: Path, straight: Path):
     shutil.rmtree(straight / "checkpoints")
     before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match="is finished and has no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="is finished and has no checkpoint to resume from"):
         run(config_of(tmp_path, tmp_path / "text", "straight", 6, "auto", optim={"lr": 1e-3}))
     assert before == {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
 
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_told_and_set_aside(tmp_path: Path, straight: Pa
     kept = metrics(straight)
     said = run(config_of(tmp_path, tmp_path / "text", "straight", 6, str(straight)))
     assert any(line.startswith(f"refused: {damaged}") for line in said)
-    assert f"going on from {straight / 'checkpoints' / 'step-00000004'}" in said
+    assert f"resuming from {straight / 'checkpoints' / 'step-00000004'}" in said
     assert (straight / "checkpoints" / "step-00000006.set-aside").is_dir()
     assert metrics(straight) == kept
 
@@ -164,14 +164,14 @@ def test_an_earlier_checkpoint_can_be_chosen(tmp_path: Path, straight: Path):
     kept = metrics(straight)
     chosen = straight / "checkpoints" / "step-00000002"
     said = run(config_of(tmp_path, tmp_path / "text", "straight", 6, str(chosen)))
-    assert f"going on from {chosen}" in said
+    assert f"resuming from {chosen}" in said
     assert metrics(straight) == kept
 
 
 @pytest.mark.parametrize(
     ("steps", "sections", "said"),
     [
-        (6, {}, "is of step 6, and train.steps is 6; give more steps"),
+        (6, {}, "train.steps must be more than 6, the step of .*, got 6; give more steps"),
         (8, {"optim": {"lr": 0.5}}, r"is of another run: optim.lr was 0.004 and is 0.5"),
         (8, {"train": {"seed": 4}}, r"is of another run: train.seed was 0 and is 4"),
         (8, {"model": {"width": 32}}, "does not fit|another run"),
@@ -189,7 +189,7 @@ def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(
 def test_data_that_was_moved_is_the_same_data(tmp_path: Path, straight: Path):
     text = (tmp_path / "text").rename(tmp_path / "elsewhere")
     said = run(config_of(tmp_path, text, "straight", 8, str(straight)))
-    assert any(line.startswith("going on from") for line in said)
+    assert any(line.startswith("resuming from") for line in said)
 
 
 def grown(text: Path) -> str:
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_does_not_know_its_data_is_gone_on_from_with_a_word(tm
     extra = {key: value for key, value in manifest.values["extra"].items() if key != "data"}
     (path / MANIFEST).write_bytes(dump(replace(manifest, values={**manifest.values, "extra": extra})))
     said = run(config_of(tmp_path, tmp_path / "text", "straight", 8, str(straight)))
-    assert f"{path} has no digest of its data; whether it is the same now is not known" in said
+    assert f"{path} has no digest of its data, so it is unknown if the data is the same" in said
 
 
 def with_other_data_on_rank_1(rank: int, config: Config, other: Path) -> str:

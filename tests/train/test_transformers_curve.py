@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
-from penstock.train.data.training_text import batch_of, open_text
+from penstock.train.data.run_data import open_data, training_batch
 from penstock.train.loop import train
-from penstock.train.model.trainable import language_of
-from penstock.train.report.progress import Silent
+from penstock.train.model.trainable import build_model
+from penstock.train.report.progress import Reporter
 from tests.train import hf
 from tests.train.tiny import WORDS, text_folder, tiny
 from tests.train.unsplit import adamw
@@ -38,13 +38,13 @@ def config_of(root: Path, family: str, ranks: int) -> Config:
 
 def plain_losses(config: Config) -> list[float]:
     """The same training as one would write it with transformers: whole batches, labels, the model's own loss."""
-    language = language_of(config)
-    text = open_text(config, language)
+    language = build_model(config)
+    text = open_data(config, language)
     model = AutoModelForCausalLM.from_pretrained(config.model.path).train()
     optimizer, scheduler = adamw(model.named_parameters(), config.optim, config.train.steps)
     losses = []
     for step in range(config.train.steps):
-        tokens, _ = batch_of(text, config, language, step)
+        tokens, _ = training_batch(text, config, language, step)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
@@ -71,19 +71,19 @@ def assert_same_curve(config: Config, falls_to: float = 0.7) -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, tmp_path: Path):
     config = config_of(tmp_path, family, ranks)
-    outcome = train(config, lambda steps, leads: Silent())
+    outcome = train(config, lambda steps, leads: Reporter())
     assert_same_curve(config)
     assert outcome is not None
     run = Path(outcome.folder)
     again = AutoModelForCausalLM.from_pretrained(run)
-    tokens, _ = batch_of(open_text(config, language_of(config)), config, language_of(config), 0)
+    tokens, _ = training_batch(open_data(config, build_model(config)), config, build_model(config), 0)
     assert again(tokens, labels=tokens).loss.item() < 0.7 * hf.lines(run, "train")[0]["loss"]
     assert (run / "tokenizer.json").is_file()
     assert set(outcome.sample.split()) <= set(WORDS) | {"<unknown>"}
 
 
 def in_processes(rank: int, config: Config) -> None:
-    train(config, lambda steps, leads: Silent())
+    train(config, lambda steps, leads: Reporter())
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("gpt2", 4), ("llama", 2)])

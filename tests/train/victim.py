@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.cli import main
 from penstock.launch import signals
-from penstock.train import steps
+from penstock.train import trainer
 from tests.runtime.listening import listening
 
 PLAN = "VICTIM"
@@ -110,14 +110,14 @@ def run() -> None:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank = int(os.environ.get("RANK", "0"))
     plan = planned()
-    batch_of = steps.batch_of
+    training_batch = trainer.training_batch
 
     def disturbed(text: Any, config: Any, language: Any, step: int) -> Any:
         if (attempt, rank, step) in plan:
             plan[attempt, rank, step]()
-        return batch_of(text, config, language, step)
+        return training_batch(text, config, language, step)
 
-    steps.batch_of = disturbed
+    trainer.training_batch = disturbed
     signals.Interrupts = Noted  # type: ignore[misc]  # takes notes
     sys.exit(main())
 

@@ -1,4 +1,4 @@
-"""The training loop: data in, steps through the pipeline, metrics and weights out."""
+"""A training run from start to end: data, pipeline and optimizer, steps, weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import describe, shape_of
 from penstock.train.config.optim import build_optimizer
 from penstock.train.config.resolve import resolve
-from penstock.train.data.training_text import Text, bigram_of, open_text
+from penstock.train.data.run_data import RunData, bigram_baseline, open_data
 from penstock.train.model.sampling import sample_run
-from penstock.train.model.trainable import TrainableModel, language_of
+from penstock.train.model.trainable import TrainableModel, build_model
 from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.loggers import Logger, open_loggers, require_loggers
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
@@ -36,26 +36,26 @@ from penstock.train.report.profile import Profile
 from penstock.train.report.progress import Reporter
 from penstock.train.report.traces import Traces, write_page
 from penstock.train.resume import RunCheckpointer
-from penstock.train.steps import Result, StepContext, Steps, Stopping
+from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
 
 MakeReporter = Callable[[int, bool], Reporter]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
-        folder: of the run.
-        steps: optimizer steps done.
-        loss: of the last step that was not skipped, in nats a token; None if none was, or it is not known any more.
+        folder: folder of the run.
+        steps: number of optimizer steps done.
+        loss: loss of the last step that was not skipped, in nats a token; None if there is none or it is unknown.
         held_out_bits: the model's mean bits a token (a byte, where tokens are bytes) on the held-out samples.
-        bigram_bits: a bigram table's on the same samples; None where tokens are not bytes.
-        seconds: of the steps and evaluations, without what comes before and after.
-        tokens_per_second: trained tokens over the time of the steps alone.
-        unit: what a token is called: ``byte`` or ``token``.
+        bigram_bits: a bigram table's mean bits a byte on the same samples; None where tokens are not bytes.
+        seconds: duration of the steps and evaluations, without start and end of the run.
+        tokens_per_second: trained tokens divided by the time of the steps alone.
+        unit: name of a token: ``byte`` or ``token``.
         sample: the generated text, with its prompt.
-        report: the run's page; None where Bokeh is not installed.
+        report: path of the run's page; None where Bokeh is not installed.
     """
 
     folder: str
@@ -78,65 +78,66 @@ def train(
     stopping: Stopping | None = None,
     lock: bool = True,
 ) -> Outcome | None:
-    """Train as told, in threads or as one of the processes that were started, and leave a run folder.
+    """Train a model in threads, or as one of several processes, and leave a run folder.
 
     Args:
-        config: checked; what depends on the number of processes is filled in here.
-        make_reporter: ``make_reporter(steps, leads)``.
-        profile: whether one step is seen by torch's profiler, too; see `Profile`.
-        stopping: asked before every step, whether this process shall stop; given to every process or to none. All stop at
-            the same step if one shall, as `penstock.launch.signals.Interrupts` says after a signal.
-        lock: whether the leading process locks the run's folder; False where the launcher holds the lock.
+        config: a checked config, not yet resolved.
+        make_reporter: function of the number of steps, and of whether this process leads, that returns a reporter.
+        profile: profile one step with torch's profiler (default False); see `Profile`.
+        stopping: function that returns True if this process shall stop, called before every step; for every process or for
+            none (default None). If one shall stop, all stop at the same step. After a signal,
+            `penstock.launch.signals.Interrupts` does so.
+        lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
 
     Returns:
-        The outcome; None on every process but the leading one.
+        The outcome on the leading process, None on the others.
 
     Raises:
-        ConfigError: something given cannot be used, or another run uses the folder; nothing has been written then.
-        StoppedError: on every process, once the run is saved.
-        PenstockError: the run failed on the way; the folder keeps what there was.
+        ConfigError: if a value cannot be used, or another run uses the folder; nothing has been written then.
+        StoppedError: if the run was asked to stop; it is saved. Raised on every process.
+        PenstockError: if the run failed later; the folder keeps what has been written.
     """
     world = current_world()
     config = resolve(config, world.size if world else None)
     path = run_folder.choose(config.train)
-    language = language_of(config)
-    language.codec.encode(config.sample.prompt or "")
+    model = build_model(config)
+    model.tokenizer.encode(config.sample.prompt or "")
     require_loggers(config)
     in_processes = world is not None
     device = choose_device(config.runtime.device, in_processes=in_processes)
-    text = open_text(config, language)
+    data = open_data(config, model)
     with (
         sharing_cores(
             shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes
         ) as threads,
-        build_pipeline(config, language, device) as pipe,
-        ExitStack() as held,
+        build_pipeline(config, model, device) as pipe,
+        ExitStack() as lock_held,
     ):
-        # Clipping and the optimizer are many small operations: on a busy machine threads that have to meet after each
-        # one wait for one another longer than they compute.
+        # Clipping and the optimizer are many small operations: with more threads a busy machine waits longer for the last
+        # thread of each than it computes.
         torch.set_num_threads(threads)
         run_group = RunGroup.of(pipe)
-        _require_one_data(run_group, text)
-        path = Path(run_group.decide(lambda: str(_create(path, config, held if lock else None))))
+        _require_one_data(run_group, data)
+        path = Path(run_group.decide(lambda: str(_create(path, config, lock_held if lock else None))))
         optimizer = build_optimizer(pipe, config.optim, config.train.steps, config.parallel.zero)
         with (
             make_reporter(config.train.steps, run_group.leads) as reporter,
-            RunCheckpointer(path, config, text.digest, pipe, optimizer, run_group, reporter) as checkpointer,
+            RunCheckpointer(path, config, data.digest, pipe, optimizer, run_group, reporter) as checkpointer,
         ):
             if run_group.leads:
-                reporter.say(_opening(config, language, path, device, text))
+                reporter.say(_opening(config, model, path, device, data))
                 if advice := host_advice():
                     reporter.say(advice)
-            standing = checkpointer.resume()
+            progress = checkpointer.resume()
             loggers: list[Logger] = []
-            run_group.decide(lambda: loggers.extend(_begin(path, config, standing.done)))
+            run_group.decide(lambda: loggers.extend(_begin(path, config, progress.done)))
             with MetricsWriter(path if run_group.leads else None, loggers, reporter.say) as metrics:
                 traces = Traces(path, config.train.steps, config.train.trace_every, metrics, reporter.say)
                 profiles = Profile(path if profile else None, config.train.steps, run_group.rank)
-                run = StepContext(
+                run = TrainingRun(
                     config,
-                    language,
-                    text,
+                    model,
+                    data,
                     pipe,
                     optimizer,
                     run_group,
@@ -147,44 +148,44 @@ def train(
                     profiles,
                     stopping,
                 )
-                result = Steps(run, standing).take_all()
-                _save(language, pipe, path, run_group)
+                result = Trainer(run, progress).train()
+                _save(model, pipe, path, run_group)
                 pipe.close()
                 return _finish(run, path, result) if run_group.leads else None
 
 
-def _require_one_data(run_group: RunGroup, text: Text) -> None:
-    """Refuse, on every process, files that are not the same for all: copies on several hosts that differ, for instance."""
-    told = run_group.each(lambda: text.digest.short)
-    other = next((rank for rank, one in enumerate(told) if one != told[0]), 0)
-    if other:
+def _require_one_data(run_group: RunGroup, data: RunData) -> None:
+    """Raise on every process if they read different data, such as copies on several hosts that differ."""
+    digests = run_group.each(lambda: data.digest.short)
+    rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+    if rank:
         raise DataError(
-            f"the processes do not read the same data: rank 0 has {told[0]}; rank {other} has {told[other]}. data.path must "
-            "name the same files on every host"
+            f"the processes do not read the same data: rank 0 has {digests[0]}; rank {rank} has {digests[rank]}. data.path "
+            "must name the same files on every host"
         )
 
 
-def _create(path: Path, config: Config, held: ExitStack | None) -> Path:
-    """What the leader does first: lock the folder, where that is its task, and make it."""
-    if held is not None:
-        # A process that has lost the others takes as long as a wait between ranks to find that out, and to end.
+def _create(path: Path, config: Config, lock: ExitStack | None) -> Path:
+    """Lock the folder if `lock` is given, and create it; for the leader alone."""
+    if lock is not None:
+        # A process that has lost the others notices it only when a wait between ranks times out, and then has to end.
         wait = 2 * config.runtime.timeout if may_be_restart() else 0.0
-        held.enter_context(locked(path, wait=wait, say=to_stderr))
+        lock.enter_context(locked(path, wait=wait, say=to_stderr))
     return run_folder.create(path, config)
 
 
 def _begin(path: Path, config: Config, done: int) -> list[Logger]:
-    """What the leader does before the first step: nothing is left of steps that will be done anew."""
+    """Delete metrics and traces of steps that will be repeated, and open the loggers; for the leader alone."""
     go_back(path, done)
     drop_after(path, done)
     return open_loggers(config, path, done)
 
 
-def _finish(run: StepContext, path: Path, result: Result) -> Outcome:
-    """What the leader does after the last step, when the weights are written."""
-    language, reporter = run.language, run.reporter
+def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
+    """Write the sample, the last metrics and the page, once the weights are written; for the leader alone."""
+    model, reporter = run.model, run.reporter
     sample = sample_run(path)
-    bigram = bigram_of(run.text, language)
+    bigram = bigram_baseline(run.data, model)
     try:
         write_text(path / "sample.txt", sample + "\n")
     except OSError as error:
@@ -195,28 +196,28 @@ def _finish(run: StepContext, path: Path, result: Result) -> Outcome:
         str(path),
         run.config.train.steps,
         bigram_bits=bigram,
-        unit=language.codec.unit,
+        unit=model.tokenizer.unit,
         sample=sample,
         report=str(page) if page else None,
         **vars(result),
     )
 
 
-def _save(language: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup) -> None:
-    """Keep the weights in the run's folder; every process calls it, and each writes its own."""
-    if language.source is not None:
-        save_transformers(pipe, path, language.source)
+def _save(model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup) -> None:
+    """Write the weights into the run's folder; every process calls this and writes its own."""
+    if model.source is not None:
+        save_transformers(pipe, path, model.source)
         return
     save_together(run_group, pipe, own_state(pipe), path)
 
 
-def build_pipeline(config: Config, language: TrainableModel, device: torch.device) -> Pipeline:
-    """The pipeline of a resolved config; this process's one of ``parallel.dp``."""
+def build_pipeline(config: Config, model: TrainableModel, device: torch.device) -> Pipeline:
+    """Return the pipeline of a resolved config; with ``parallel.dp``, the replica of this process."""
     parallel = config.parallel
     assert parallel.virtual_stages is not None, "resolved"
     return Pipeline(
-        language.layers,
-        language.loss_fn,
+        model.layers,
+        model.loss_fn,
         microbatches=config.schedule.microbatches // parallel.dp,
         schedule=config.schedule.name,
         virtual_stages=parallel.virtual_stages,
@@ -226,17 +227,17 @@ def build_pipeline(config: Config, language: TrainableModel, device: torch.devic
         parallel=ParallelOptions(
             bucket_bytes=parallel.bucket_bytes or "auto",
             check_replicas=parallel.check_replicas,
-            family=language.family,
+            family=model.family,
             sequence_parallel=parallel.sequence_parallel,
         ),
         execution=ExecutionOptions(first_timeout=config.runtime.first_timeout),
     )
 
 
-def _opening(config: Config, language: TrainableModel, path: Path, device: torch.device, text: Text) -> str:
+def _opening(config: Config, model: TrainableModel, path: Path, device: torch.device, data: RunData) -> str:
     ranks = describe(shape_of(config.parallel))
     return (
         f"run {path}: {config.schedule.name} on {ranks} ({device.type}), "
-        f"{config.schedule.microbatches} microbatches; {len(text.training.documents)} training files with "
-        f"{len(text.training):,} {language.codec.unit}s; learning rate up to {config.optim.lr:g}"
+        f"{config.schedule.microbatches} microbatches; {len(data.training.documents)} training files with "
+        f"{len(data.training):,} {model.tokenizer.unit}s; learning rate up to {config.optim.lr:g}"
     )

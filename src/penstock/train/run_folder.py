@@ -1,4 +1,4 @@
-"""The folder a run leaves: config, metrics, weights, sample. Made only once everything else is known to be sound."""
+"""The folder of a run: config, metrics, weights, sample. It is created once everything else has been checked."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.train.config import file as config_file
 from penstock.train.config.config import Config, TrainConfig
 
 AUTO = "auto"
-"""What ``train.resume`` may be beside a path."""
+"""Value of ``train.resume`` that means the run named ``train.name``."""
 
 
 def choose(config: TrainConfig) -> Path:
-    """Where the run will be kept; nothing is written.
+    """Return the folder of the run, without creating it.
 
     Raises:
-        ConfigError: the folder already exists; or, to go on with a run, there is none.
+        ConfigError: if the folder of a new run already exists, or the run to resume does not.
     """
     if config.resume:
         return run_of(config)
@@ -33,30 +33,30 @@ def choose(config: TrainConfig) -> Path:
 
 
 def run_of(config: TrainConfig) -> Path:
-    """The folder of the run that `resume` means.
+    """Return the folder of the run that ``train.resume`` names.
 
     Raises:
-        ConfigError: there is no such run, or ``auto`` without a name.
+        ConfigError: if there is no such run, or ``train.resume`` is ``auto`` and ``train.name`` is empty.
     """
     if config.resume == AUTO:
         if not config.name:
-            raise ConfigError("train.resume = auto goes on with the run train.name, which is not set")
+            raise ConfigError("train.resume = auto resumes the run train.name, which is not set")
         return Path(config.folder).expanduser() / config.name
-    given = Path(config.resume).expanduser()
-    run = given.parent.parent if is_checkpoint(given) else given
+    path = Path(config.resume).expanduser()
+    run = path.parent.parent if is_checkpoint(path) else path
     if not os.path.isfile(run / "config.toml"):
         raise ConfigError(
-            f"train.resume is {given}, which is neither the folder of a run (there is no {run / 'config.toml'}) nor a "
+            f"train.resume is {path}, which is neither the folder of a run (there is no {run / 'config.toml'}) nor a "
             f"checkpoint in one (RUN/{FOLDER}/step-NUMBER)"
         )
     return run
 
 
 def create(path: Path, config: Config) -> Path:
-    """Make the folder, with the resolved config in it, and return it; to go on with a run, the folder may be there.
+    """Create the folder with the resolved config in it, and return it; the folder of a resumed run may exist.
 
     Raises:
-        ConfigError: it cannot be made, or someone else has made it meanwhile.
+        ConfigError: if it cannot be created, or another process has created it in the meantime.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def create(path: Path, config: Config) -> Path:
 
 
 def _holds_only_a_lock(path: Path) -> bool:
-    """Whether a run is about to begin in it, or would have begun had its process not died before."""
+    """Return whether the run in the folder has not begun yet, perhaps because its process died before."""
     try:
         return os.listdir(path) == [LOCK]
     except OSError:
@@ -77,7 +77,7 @@ def _holds_only_a_lock(path: Path) -> bool:
 
 
 def keep_config(path: Path, config: Config) -> None:
-    """Write the resolved config into the run's folder, without what is said for one start only."""
+    """Write the resolved config into the run's folder, without the keys that apply to one start only."""
     kept = replace(
         config, train=replace(config.train, resume=""), data=replace(config.data, changed="refuse")
     )

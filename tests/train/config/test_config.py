@@ -28,7 +28,7 @@ def vars_of(config: Config) -> dict[str, dict[str, object]]:
     [
         ({"modle": {}}, r"no section \[modle\] \(did you mean 'model'"),
         ({"model": {"widht": 3}}, r"no key model.widht \(did you mean 'width'"),
-        ({"model": 3}, "model must be a section with keys of its own, got 3"),
+        ({"model": 3}, "model must be a section with keys, got 3"),
         ({"model": {"width": "128"}}, "model.width must be a whole number, got '128'"),
         ({"model": {"width": 1.5}}, "model.width must be a whole number"),
         ({"train": {"steps": True}}, "train.steps must be a whole number, got True"),

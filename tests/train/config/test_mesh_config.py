@@ -19,7 +19,7 @@ from penstock.train.config.config import Config, ParallelConfig, from_mapping
 from penstock.train.config.mesh_config import describe, find_mesh, shape_of
 from penstock.train.config.resolve import resolve
 from penstock.train.loop import train
-from penstock.train.report.progress import Silent
+from penstock.train.report.progress import Reporter
 from tests.train import hf, test_transformers_curve
 from tests.train.test_loop import lines, unsplit
 from tests.train.tiny import text_folder, tiny
@@ -90,7 +90,7 @@ def test_a_mesh_is_described_by_its_ranks_and_axes():
 
 def in_a_process(rank: int, config: Config) -> object:
     torch.set_num_threads(1)
-    return train(config, lambda steps, leads: Silent())
+    return train(config, lambda steps, leads: Reporter())
 
 
 def on_a_mesh(root: Path, **parallel: object) -> Config:
@@ -186,7 +186,7 @@ def test_what_cannot_be_cut_ends_every_process_with_exit_code_2(tmp_path: Path):
 
 def refused(rank: int, config: Config) -> str:
     try:
-        train(config, lambda steps, leads: Silent())
+        train(config, lambda steps, leads: Reporter())
     except ConfigError as error:
         return str(error)
     return ""

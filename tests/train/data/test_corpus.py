@@ -87,7 +87,7 @@ class Letters:
 
     end: int | None = 99
 
-    def tokens_of(self, texts: Iterable[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Iterable[str]) -> list[np.ndarray]:
         return [np.array([ord(c) - ord("a") + 10 for c in text], np.uint16) for text in texts]
 
 

@@ -11,10 +11,10 @@ from penstock.huggingface.weights import save_part
 from penstock.stage.module import StageModule
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config, ModelConfig, SampleConfig, from_mapping
-from penstock.train.data.tokenizer import Bytes
+from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.model.llama import layers
-from penstock.train.model.sampling import generate, sample_run, whole_model
-from penstock.train.model.trainable import language_of
+from penstock.train.model.sampling import generate, sample_run, unsplit_model
+from penstock.train.model.trainable import build_model
 
 MODEL = {"width": 8, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 8}
 
@@ -106,7 +106,7 @@ def test_a_run_is_sampled_with_its_own_weights(tmp_path: Path):
         model, prompt, length=5, context=128, temperature=0, top_k=0, generator=torch.Generator(), end=0
     )
     wanted = SampleConfig(prompt="import ", length=5, temperature=0.0)
-    assert sample_run(tmp_path / "run", wanted) == Bytes().decode(best)
+    assert sample_run(tmp_path / "run", wanted) == ByteTokenizer().decode(best)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
@@ -120,7 +120,7 @@ def test_weights_of_another_model_are_all_listed():
     state["extra"] = state.pop("head.norm.weight")
     state["embedding.weight"] = torch.zeros(3, 8)
     with pytest.raises(DataError) as raised:
-        whole_model(language_of(config), state)
+        unsplit_model(build_model(config), state)
     assert str(raised.value) == (
         "the weights do not fit the model: head.norm.weight is missing; extra is unknown; "
         "embedding.weight has shape (3, 8), not (256, 8)"

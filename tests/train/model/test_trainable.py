@@ -14,20 +14,20 @@ from transformers import AutoModelForCausalLM
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface.loss import causal_lm_loss
 from penstock.train.config.config import Config, from_mapping
-from penstock.train.data.tokenizer import Bytes, HFTokenizer, Numbers
-from penstock.train.data.training_text import batch_of, open_text
+from penstock.train.data.run_data import open_data, training_batch
+from penstock.train.data.tokenizer import ByteTokenizer, HFTokenizer, NumberTokenizer
 from penstock.train.loop import train
 from penstock.train.model.llama import next_token_loss
 from penstock.train.model.sampling import sample_run
-from penstock.train.model.trainable import language_of
-from penstock.train.report.progress import Silent
+from penstock.train.model.trainable import build_model
+from penstock.train.report.progress import Reporter
 from tests.huggingface import tiny as families
 from tests.train import hf
 from tests.train.tiny import WORDS, text_folder, tiny
 
 
-def quietly(steps: int, leads: bool) -> Silent:
-    return Silent()
+def quietly(steps: int, leads: bool) -> Reporter:
+    return Reporter()
 
 
 def of(**model: object) -> Config:
@@ -35,36 +35,36 @@ def of(**model: object) -> Config:
 
 
 def test_penstocks_own_model_predicts_the_tokens_that_follow():
-    language = language_of(from_mapping({}))
-    assert (language.vocabulary, language.codec) == (256, Bytes())
+    language = build_model(from_mapping({}))
+    assert (language.vocabulary, language.tokenizer) == (256, ByteTokenizer())
     assert language.loss_fn is next_token_loss
     assert not language.target_is_input
-    assert language_of(of(vocabulary=300)).codec == Numbers(300)
+    assert build_model(of(vocabulary=300)).tokenizer == NumberTokenizer(300)
 
 
 def test_a_folder_brings_its_vocabulary_and_tokenizer(tmp_path: Path):
-    language = language_of(of(path=str(hf.folder(tmp_path, "llama", tied=False))))
+    language = build_model(of(path=str(hf.folder(tmp_path, "llama", tied=False))))
     assert (language.vocabulary, language.target_is_input) == (families.VOCABULARY, True)
     assert language.loss_fn is causal_lm_loss
-    assert isinstance(language.codec, HFTokenizer)
-    assert (language.codec.end, language.codec.start) == (hf.END, hf.END)
-    assert language.codec.decode(language.codec.encode("def return")) == "def return"
+    assert isinstance(language.tokenizer, HFTokenizer)
+    assert (language.tokenizer.end, language.tokenizer.start) == (hf.END, hf.END)
+    assert language.tokenizer.decode(language.tokenizer.encode("def return")) == "def return"
 
 
 def test_the_target_is_the_text_in_the_tokenizers_tokens(tmp_path: Path):
     config = tiny(
         tmp_path, text_folder(tmp_path), model={"path": str(hf.folder(tmp_path, "llama", tied=False))}
     )
-    language = language_of(config)
-    text = open_text(config, language)
-    x, y = batch_of(text, config, language, 0)
+    language = build_model(config)
+    text = open_data(config, language)
+    x, y = training_batch(text, config, language, 0)
     assert x is y
     assert x.shape == (8, 12)
     everything = " ".join(
         p.read_text().replace("\n", " ") for p in sorted(Path(config.data.path).iterdir())
     ).split()
     for row in x.tolist():
-        words = [word for word in language.codec.decode(row).split() if word in WORDS]
+        words = [word for word in language.tokenizer.decode(row).split() if word in WORDS]
         assert " ".join(words) in " ".join(everything)
     files = [d.path.read_text().split() for d in text.training.documents]
     assert len(text.training) == sum(map(len, files)) + len(files)
@@ -136,20 +136,20 @@ def test_bytes_serve_a_model_of_256_tokens_without_a_tokenizer(tmp_path: Path):
 def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path, family: str):
     folder = hf.folder(tmp_path, family, tied=False)
     with pytest.raises(ConfigError, match=r"data.sequence is 65, but the model has 64 positions"):
-        language_of(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 65}}))
+        build_model(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 65}}))
     with pytest.raises(ConfigError, match=r"data.sequence must be at least 2"):
-        language_of(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 1}}))
+        build_model(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 1}}))
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no local folder 'gpt2'; Penstock downloads nothing"):
-        language_of(of(path="gpt2"))
+        build_model(of(path="gpt2"))
     with pytest.raises(ConfigError, match="there is no file"):
-        language_of(of(config=str(tmp_path / "config.json")))
+        build_model(of(config=str(tmp_path / "config.json")))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ConfigError, match="no way to split a model of type 'bert'"):
-        language_of(of(config=str(tmp_path / "config.json")))
+        build_model(of(config=str(tmp_path / "config.json")))
     folder = hf.folder(tmp_path, "llama", tied=False)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(DataError, match="cannot read the weights"):
-        language_of(of(path=str(folder)))
+        build_model(of(path=str(folder)))

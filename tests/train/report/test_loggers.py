@@ -14,7 +14,7 @@ from penstock.show.run import read_run
 from penstock.train.config.config import from_mapping
 from penstock.train.loop import train
 from penstock.train.report import loggers
-from penstock.train.report.progress import Silent
+from penstock.train.report.progress import Reporter
 from tests.train.test_resume import config_of, run, stopped_at
 from tests.train.tiny import text_folder, tiny
 
@@ -22,7 +22,7 @@ from tests.train.tiny import text_folder, tiny
 def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_path: Path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "tensorboard"})
-    train(config, lambda steps, leads: Silent())
+    train(config, lambda steps, leads: Reporter())
     folder = tmp_path / "runs" / "tiny"
     found = accumulator.EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
@@ -66,7 +66,7 @@ def test_weights_and_biases_offline_keeps_the_run_in_its_folder(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "wandb"})
-    train(config, lambda steps, leads: Silent())
+    train(config, lambda steps, leads: Reporter())
     (run,) = (tmp_path / "runs" / "tiny" / "wandb").glob("offline-run-*")
     (kept,) = run.glob("*.wandb")
     wanted = (b"train/loss", b"held_out/held_out_bits", b"final/seconds")
@@ -88,7 +88,7 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
     with pytest.raises(
         ConfigError, match=r"names wandb, but wandb is not installed: pip install 'penstock\[wandb\]'"
     ):
-        train(config, lambda steps, leads: Silent())
+        train(config, lambda steps, leads: Reporter())
     assert not (tmp_path / "runs").exists()
 
 

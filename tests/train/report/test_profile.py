@@ -12,13 +12,13 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
 from penstock.train.loop import train
 from penstock.train.report.profile import WARM
-from penstock.train.report.progress import Silent
+from penstock.train.report.progress import Reporter
 from tests.train.tiny import text_folder, tiny
 
 
 def profiled(rank: int, config: Config) -> None:
     torch.set_num_threads(1)
-    train(config, lambda steps, leads: Silent(), profile=True)
+    train(config, lambda steps, leads: Reporter(), profile=True)
 
 
 def products(path: Path) -> list[dict[str, Any]]:
@@ -46,5 +46,5 @@ def test_a_short_run_profiles_its_last_step_and_every_process_its_own(
 
 
 def test_nothing_is_profiled_unasked(tmp_path: Path):
-    train(tiny(tmp_path, text_folder(tmp_path)), lambda steps, leads: Silent())
+    train(tiny(tmp_path, text_folder(tmp_path)), lambda steps, leads: Reporter())
     assert not (tmp_path / "runs" / "tiny" / "profile").exists()

@@ -5,10 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.train.report.progress import Bar, Lines, Silent, reporter
+from penstock.train.report.progress import Bar, Lines, Reporter, reporter
 
 
-def drive(report: Bar | Lines | Silent) -> None:
+def drive(report: Reporter) -> None:
     with report:
         report.say("hello [bold]")
         report.step(1, 5.5)

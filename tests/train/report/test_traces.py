@@ -17,14 +17,14 @@ from penstock.train.config.config import Config
 from penstock.train.loop import Outcome, train
 from penstock.train.report import traces
 from penstock.train.report.metrics_writer import MetricsWriter
-from penstock.train.report.progress import Silent
+from penstock.train.report.progress import Reporter
 from tests.runtime import plain
 from tests.train.tiny import text_folder, tiny
 
 SPLIT = [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head"]]
 
 
-class Told(Silent):
+class Told(Reporter):
     """Keeps the lines."""
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Told(Silent):
         self.lines.append(text)
 
 
-def run(config: Config, told: Silent | None = None) -> Outcome:
-    outcome = train(config, lambda steps, leads: told or Silent())
+def run(config: Config, told: Reporter | None = None) -> Outcome:
+    outcome = train(config, lambda steps, leads: told or Reporter())
     assert outcome is not None
     return outcome
 
@@ -86,7 +86,7 @@ def test_without_bokeh_a_line_says_how_to_get_the_page(tmp_path: Path, monkeypat
 
 def in_a_process(rank: int, config: Config) -> Outcome | None:
     torch.set_num_threads(1)
-    return train(config, lambda steps, leads: Silent())
+    return train(config, lambda steps, leads: Reporter())
 
 
 def test_processes_keep_one_trace_of_all_by_one_clock(tmp_path: Path, processes: LocalProcesses):

@@ -1,7 +1,4 @@
-"""The configuration of a training run: a frozen dataclass for each section, checked before anything else happens.
-
-The sections are those of the TOML file, which `penstock.train.config.file` reads and writes.
-"""
+"""The config of a training run: a frozen dataclass for each section of its TOML file, checked before anything else."""
 
 from __future__ import annotations
 
@@ -49,17 +46,18 @@ class ModelConfig(_Table):
     """``[model]``: the Llama-style decoder of `penstock.train.model.llama`; or a Hugging Face model by `path` or `config`.
 
     Attributes:
-        path: a local folder with a Hugging Face causal model, whose weights are trained on; the other keys are then the
-            folder's. A ``tokenizer.json`` in it reads the text.
-        config: a Hugging Face ``config.json``, whose model starts from weights drawn by ``train.seed``; likewise.
+        path: local folder of a Hugging Face causal model whose weights to start from; sizes come from its ``config.json``,
+            the tokenizer from its ``tokenizer.json``.
+        config: ``config.json`` of a Hugging Face model to train from random weights (seed ``train.seed``); sizes and
+            tokenizer come from its folder.
         vocabulary: number of tokens; 256 for bytes.
         width: size of the residual stream.
         layers: number of blocks.
-        heads: query heads; `width` is divided among them.
-        kv_heads: key and value heads, each shared by ``heads / kv_heads`` query heads.
+        heads: number of query heads, which share `width` equally.
+        kv_heads: number of key and value heads, each shared by ``heads / kv_heads`` query heads.
         hidden: inner size of the SwiGLU feed-forward.
-        rotary_base: the longest wavelength of the rotary positions is about 2π times this.
-        norm_epsilon: added to the mean square in RMSNorm.
+        rotary_base: base of the rotary positions, whose longest wavelength is about 2π times as large.
+        norm_epsilon: addend of the mean square in RMSNorm.
     """
 
     path: Text = ""
@@ -76,16 +74,15 @@ class ModelConfig(_Table):
 
 @dataclass(frozen=True)
 class DataConfig(_Table):
-    """``[data]``: what is read and what is kept apart.
+    """``[data]``: the training and the held-out text.
 
     Attributes:
-        path: a file or folder of text, or a ``.npy`` file of tokens (or a folder of them); empty for the text of
-            Python's own standard library.
-        pattern: which files of a folder, at any depth.
-        held_out: share of the *files* never trained on; of the one file's end where there is only one.
-        sequence: tokens a sample.
-        changed: what to do if a run that is resumed finds other data than its checkpoint was made with: ``refuse``, or
-            ``accept`` and say so.
+        path: file or folder of text, or of tokens in ``.npy`` files; empty for the text of Python's standard library.
+        pattern: pattern of the names of a folder's files, at any depth.
+        held_out: share of the *files* that are never trained on; share of the tokens, from the end, of a single file.
+        sequence: length of a sample in tokens.
+        changed: reaction of a resumed run to data that differs from its checkpoint's: ``refuse``, or ``accept`` it and
+            report the differences.
     """
 
     path: Text = ""
@@ -100,13 +97,13 @@ class OptimConfig(_Table):
     """``[optim]``: AdamW and its learning rate.
 
     Attributes:
-        lr: the highest learning rate. Where it is not set: 0.004, which suits the small model from nothing; 2e-5 for the
-            weights of ``model.path``, which the other would wash out.
-        final_lr: the last learning rate, as a share of `lr`.
-        warmup: share of the steps in which the rate climbs in a line.
-        weight_decay: for matrices; vectors and embeddings are not decayed.
-        beta1, beta2, epsilon: AdamW's.
-        clip: the global gradient norm is cut to this; 0 never cuts.
+        lr: highest learning rate. The default is 0.004, which suits the small model from random weights, but 2e-5 with
+            ``model.path``, whose weights a higher rate would destroy.
+        final_lr: last learning rate, as a share of `lr`.
+        warmup: share of the steps in which the rate rises linearly.
+        weight_decay: weight decay of matrices; vectors and embeddings have none.
+        beta1, beta2, epsilon: parameters of AdamW.
+        clip: limit of the global gradient norm; 0 for none.
     """
 
     lr: Positive = 4e-3
@@ -121,11 +118,11 @@ class OptimConfig(_Table):
 
 @dataclass(frozen=True)
 class ScheduleConfig(_Table):
-    """``[schedule]``: the order of the work.
+    """``[schedule]``: the pipeline schedule.
 
     Attributes:
-        name: a family's name (``penstock schedule list``) or the path of a CSV file.
-        microbatches: equal parts each batch is cut into; each of ``parallel.dp`` pipelines takes an equal share of them.
+        name: name of a schedule family (``penstock schedule list``), or path of a CSV file.
+        microbatches: number of equal parts of a batch, divided equally among the ``parallel.dp`` replicas.
     """
 
     name: Text = "1f1b"
@@ -134,20 +131,19 @@ class ScheduleConfig(_Table):
 
 @dataclass(frozen=True)
 class ParallelConfig(_Table):
-    """``[parallel]``: how the model is spread.
+    """``[parallel]``: the ranks on each axis.
 
     Attributes:
-        pp: pipeline ranks. Where it is not set: under torchrun the processes that `dp` and `tp` leave, else 2 threads.
-        virtual_stages: stages a rank. Where it is not set: the schedule family's own number.
-        dp: pipelines side by side that share each batch; they take ``pp * dp * tp`` processes.
+        pp: pipeline ranks (default: the processes that `dp` and `tp` leave under torchrun, else 2 threads).
+        virtual_stages: stages a rank (default: the usual number of the schedule family).
+        dp: replicas of the pipeline that share each batch; a run takes ``pp * dp * tp`` processes.
         tp: processes that share every matrix of a stage.
-        order: of the axes, outermost first; neighbouring processes differ in the last one.
-        sequence_parallel: with `tp`, also cut along the sequence what lies between the matrices.
-        bucket_bytes: with `dp`, gradients are added up in buckets of so many bytes, while the backward runs; 0 chooses for
-            each stage after the second step.
-        zero: with `dp`, each pipeline keeps its share of the optimizer's state, and updates its share of the weights.
-        check_replicas: every so many steps the weights of copies (`dp`, `tp`, stages that two ranks hold) are compared; 0
-            never.
+        order: order of the axes, outermost first; neighbouring processes differ in the last one.
+        sequence_parallel: with `tp`, also divide activations between the matrices along the sequence.
+        bucket_bytes: with `dp`, size of the buckets in which gradients are reduced during the backward; 0 chooses a size
+            for each stage after the second step.
+        zero: with `dp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
+        check_replicas: steps between two comparisons of replicated weights (`dp`, `tp`, stages on two ranks); 0 for none.
     """
 
     pp: Count | None = None
@@ -166,25 +162,24 @@ class TrainConfig(_Table):
     """``[train]``: the run.
 
     Attributes:
-        steps: optimizer steps.
+        steps: number of optimizer steps.
         batch: samples a step, over all microbatches.
-        seed: of the initial weights, the order of the data and the sample.
-        name: of the run folder; empty for the time it started.
-        folder: where run folders are kept.
+        seed: seed of the initial weights, the order of the data and the sample.
+        name: name of the run folder; empty for the time of the start.
+        folder: folder of run folders.
         log_every: steps between two lines of metrics.
-        eval_every: steps between two evaluations on held-out text; there is always one at the end.
-        eval_batches: batches of held-out samples an evaluation reads, the same ones each time.
-        trace_every: steps between two whose trace is kept, for the report; always the first and the last, and with 0
-            these alone.
-        loggers: where metrics and timelines go beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both with a
+        eval_every: steps between two evaluations on held-out text; the last step always has one.
+        eval_batches: batches of held-out samples in an evaluation, always the same ones.
+        trace_every: steps between two saved traces; the first and the last step are always saved, and with 0 only these.
+        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both with a
             comma between them.
         checkpoint_every: steps between two checkpoints; 0 for none.
-        keep_last: how many of the newest checkpoints are kept; 0 for all.
-        keep_every: checkpoints whose step divides by it are kept, too; 0 for none.
-        skip_nonfinite: how many steps in a row are left out if a loss or gradient is NaN or infinite, with no weight changed
-            and the learning rate not moved on; one more stops the run, and 0 stops at the first.
-        resume: what to go on from: a run's folder, or one checkpoint in it; ``auto`` for the run of this name, if there
-            is one; empty to start a new run.
+        keep_last: number of newest checkpoints to keep; 0 for all.
+        keep_every: also keep the checkpoints whose step is a multiple; 0 for none.
+        skip_nonfinite: number of consecutive steps with a NaN or infinite loss or gradient that are skipped, with weights
+            and learning rate unchanged; one more stops the run, and 0 stops at the first.
+        resume: folder of a run, or one of its checkpoints, to resume from; ``auto`` for the run `name` if it exists; empty
+            for a new run.
     """
 
     steps: Count = 600
@@ -209,11 +204,11 @@ class SampleConfig(_Table):
     """``[sample]``: the text generated at the end.
 
     Attributes:
-        prompt: what the text starts with; token numbers where the vocabulary is not the 256 bytes. Where it is not
-            set: ``def ``, or 0; nothing for a Hugging Face model.
-        length: tokens to generate.
-        temperature: 0 always takes the likeliest token.
-        top_k: draws only among this many likeliest tokens; 0 draws among all.
+        prompt: start of the text, or token numbers for a vocabulary other than the 256 bytes (default: ``def ``, or 0;
+            nothing for a Hugging Face model).
+        length: number of tokens to generate.
+        temperature: divisor of the logits; 0 always takes the likeliest token.
+        top_k: number of likeliest tokens to draw from; 0 draws from all.
     """
 
     prompt: Text | None = None
@@ -227,11 +222,10 @@ class RuntimeConfig(_Table):
     """``[runtime]``: the machine.
 
     Attributes:
-        device: ``cpu``, ``cuda``, ``cuda:1``; empty is the CPU, but under torchrun a GPU a process where there are
-            enough.
-        threads: CPU threads a rank computes with; 0 for OMP_NUM_THREADS, or a share of the machine's or container's cores.
-        timeout: seconds any wait between ranks may last.
-        first_timeout: the same until the first step is done, and in the first evaluation.
+        device: ``cpu``, ``cuda``, ``cuda:1``; empty for the CPU, or for a GPU a process under torchrun if there are enough.
+        threads: CPU threads a rank; 0 for OMP_NUM_THREADS, or a share of the cores of the machine or container.
+        timeout: limit of any wait between ranks, in seconds.
+        first_timeout: limit of the waits in the first step and the first evaluation, in seconds.
     """
 
     device: Text = ""
@@ -242,7 +236,7 @@ class RuntimeConfig(_Table):
 
 @dataclass(frozen=True)
 class Config(_Table):
-    """All of it. Build with `from_mapping` (checked) or `penstock.train.config.file.load`."""
+    """All sections. `from_mapping` and `penstock.train.config.file.load` build checked ones."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -258,7 +252,7 @@ _CONFIG = TypeAdapter(Config)
 _PLAIN = "text without NUL and without broken characters"
 _EXPECTED = {
     "bool_type": "true or false",
-    "dataclass_type": "a section with keys of its own",
+    "dataclass_type": "a section with keys",
     "finite_number": "a finite number",
     "float_type": "a finite number",
     "int_type": "a whole number",

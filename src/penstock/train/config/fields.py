@@ -1,4 +1,4 @@
-"""Types of the values in a config: what pydantic checks a key against."""
+"""Types of config values, which pydantic checks."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     for override in overrides:
         section, key, value = _split(override)
         table = tables.setdefault(section, {})
-        if isinstance(table, dict):  # else `from_mapping` says what is wrong
+        if isinstance(table, dict):  # else `from_mapping` raises
             table[key] = value
     return from_mapping(tables)
 

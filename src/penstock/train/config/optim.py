@@ -1,4 +1,4 @@
-"""AdamW with weight decay by name, and a learning rate that is a function of the step alone."""
+"""The trainer's AdamW: weight decay by parameter, and a learning rate that depends on the step alone."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from penstock.train.config.config import OptimConfig
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: to matrices, and neither to vectors (norms, biases) nor to embeddings.
+    """Return whether weight decay applies: to matrices, but not to vectors (norms, biases) or embeddings.
 
-    Embeddings are told by the names they have in Penstock's own model and in those of Hugging Face.
+    Embeddings are recognized by their names in Penstock's own model and in those of Hugging Face.
     """
     return parameter.ndim >= 2 and not any(word in name for word in ("embed", "wte", "wpe"))
 
 
 def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int, zero: bool = False) -> PipelineOptimizer:
-    """AdamW (1711.05101) in two groups, with weight decay and without, for a run of so many steps.
+    """Return AdamW (1711.05101) with one group of parameters that decay and one of those that do not.
 
     Args:
-        pipe: what is trained.
-        config: the rates and the decay.
-        steps: of the whole run.
-        zero: divide state and work among the replicas; parameters must be read through `pipe` then.
+        pipe: pipeline whose parameters to train.
+        config: ``[optim]`` section.
+        steps: number of steps of the run.
+        zero: divide state and work among the replicas (default False); parameters must then be read through `pipe`.
     """
     return PipelineOptimizer(
         pipe,
@@ -44,15 +44,15 @@ def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int, zero: bool 
 
 
 def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
-    """The share of the highest rate: linear warm-up, then half a cosine down to ``final_lr`` (1608.03983).
+    """Return the share of the highest rate: linear warm-up, then half a cosine down to ``final_lr`` (1608.03983).
 
     Args:
-        step: from 0 to steps - 1.
-        steps: of the whole run.
-        config: the last rate and the length of the warm-up.
+        step: number of the step, from 0 to steps - 1.
+        steps: number of steps of the run.
+        config: ``[optim]`` section, with the warm-up and the last rate.
     """
-    climbing = round(config.warmup * steps)
-    if step < climbing:
-        return (step + 1) / climbing
-    done = (step - climbing) / max(1, steps - 1 - climbing)
+    warmup = round(config.warmup * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - 1 - warmup)
     return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))

@@ -12,14 +12,14 @@ from penstock.train.config.mesh_config import find_mesh
 from penstock.train.data.tokenizer import BYTES
 
 _BYTES_PER_TOKEN = 24
-"""Three int64: as it is read, as input and as target."""
+"""Three int64: token, input and target."""
 
 
 def resolve(config: Config, processes: int | None) -> Config:
     """Fill in what depends on how the command was started.
 
     Args:
-        config: a checked config.
+        config: a checked config, with ``pp``, ``virtual_stages`` and ``prompt`` possibly unset.
         processes: number of processes torchrun (or the like) started; None for a single process with threads.
 
     Raises:

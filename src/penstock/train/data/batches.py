@@ -1,7 +1,7 @@
-"""Batches: which tokens a step trains on and which ones an evaluation reads, as pure functions.
+"""Batches of training and evaluation tokens, as pure functions of the step.
 
-A sample is a window of the corpus. Every epoch visits each window once, in an order of its own and from a starting
-point of its own; sample ``step * batch + i`` is always the same one, whoever asks and whatever was asked before.
+A sample is a window of the corpus. Every epoch visits each window once; order and starting point differ between epochs.
+Sample ``step * batch + i`` is the same one on every process and after every restart.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ from penstock.train.data.corpus import Corpus
 Positions = npt.NDArray[np.int64]
 
 
-def check_tokens(corpus: Corpus, what: str, sequence: int) -> None:
-    """Refuse a corpus that does not hold one sample and the token after it.
-
-    Raises:
-        DataError: it is too short.
-    """
+def check_tokens(corpus: Corpus, role: str, sequence: int) -> None:
+    """Raise DataError if a corpus is shorter than one sample and the token after it; `role` names it in the message."""
     if len(corpus) < sequence + 1:
         raise DataError(
-            f"the {what} files hold {len(corpus)} tokens; a sample takes {sequence + 1}. "
+            f"the {role} files hold {len(corpus)} tokens; a sample takes {sequence + 1}. "
             "Give more text or a smaller data.sequence"
         )
 
@@ -34,43 +30,43 @@ def check_tokens(corpus: Corpus, what: str, sequence: int) -> None:
 def train_batch(
     corpus: Corpus, *, seed: int, step: int, batch: int, sequence: int, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of one step: tokens, and for each the token that follows.
+    """Return the batch of one step: tokens, and for each the token that follows.
 
     Returns:
-        two int64 tensors of shape (batch, sequence).
+        Two int64 tensors of shape (batch, sequence).
 
     Raises:
-        DataError: a token outside the vocabulary, or a file that can no longer be read.
+        DataError: if a token is outside the vocabulary, or a file can no longer be read.
     """
     samples = np.arange(step * batch, (step + 1) * batch, dtype=np.int64)
     return windows(corpus, sample_positions(samples, len(corpus), sequence, seed), sequence, vocabulary)
 
 
 def held_out_positions(tokens: int, count: int, sequence: int) -> Positions:
-    """Where `count` samples start that lie evenly over `tokens` tokens; they overlap if there are too few."""
+    """Return the starts of `count` samples, spread evenly over `tokens` tokens; they overlap if there are too few."""
     return np.linspace(0, tokens - sequence - 1, count).astype(np.int64)
 
 
 def windows(
     corpus: Corpus, positions: Positions, sequence: int, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples that start at `positions`; shapes and errors as for `train_batch`."""
+    """Return the samples that start at `positions`; shapes and errors are those of `train_batch`."""
     rows = np.stack([corpus.read(int(position), sequence + 1) for position in positions])
     if rows.min() < 0 or rows.max() >= vocabulary:
-        wrong = rows.min() if rows.min() < 0 else rows.max()
-        raise DataError(f"the data has a token {wrong}; model.vocabulary is {vocabulary}")
+        token = rows.min() if rows.min() < 0 else rows.max()
+        raise DataError(f"the data has a token {token}; model.vocabulary is {vocabulary}")
     tokens = torch.from_numpy(rows)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def sample_positions(samples: Positions, tokens: int, sequence: int, seed: int) -> Positions:
-    """Where each sample starts, by its number.
+    """Return the position where each sample starts.
 
     Args:
-        samples: int64, shape (n,); from 0 on, without end.
-        tokens: length of the corpus.
-        sequence: tokens a sample.
-        seed: of the order.
+        samples: numbers of the samples, from 0 without a limit; int64, shape (n,).
+        tokens: length of the corpus in tokens.
+        sequence: length of a sample in tokens.
+        seed: seed of the order of samples.
     """
     slack = min(sequence, tokens - sequence)
     per_epoch = (tokens - slack) // sequence
@@ -84,9 +80,9 @@ def sample_positions(samples: Positions, tokens: int, sequence: int, seed: int) 
 
 
 def permute(places: Positions, count: int, seed: int, epoch: int) -> Positions:
-    """A permutation of 0..count-1 of this seed and epoch, applied to some places without making all of it.
+    """Apply this epoch's permutation of 0..count-1 to some places, without computing the others.
 
-    A Feistel network over the next even power of two; what falls outside goes through it again until it is inside
+    A Feistel network over the next even power of two; results of `count` or more pass through it again until they are less
     (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
@@ -106,7 +102,7 @@ def permute(places: Positions, count: int, seed: int, epoch: int) -> Positions:
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64: every input bit changes every output bit with probability near one half."""
+    """Apply the finaliser of SplitMix64: every input bit changes every output bit with probability near one half."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

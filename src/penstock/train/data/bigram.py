@@ -1,4 +1,4 @@
-"""The baseline: how well the previous byte alone predicts the next one."""
+"""A baseline that predicts each byte from the previous one."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy.typing as npt
 
 from penstock.train.data.corpus import Corpus
 
-_MOST_TOKENS = 1 << 30
+_MAX_TOKENS = 1 << 30
 
 
 def bigram_counts(corpus: Corpus, vocabulary: int) -> npt.NDArray[np.int64]:
-    """How often each token follows each, shape (vocabulary, vocabulary), over the first 2^30 tokens at most."""
+    """Count the pairs of consecutive tokens, shape (vocabulary, vocabulary), over the first 2^30 tokens at most."""
     counts = np.zeros(vocabulary * vocabulary, np.int64)
     read = 0
     for tokens in corpus.chunks():
         counts += np.bincount(tokens[:-1] * vocabulary + tokens[1:], minlength=len(counts))
         read += len(tokens) - 1
-        if read >= _MOST_TOKENS:
+        if read >= _MAX_TOKENS:
             break
     return counts.reshape(vocabulary, vocabulary)
 
 
 def bigram_bits(counts: npt.NDArray[np.int64], x: npt.NDArray[np.int64], y: npt.NDArray[np.int64]) -> float:
-    """Mean bits a token of y after x, by the counts with one added to each (Laplace).
+    """Return the mean bits a token of y after x, by the counts with one added to each (Laplace).
 
     Args:
-        counts: as `bigram_counts` gives them.
-        x, y: tokens and the ones that follow, of equal shape.
+        counts: result of `bigram_counts`.
+        x, y: tokens and the tokens that follow them, of equal shape.
     """
     smoothed = counts + 1
     surprise = np.log(smoothed.sum(axis=1))[x] - np.log(smoothed)[x, y]

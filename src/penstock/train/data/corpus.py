@@ -1,7 +1,7 @@
-"""Files as one long sequence of tokens, read where they lie: only what is asked for is in memory.
+"""Files as one long sequence of tokens, read from disk on demand.
 
-A text file's tokens are its bytes and a 0 that marks its end; a ``.npy`` file's are its integers. Where there is a
-tokenizer, text goes through it once at the start, and its tokens are held in memory.
+The tokens of a text file are its bytes and a 0 that marks its end; those of a ``.npy`` file are its integers. With a
+tokenizer, text is encoded once at the start, and its tokens stay in memory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ TokensOf = Callable[[Path], TokenFile | npt.NDArray[np.generic]]
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _CHUNK = 1 << 20
-_TOGETHER = 64
+_TEXTS_PER_BATCH = 64
 
 
 @dataclass(frozen=True)
 class Document:
-    """A part of a file.
+    """A file, or one end of it.
 
     Attributes:
-        path: of the file.
-        start, stop: the file's tokens start..stop-1, without the end mark.
-        end_mark: 1 where the end token follows the last one, else 0.
+        path: path of the file.
+        start, stop: range of the file's tokens, without the end mark.
+        end_mark: 1 if an end token follows the last one, else 0.
     """
 
     path: Path
@@ -54,13 +54,14 @@ class Corpus:
     """Documents one after the other, addressed by the position of a token.
 
     Args:
-        tokens_of: from a file to its tokens, one dimension of integers; by default where they lie.
-        end: the end token.
-        root: the folder that the files' names are told within.
+        documents: the documents, in order.
+        tokens_of: function from a path to the file's tokens, one dimension of integers (default: a `TokenFile`).
+        end: end token (default 0).
+        root: folder that the files' names are relative to; None for the names alone.
 
     Attributes:
-        documents: in order.
-        offsets: int64, shape (documents + 1,); where each starts.
+        documents: the documents, in order.
+        offsets: position where each document starts, and the total; int64, shape (documents + 1,).
     """
 
     def __init__(
@@ -81,16 +82,16 @@ class Corpus:
         return int(self.offsets[-1])
 
     def name_of(self, document: Document) -> str:
-        """A document's file, within the folder where there is one; bytes that are no UTF-8 are written as ``\\xNN``."""
+        """Return the file's name relative to the root; bytes that are no UTF-8 are written as ``\\xNN``."""
         path = document.path
         name = path.name if self._root in (None, path) else path.relative_to(self._root or "").as_posix()
         return os.fsencode(name).decode("utf-8", "backslashreplace")
 
     def read(self, start: int, length: int) -> Tokens:
-        """Tokens start..start+length-1, int64 of shape (length,).
+        """Return tokens start..start+length-1, int64 of shape (length,).
 
         Raises:
-            DataError: a file can no longer be read, or is shorter than when the run began.
+            DataError: if a file can no longer be read, or is shorter than when the run began.
         """
         out = np.full(length, self._end, np.int64)
         at, filled = int(np.searchsorted(self.offsets, start, side="right")) - 1, 0
@@ -98,51 +99,54 @@ class Corpus:
             document = self.documents[at]
             skip = start + filled - int(self.offsets[at])
             take = min(len(document) - skip, length - filled)
-            # The end token left as it is where the end mark falls into the part taken.
+            # Where the end mark falls into the range, the end token already in `out` stays.
             stored = min(take, document.stop - document.start - skip)
             if stored > 0:
                 first = document.start + skip
-                part = self._tokens_of(document.path)[first : first + stored]
-                if len(part) != stored:
+                tokens = self._tokens_of(document.path)[first : first + stored]
+                if len(tokens) != stored:
                     raise DataError(f"{document.path} became shorter while it was being read")
-                out[filled : filled + stored] = part
+                out[filled : filled + stored] = tokens
             filled += take
             at += 1
         return out
 
     def chunks(self) -> Iterator[Tokens]:
-        """All tokens in pieces of at most 2^20, each but the first beginning with the last one's last token."""
+        """Yield all tokens in chunks of at most 2^20; each begins with the last token of the chunk before."""
         for start in range(0, max(len(self) - 1, 1), _CHUNK - 1):
             yield self.read(start, min(_CHUNK, len(self) - start))
 
 
-def open_corpora(config: DataConfig, words: HFTokenizer | None = None) -> tuple[Corpus, Corpus]:
-    """Find the files and divide them into what is trained on and what is held out.
+def open_corpora(config: DataConfig, tokenizer: HFTokenizer | None = None) -> tuple[Corpus, Corpus]:
+    """Find the files and divide them into a training and a held-out corpus.
 
-    Of several files those with the smallest hash of their name (within the folder) are held out, so the division
-    depends on nothing else; of a single file, its end is.
+    Of several files, those with the smallest hashes of their names (within the folder) are held out, so the division
+    depends on nothing else. Of a single file, the end is held out.
 
     Args:
-        config: where the files are.
-        words: what text goes through; without it a text's tokens are its bytes.
+        config: the ``[data]`` section.
+        tokenizer: tokenizer of text files; None where a text's tokens are its bytes.
 
     Returns:
-        (training, held out).
+        The training and the held-out corpus.
 
     Raises:
-        DataError: nothing found, a file that cannot be read, one that is no list of tokens, or one in a format of records.
+        DataError: if there are no files, or one cannot be read, is no list of tokens, or is in a format of records.
     """
     if config.path:
         root = Path(config.path).expanduser()
         paths = _files_below(root, config.pattern)
-        _require_plain(paths)
+        _reject_records(paths)
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in _files_below(root, "*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts)]
-    tokens_of: TokensOf = token_files() if words is None else _tokenised(paths, words)
-    end = END if words is None else words.end
-    found = [_whole(path, len(tokens_of(path)), end) for path in paths]
-    documents = [document for document in found if len(document) > document.end_mark]
+    tokens_of: TokensOf = token_files() if tokenizer is None else _encode_texts(paths, tokenizer)
+    end = END if tokenizer is None else tokenizer.end
+    documents = [
+        Document(path, 0, tokens, 0 if path.suffix == ".npy" or end is None else 1)
+        for path in paths
+        if (tokens := len(tokens_of(path)))
+    ]
     if not documents:
         raise DataError(f"every file in {root} is empty; data.path must name text or .npy token files")
 
@@ -154,33 +158,29 @@ def open_corpora(config: DataConfig, words: HFTokenizer | None = None) -> tuple[
         return corpus([training]), corpus([held_out])
     count = min(max(1, round(config.held_out * len(documents))), len(documents) - 1)
     by_hash = sorted(documents, key=lambda document: _name_hash(document.path.relative_to(root)))
-    apart = {document.path for document in by_hash[:count]}
+    held_out_paths = {document.path for document in by_hash[:count]}
     return (
-        corpus(document for document in documents if document.path not in apart),
-        corpus(document for document in documents if document.path in apart),
+        corpus(document for document in documents if document.path not in held_out_paths),
+        corpus(document for document in documents if document.path in held_out_paths),
     )
 
 
-_RECORDS = (
+_RECORD_SUFFIXES = (
     "json jsonl ndjson geojson ipynb parquet arrow feather avro orc tfrecord csv tsv xls xlsx ods db sqlite npz pkl "
     "pickle pt pth safetensors h5 hdf5 zip tar tgz gz bz2 xz zst 7z pdf doc docx odt epub png jpg jpeg gif webp "
     "mp3 wav mp4"
 )
-"""Ends of the names of files whose bytes are not the text that is meant: records, archives, documents, pictures."""
+"""Suffixes of files whose bytes are no plain text: records, archives, documents, pictures."""
 
 
-def _require_plain(paths: Sequence[Path]) -> None:
-    """Refuse files that hold text within something else, which would be trained on as it lies in the file.
-
-    Raises:
-        DataError: naming the first.
-    """
-    kinds = {f".{kind}" for kind in _RECORDS.split()}
-    others = [path for path in paths if path.suffix.lower() in kinds]
-    if others:
-        more = f" (and {len(others) - 1} more such files)" if len(others) > 1 else ""
+def _reject_records(paths: Sequence[Path]) -> None:
+    """Raise if a file wraps its text in another format, whose syntax would be trained on as well."""
+    suffixes = {f".{suffix}" for suffix in _RECORD_SUFFIXES.split()}
+    records = [path for path in paths if path.suffix.lower() in suffixes]
+    if records:
+        more = f" (and {len(records) - 1} more such files)" if len(records) > 1 else ""
         raise DataError(
-            f"{others[0]} is a {others[0].suffix} file{more}, which is not understood: its braces, keys or bytes would be "
+            f"{records[0]} is a {records[0].suffix} file{more}, which is not understood: its braces, keys or bytes would be "
             "trained on as text. Write the text itself, as the model is to see it, into .txt files, or its tokens into .npy "
             "files; data.pattern chooses files of a folder"
         )
@@ -200,41 +200,36 @@ def _name_hash(name: Path) -> bytes:
 
 
 def _files_below(root: Path, pattern: str) -> list[Path]:
-    """The file `root` itself, or the files below it that match, sorted by name; hidden ones are passed over."""
+    """Return the file `root` itself, or the matching files below it, sorted by name and without hidden ones."""
     if os.path.isfile(root):
         return [root]
     if not os.path.isdir(root):
         raise DataError(f"there is no file or folder {root}; data.path must name one")
-    shown = []
-    for folder, folders, names in os.walk(root, onerror=_refuse):
+    paths = []
+    for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        shown += [Path(folder, n) for n in fnmatch.filter(names, pattern) if not n.startswith(".")]
-    if not shown:
+        paths += [Path(folder, n) for n in fnmatch.filter(names, pattern) if not n.startswith(".")]
+    if not paths:
         raise DataError(f"no file in {root} matches {pattern!r}; see data.path and data.pattern")
-    return sorted(shown)
+    return sorted(paths)
 
 
-def _refuse(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
 
 
-def _whole(path: Path, tokens: int, end: int | None) -> Document:
-    """All of a file."""
-    return Document(path, 0, tokens, 0 if path.suffix == ".npy" or end is None else 1)
-
-
-def _tokenised(paths: Sequence[Path], words: HFTokenizer) -> TokensOf:
-    """The tokens of all files: those of text in memory, the others where they lie."""
-    found: dict[Path, npt.NDArray[np.generic]] = {}
+def _encode_texts(paths: Sequence[Path], tokenizer: HFTokenizer) -> TokensOf:
+    """Return a function from a path to its tokens: of text files in memory, of ``.npy`` files on disk."""
+    encoded: dict[Path, npt.NDArray[np.generic]] = {}
     texts = [path for path in paths if path.suffix != ".npy"]
-    for start in range(0, len(texts), _TOGETHER):
-        some = texts[start : start + _TOGETHER]
-        found.update(zip(some, words.tokens_of(map(_text, some)), strict=True))
-    others = token_files()
-    return lambda path: found[path] if path in found else others(path)
+    for start in range(0, len(texts), _TEXTS_PER_BATCH):
+        batch = texts[start : start + _TEXTS_PER_BATCH]
+        encoded.update(zip(batch, tokenizer.encode_batch(map(_read_text, batch)), strict=True))
+    on_disk = token_files()
+    return lambda path: encoded[path] if path in encoded else on_disk(path)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         require_regular(path)
         return path.read_text("utf-8")

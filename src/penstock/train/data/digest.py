@@ -1,10 +1,11 @@
-"""A digest of a run's data: which files, how many tokens each, and the tokens; kept in checkpoints, compared at resume.
+"""A digest of a run's data: files, their sizes and their tokens; kept in checkpoints, compared at resume.
 
-What it costs is bounded. Of a corpus of up to 8,388,608 tokens (512 pieces of 16,384) every token is hashed. Of a larger one
-512 pieces of 16,384 tokens are, spread evenly from its first token to its last. For the training and the held-out files
-together that is 128 MiB to hash and 1,024 places to read at most, on every process, and 100 KB in a checkpoint. So a file
-that was added, removed, renamed or has another number of tokens is always found. Other tokens in a file of the same size
-are always found in a small corpus, and in a large one where a piece is read; a file written anew or shuffled is.
+The cost is bounded. Of a corpus of up to 8,388,608 tokens (512 pieces of 16,384) every token is hashed; of a larger one,
+512 pieces of 16,384 tokens, spread evenly from the first token to the last. For the training and the held-out files
+together that is at most 128 MiB to hash and 1,024 places to read on every process, and 100 KB in a checkpoint.
+
+A file that was added, removed, renamed or has another number of tokens is always detected. Changed tokens in a file of the
+same size are always detected in a small corpus. In a large one they are if a piece contains them, as in a shuffled file.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _HEX = 16  # digits of a piece's digest
 
 @dataclass(frozen=True)
 class CorpusDigest:
-    """Of the files that are trained on, or of those that are held out.
+    """A digest of the training files, or of the held-out files.
 
     Attributes:
-        files, tokens: how many.
+        files, tokens: number of files, and of tokens in all of them.
         names: digest of the files' names and sizes in tokens.
-        pieces: digests of pieces of tokens, one after another.
-        listed: (name, tokens) of the files; empty where there are more than 1,024.
+        pieces: concatenated digests of pieces of tokens.
+        listed: name and number of tokens of each file; empty if there are more than 1,024.
     """
 
     files: int
@@ -46,55 +47,49 @@ class CorpusDigest:
 
 @dataclass(frozen=True)
 class DataDigest:
-    """Of all the data of a run."""
+    """A digest of all the data of a run."""
 
     training: CorpusDigest
     held_out: CorpusDigest
 
     @staticmethod
     def of(training: Corpus, held_out: Corpus) -> DataDigest:
-        """Read what has to be read, and no more than the module's docstring says.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
+        """Hash both corpora; raise DataError if a file cannot be read."""
         return DataDigest(_digest(training), _digest(held_out))
 
     def values(self) -> dict[str, Any]:
-        """As a checkpoint keeps it: numbers, texts, lists and dictionaries."""
+        """Return the digest as a checkpoint keeps it: numbers, strings, lists and dictionaries."""
         return {
-            role: {**asdict(part), "listed": [list(pair) for pair in part.listed]}
-            for role, part in self._parts().items()
+            role: {**asdict(digest), "listed": [list(pair) for pair in digest.listed]}
+            for role, digest in self._by_role().items()
         }
 
     @staticmethod
     def from_values(values: object) -> DataDigest:
-        """What `values` gave.
-
-        Raises:
-            DataError: it is something else.
-        """
+        """Return the digest that `values` was called on; raise DataError if the values are no digest."""
         if not isinstance(values, dict) or values.keys() != {"training", "held_out"}:
             raise DataError(f"it is no digest of data: {values!r:.80}")
-        return DataDigest(_parsed(values["training"]), _parsed(values["held_out"]))
+        return DataDigest(_parse(values["training"]), _parse(values["held_out"]))
 
     @property
     def short(self) -> str:
-        """One line that differs where the data differs: files, tokens and a digest of all."""
+        """A line that differs where the data differs: numbers of files and tokens, and a digest."""
         digest = hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
         files, tokens = (
-            sum(getattr(part, key) for part in self._parts().values()) for key in ("files", "tokens")
+            sum(getattr(digest, key) for digest in self._by_role().values()) for key in ("files", "tokens")
         )
         return f"{files:,} files with {tokens:,} tokens, digest {digest}"
 
     def changes(self, before: DataDigest) -> list[str]:
-        """What is not as it was in an earlier run, a few words each; nothing if all is."""
-        old, now = before._parts(), self._parts()
-        found = [change for role in now for change in _changes(role.replace("_", "-"), old[role], now[role])]
-        more = len(found) - _SHOWN
-        return [*found[:_SHOWN], f"and {more:,} more such differences"] if more > 0 else found
+        """Return the differences from an earlier run's digest, a phrase each; empty if there are none."""
+        old, new = before._by_role(), self._by_role()
+        changes = [
+            change for role in new for change in _changes(role.replace("_", "-"), old[role], new[role])
+        ]
+        more = len(changes) - _SHOWN
+        return [*changes[:_SHOWN], f"and {more:,} more such differences"] if more > 0 else changes
 
-    def _parts(self) -> dict[str, CorpusDigest]:
+    def _by_role(self) -> dict[str, CorpusDigest]:
         return {"training": self.training, "held_out": self.held_out}
 
 
@@ -116,7 +111,7 @@ def _hash(corpus: Corpus, start: int, length: int) -> str:
 
 
 def _places(tokens: int, listed: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
-    """(start, length) of the pieces: the files, where all fit; else all tokens; else some, from the first to the last."""
+    """Return (start, length) of the pieces: one a file if all fit, else equal parts of all tokens, else a sample."""
     if tokens > PIECES * PIECE:
         return [((tokens - PIECE) * n // (PIECES - 1), PIECE) for n in range(PIECES)]
     if listed:
@@ -134,24 +129,23 @@ def _changes(role: str, before: CorpusDigest, now: CorpusDigest) -> list[str]:
                 f"{now.tokens:,}, or have other names or sizes"
             ]
         old, new = dict(before.listed), dict(now.listed)
-        found = [f"the {role} file {name!r} is gone" for name in old if name not in new]
-        found += [f"the {role} file {name!r} is new" for name in new if name not in old]
-        found += [
+        changes = [f"the {role} file {name!r} is gone" for name in old if name not in new]
+        changes += [f"the {role} file {name!r} is new" for name in new if name not in old]
+        changes += [
             f"the {role} file {name!r} had {old[name]:,} tokens and has {new[name]:,}"
             for name in new
             if old.get(name, new[name]) != new[name]
         ]
-        return found or [f"the {role} files are divided otherwise"]
-    found = [
-        _where(role, now, *place)
+        return changes or [f"the {role} files are divided differently"]
+    changes = [
+        _describe_piece(role, now, *place)
         for n, place in enumerate(_places(now.tokens, now.listed))
         if before.pieces[_HEX * n : _HEX * (n + 1)] != now.pieces[_HEX * n : _HEX * (n + 1)]
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(changes))
 
 
-def _where(role: str, digest: CorpusDigest, start: int, length: int) -> str:
-    """What to call the files that have a part of these tokens."""
+def _describe_piece(role: str, digest: CorpusDigest, start: int, length: int) -> str:
     if not digest.listed:
         return f"the {role} files have other tokens, {start:,} to {start + length - 1:,} of {digest.tokens:,}"
     stops = list(accumulate(size for _, size in digest.listed))
@@ -161,12 +155,12 @@ def _where(role: str, digest: CorpusDigest, start: int, length: int) -> str:
     return f"the {role} files from {first!r} to {last!r} have other tokens"
 
 
-def _parsed(values: Any) -> CorpusDigest:
-    kinds = {"files": int, "tokens": int, "names": str, "pieces": str, "listed": list}
-    if not isinstance(values, dict) or values.keys() != kinds.keys():
+def _parse(values: Any) -> CorpusDigest:
+    types = {"files": int, "tokens": int, "names": str, "pieces": str, "listed": list}
+    if not isinstance(values, dict) or values.keys() != types.keys():
         raise DataError(f"it is no digest of data: {values!r:.80}")
     listed = values["listed"]
-    if not all(type(values[key]) is kind for key, kind in kinds.items()) or not all(
+    if not all(type(values[key]) is expected for key, expected in types.items()) or not all(
         isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int
         for pair in listed
     ):

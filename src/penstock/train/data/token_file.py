@@ -1,9 +1,9 @@
 """A file of tokens, read by position with ordinary reads.
 
-Files are not memory-mapped on purpose. Where a mapped file has been cut short, the rest of its last page reads as zeros,
-and the first touch of a page beyond (or of one that its disk cannot give) ends the process with SIGBUS, which Python
-cannot catch. A read of the same place returns fewer bytes or an error, and both have words. Only what is asked for is in
-memory; the system keeps the pages it has read.
+Files are not memory-mapped on purpose. If a mapped file has been truncated, the rest of its last page reads as zeros, and
+the first access to a page beyond it (or to one that the disk cannot deliver) ends the process with SIGBUS, which Python
+cannot catch. A read of the same range returns fewer bytes or an error, and both can be reported. Only the requested range
+is in memory; the system caches the pages it has read.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _HEADER = 1 << 16  # bytes; numpy refuses headers of more than 10,000 characters
 
 
 class TokenFile:
-    """The tokens of one file: the integers of a ``.npy`` file, or the bytes of any other. `len` is their number.
+    """The tokens of one file: the integers of a ``.npy`` file, or the bytes of any other; `len` counts them.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        DataError: it cannot be read, or is no one-dimensional array of integers.
+        DataError: if it cannot be read, or is no one-dimensional array of integers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class TokenFile:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
     def _array(self, size: int) -> tuple[int, int, np.dtype[np.generic]]:
-        """(bytes before the first token, tokens, dtype), as the header says."""
+        """Return the offset of the first token in bytes, the number of tokens, and the dtype, from the header."""
         head = BytesIO(os.pread(self._descriptor, _HEADER, 0))
         try:
             version = np.lib.format.read_magic(head)
@@ -73,17 +73,17 @@ class TokenFile:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, part: slice) -> npt.NDArray[np.generic]:
-        """Tokens start..stop-1 of the file, in its dtype, shape (stop - start,).
+    def __getitem__(self, tokens: slice) -> npt.NDArray[np.generic]:
+        """Return tokens start..stop-1 of the file, in its dtype, shape (stop - start,).
 
         Raises:
-            DataError: the file cannot be read, or has fewer by now.
+            DataError: if the file cannot be read, or has fewer tokens than before.
         """
-        start, stop, _ = part.indices(self._count)
+        start, stop, _ = tokens.indices(self._count)
         at, end = (self._first + n * self._dtype.itemsize for n in (start, max(start, stop)))
         pieces: list[bytes] = []
         try:
-            # The system may return less than what is asked for, and returns nothing only at the file's end.
+            # A read may return fewer bytes than requested, and returns none only at the file's end.
             while at < end and (piece := os.pread(self._descriptor, end - at, at)):
                 pieces.append(piece)
                 at += len(piece)
@@ -101,5 +101,5 @@ _HEADERS: dict[tuple[int, int], Callable[[BytesIO], tuple[tuple[int, ...], bool,
 
 
 def token_files() -> Callable[[Path], TokenFile]:
-    """From a path to its `TokenFile`; the last 256 stay open."""
+    """Return a function from a path to its `TokenFile`; the last 256 stay open."""
     return lru_cache(maxsize=_OPEN_FILES)(TokenFile)

@@ -1,4 +1,4 @@
-"""Tokens as text and text as tokens: bytes, plain numbers, or a Hugging Face tokenizer."""
+"""Tokenizers: bytes, plain numbers, or a Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ConfigError, DataError
 
 END = 0
-"""The token that marks the end of a file, where tokens are bytes or numbers."""
+"""Token that marks the end of a file, where tokens are bytes or numbers."""
 
 BYTES = 256
-"""The vocabulary of a model whose tokens are bytes."""
+"""Vocabulary of a model whose tokens are bytes."""
 
-TOKENIZER = "tokenizer.json"
-_LARGEST_TOKENIZER = 512 * MEGABYTE
+TOKENIZER_FILE = "tokenizer.json"
+_MAX_FILE_BYTES = 512 * MEGABYTE
 
 
-class Codec(Protocol):
-    """How a model's tokens are read and written.
+class Tokenizer(Protocol):
+    """Conversion between text and a model's tokens.
 
     Attributes:
-        end: the token after which a generated text ends; None for none.
-        unit: what a token is called where a person reads it.
+        end: token that ends a generated text; None for none.
+        unit: name of a token in messages: ``byte`` or ``token``.
     """
 
     @property
@@ -39,18 +39,18 @@ class Codec(Protocol):
     def unit(self) -> str: ...
 
     def encode(self, prompt: str) -> list[int]:
-        """A prompt as tokens, at least one.
+        """Return the tokens of a prompt, at least one.
 
         Raises:
-            ConfigError: it cannot be one.
+            ConfigError: if the text is no valid prompt.
         """
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Tokens as text."""
+        """Return the text of some tokens."""
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ByteTokenizer:
     """Tokens are the bytes of UTF-8; an empty prompt is the start of a file, a 0."""
 
     end: int | None = END
@@ -64,8 +64,8 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Tokens are numbers below `vocabulary`, written with blanks between them; an empty prompt is a 0."""
+class NumberTokenizer:
+    """Tokens are numbers below `vocabulary`, separated by blanks; an empty prompt is a 0."""
 
     vocabulary: int
     end: int | None = None
@@ -73,12 +73,12 @@ class Numbers:
 
     def encode(self, prompt: str) -> list[int]:
         try:
-            tokens = [int(word) for word in prompt.split()] or [END]
+            tokens = [int(number) for number in prompt.split()] or [END]
         except ValueError:
             tokens = [-1]
         if not all(0 <= token < self.vocabulary for token in tokens):
             raise ConfigError(
-                f"the prompt {prompt!r} must be token numbers from 0 to {self.vocabulary - 1}, separated by blanks: "
+                f"the prompt must be token numbers from 0 to {self.vocabulary - 1}, separated by blanks, got {prompt!r}: "
                 f"the model's vocabulary is not the {BYTES} bytes and has no tokenizer"
             )
         return tokens
@@ -89,13 +89,13 @@ class Numbers:
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """Tokens of a ``tokenizers`` tokenizer, without the special tokens it would add on its own.
+    """A tokenizer of Hugging Face's ``tokenizers``, without the special tokens it would add by itself.
 
     Attributes:
         tokenizer: a ``tokenizers.Tokenizer``.
-        vocabulary: the model's.
-        end: the end-of-text token, which also follows every training file; None where the model has none.
-        start: what an empty prompt is.
+        vocabulary: number of tokens of the model.
+        end: end-of-text token, which also follows every training file; None where the model has none.
+        start: the token of an empty prompt.
     """
 
     tokenizer: Any
@@ -105,52 +105,52 @@ class HFTokenizer:
     unit: str = "token"
 
     def encode(self, prompt: str) -> list[int]:
-        with _encoding():
+        with _encoding_errors():
             return list(self.tokenizer.encode(prompt, add_special_tokens=False).ids) or [self.start]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def tokens_of(self, texts: Iterable[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
-        """The tokens of several texts, each in as few bytes a token as the vocabulary allows."""
-        kind = np.uint16 if self.vocabulary <= 1 << 16 else np.uint32
-        with _encoding():
-            encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, kind) for each in encoded]
+    def encode_batch(self, texts: Iterable[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
+        """Return the tokens of several texts, in the smallest dtype that fits the vocabulary."""
+        dtype = np.uint16 if self.vocabulary <= 1 << 16 else np.uint32
+        with _encoding_errors():
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype) for encoding in encodings]
 
 
 @contextlib.contextmanager
-def _encoding() -> Iterator[None]:
+def _encoding_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the library raises nothing more particular
+    except Exception as error:  # the library raises nothing more specific
         raise DataError(f"the tokenizer cannot encode this text: {error}") from error
 
 
-def words_of(path: Path, vocabulary: int, end: int | None, start: int | None) -> HFTokenizer:
-    """The tokenizer of a ``tokenizer.json``.
+def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | None) -> HFTokenizer:
+    """Read a ``tokenizer.json``.
 
     Args:
-        path: of the file.
-        vocabulary: the model's; larger than every token.
-        end: the model's end-of-text token, if it has one.
-        start: the model's first token of a text, if it has one.
+        path: path of the file.
+        vocabulary: number of tokens of the model, larger than every token.
+        end: the model's end-of-text token, or None.
+        start: the model's first token of a text, or None.
 
     Raises:
-        DataError: the file cannot be read.
-        ConfigError: the tokenizer has tokens that the model does not have, or the package is not installed.
+        DataError: if the file cannot be read.
+        ConfigError: if the tokenizer has tokens that the model lacks, or ``tokenizers`` is not installed.
     """
     try:
-        from tokenizers import Tokenizer
+        import tokenizers
     except ImportError as error:
         raise ConfigError(
             f"{path} needs the tokenizers package: pip install 'penstock[transformers]'"
         ) from error
     try:
-        tokenizer = Tokenizer.from_buffer(read_bytes(path, _LARGEST_TOKENIZER))
+        tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(path, _MAX_FILE_BYTES))
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
-    except Exception as error:  # the library raises nothing more particular
+    except Exception as error:  # the library raises nothing more specific
         raise DataError(f"cannot read the tokenizer {path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -20,13 +20,13 @@ from penstock.train.config.config import ModelConfig
 
 
 def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
-    """The model as layers that build themselves: ``embedding``, ``blocks.0`` ..., ``head``.
+    """Return the model as layers that build themselves: ``embedding``, ``blocks.0`` ..., ``head``.
 
-    Tokens, int64 of shape (batch, sequence), go in; logits, float32 of shape (batch, sequence, vocabulary), come out.
+    The input is tokens, int64 of shape (batch, sequence); the output logits, float32 of shape (batch, sequence, vocabulary).
 
     Args:
-        config: the model's sizes.
-        seed: of the initial weights, which depend on it and on the parameter's name only.
+        config: ``[model]`` section, with the sizes.
+        seed: seed of the initial weights, which depend on it and on the parameter's name only.
     """
 
     def layer(name: str, build: Callable[[], nn.Module], role: Role) -> Layer:
@@ -41,14 +41,15 @@ def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
 
 
 def next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats; logits (batch, sequence, vocabulary), target int64 (batch, sequence)."""
+    """Return the mean cross entropy in nats; logits (batch, sequence, vocabulary), target int64 (batch, sequence)."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, blocks: int) -> None:
-    """Ones for norms; normal with variance 1/columns for matrices, less for those that add to the residual stream.
+    """Fill norms with ones and matrices with normal numbers of variance 1/columns.
 
-    The two writes of each of the blocks would otherwise let the stream's variance grow with depth (GPT-2's rule).
+    Matrices that add to the residual stream get less: two additions a block would otherwise let the stream's variance grow
+    with depth (GPT-2's rule).
     """
     if parameter.ndim < 2:
         parameter.fill_(1.0)
@@ -129,11 +130,11 @@ class Head(nn.Module):
 def rotary_table(
     sequence: int, head_size: int, base: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of position times frequency, each float32 of shape (sequence, 1, head_size / 2)."""
-    longer = (
+    """Return cosines and sines of position times frequency, each float32 of shape (sequence, 1, head_size / 2)."""
+    rounded = (
         1 << (sequence - 1).bit_length()
-    )  # few tables, however many lengths a generated text goes through
-    cosine, sine = _rotary_table(longer, head_size, base, device)
+    )  # few cached tables for the many lengths of a text being generated
+    cosine, sine = _rotary_table(rounded, head_size, base, device)
     return cosine[:sequence], sine[:sequence]
 
 
@@ -141,7 +142,7 @@ def rotary_table(
 def _rotary_table(
     sequence: int, head_size: int, base: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.inference_mode(False):  # a table made while generating must serve training, too
+    with torch.inference_mode(False):  # training must be able to use a table made by generating
         frequency = base ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
         angle = torch.arange(sequence, dtype=torch.float64)[:, None, None] * frequency
         return angle.cos().float().to(device), angle.sin().float().to(device)

@@ -1,4 +1,4 @@
-"""Text from a trained run: its weights in an unsplit model, one token after the other."""
+"""Text generation with the weights of a trained run, in an unsplit model."""
 
 from __future__ import annotations
 
@@ -16,71 +16,71 @@ from penstock.stage.module import StageModule
 from penstock.stage.rng.initial import generator_for
 from penstock.train.config import file as config_file
 from penstock.train.config.config import Config, SampleConfig
-from penstock.train.model.trainable import TrainableModel, language_of
+from penstock.train.model.trainable import TrainableModel, build_model
 
 
-def sample_run(folder: Path, wanted: SampleConfig | None = None, seed: int | None = None) -> str:
+def sample_run(folder: Path, sample: SampleConfig | None = None, seed: int | None = None) -> str:
     """Generate text with the weights of a finished run.
 
     Args:
-        folder: the run's.
-        wanted: prompt, length and way of drawing; the run's own if not given.
-        seed: of the draws; the run's own if not given.
+        folder: the run's folder.
+        sample: prompt, length, temperature and top k (default: those of the run's config).
+        seed: seed of the draws (default: ``train.seed`` of the run's config).
 
     Returns:
-        The prompt and what follows it.
+        The prompt and the generated text.
 
     Raises:
-        ConfigError: no such run, or a prompt that is none.
-        DataError: weights that cannot be read or do not fit the run's model.
+        ConfigError: if there is no such run, or the prompt is invalid.
+        DataError: if the weights cannot be read or do not fit the run's model.
     """
     config = read_config(folder)
-    language = language_of(config, folder)
+    trainable = build_model(config, folder)
     # Layers from a folder have their weights already.
-    model = whole_model(language, None if language.source else weights.load(folder))
-    wanted = wanted or config.sample
-    prompt = language.codec.encode(wanted.prompt or "")
+    model = unsplit_model(trainable, None if trainable.source else weights.load(folder))
+    sample = sample or config.sample
+    prompt = trainable.tokenizer.encode(sample.prompt or "")
     tokens = generate(
         model,
         prompt,
-        length=wanted.length,
+        length=sample.length,
         context=config.data.sequence,
-        temperature=wanted.temperature,
-        top_k=wanted.top_k,
+        temperature=sample.temperature,
+        top_k=sample.top_k,
         generator=generator_for(config.train.seed if seed is None else seed, "sample"),
-        end=language.codec.end,
+        end=trainable.tokenizer.end,
     )
-    return language.codec.decode(tokens)
+    return trainable.tokenizer.decode(tokens)
 
 
 def read_config(folder: Path) -> Config:
-    """The resolved config a run has left in its folder."""
+    """Read the resolved config in a run's folder."""
     if not os.path.isfile(folder / "config.toml"):
         raise ConfigError(f"{folder} is no run folder: it has no config.toml")
     return config_file.load(folder / "config.toml")
 
 
-def whole_model(language: TrainableModel, state: dict[str, Tensor] | None) -> StageModule:
-    """The unsplit model in evaluation mode, with these weights if there are any.
+def unsplit_model(trainable: TrainableModel, state: dict[str, Tensor] | None) -> StageModule:
+    """Return the unsplit model in evaluation mode, with the weights in `state` unless it is None.
 
     Raises:
-        DataError: weights missing, unknown or of another shape; all are listed.
+        DataError: if weights are missing, unknown or of another shape; lists all of them.
     """
-    model = StageModule(language.layers)
+    model = StageModule(trainable.layers)
     if state is None:
         return model.eval()
-    own = dict(model.whole_model_parameters())
-    problems = [f"{name} is missing" for name in own if name not in state]
-    problems += [f"{name} is unknown" for name in state if name not in own]
+    parameters = dict(model.whole_model_parameters())
+    problems = [f"{name} is missing" for name in parameters if name not in state]
+    problems += [f"{name} is unknown" for name in state if name not in parameters]
     problems += [
         f"{name} has shape {tuple(state[name].shape)}, not {tuple(parameter.shape)}"
-        for name, parameter in own.items()
+        for name, parameter in parameters.items()
         if name in state and state[name].shape != parameter.shape
     ]
     if problems:
         raise DataError("the weights do not fit the model: " + "; ".join(problems))
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(state[name])
     return model.eval()
 
@@ -96,17 +96,17 @@ def generate(
     generator: torch.Generator,
     end: int | None = None,
 ) -> list[int]:
-    """The prompt and up to `length` further tokens.
+    """Return the prompt and up to `length` further tokens.
 
     Args:
-        model: tokens (1, n) → logits (1, n, vocabulary).
-        prompt: at least one token.
-        length: how many to add at most.
-        context: how many of the last tokens the model is shown.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: draw among this many; 0 draws among all.
-        generator: for the draws.
-        end: the token at which the text ends early; it is left out.
+        model: module from tokens (1, n) to logits (1, n, vocabulary).
+        prompt: tokens to start from, at least one.
+        length: largest number of tokens to add.
+        context: number of last tokens that the model gets.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to draw from; 0 draws from all.
+        generator: random number generator of the draws.
+        end: token that ends the text early and is left out; None for none.
     """
     tokens = list(prompt)
     with torch.inference_mode(), _one_thread():
@@ -121,7 +121,7 @@ def generate(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One short sequence is too little work to share; more threads would only wait for one another."""
+    """Use one thread: a short sequence is too little work to share, and more threads only wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -134,7 +134,7 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
     if temperature == 0:
         return int(logits.argmax())
     best, tokens = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
-    # As distances from the best one, in double precision, so that no temperature makes them infinite.
+    # Distances from the best score, in double precision, so that no temperature makes them infinite.
     scores = (best - best[0]).double() / temperature
     chosen = torch.multinomial(torch.softmax(scores, 0), 1, generator=generator)
     return int(tokens[chosen])

@@ -1,4 +1,4 @@
-"""What a run trains: the layers of a language model, its loss, and how its tokens are read and written."""
+"""A model as the trainer needs it: layers, loss and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,30 +15,38 @@ from penstock.huggingface.loss import causal_lm_loss
 from penstock.huggingface.model_folder import CONFIG
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
-from penstock.train.data.tokenizer import BYTES, TOKENIZER, Bytes, Codec, HFTokenizer, Numbers, words_of
+from penstock.train.data.tokenizer import (
+    BYTES,
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    HFTokenizer,
+    NumberTokenizer,
+    Tokenizer,
+    read_tokenizer,
+)
 from penstock.train.model import llama
 
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A model as the trainer needs it.
+    """A language model with its loss and tokenizer.
 
     Attributes:
-        layers: from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
-        loss_fn: ``loss_fn(logits, target)``, the mean in nats.
+        layers: layers from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
+        loss_fn: function of logits and target that returns the mean loss in nats.
         vocabulary: number of tokens.
-        codec: tokens to text and back.
-        target_is_input: the target is the input itself and `loss_fn` shifts it (labels as Hugging Face means them);
-            else the target is the tokens that follow.
-        longest: most tokens a sequence may have; None for any number.
-        source: the folder or the ``config.json`` of a Hugging Face model; None for Penstock's own.
-        family: how tensor parallelism cuts it; see `penstock.parallel.tensor.plan.PLANS`.
+        tokenizer: conversion between text and tokens.
+        target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
+            if it is the tokens that follow.
+        longest: longest sequence in tokens; None for no limit.
+        source: folder or ``config.json`` of a Hugging Face model; None for Penstock's own.
+        family: name of the plan for tensor parallelism; see `penstock.parallel.tensor.plan.PLANS`.
     """
 
     layers: list[Layer]
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     vocabulary: int
-    codec: Codec
+    tokenizer: Tokenizer
     target_is_input: bool = False
     longest: int | None = None
     source: Path | None = None
@@ -46,78 +54,77 @@ class TrainableModel:
 
     @property
     def reads_text(self) -> bool:
-        """Whether a text file can be trained on."""
-        return self.source is None or not isinstance(self.codec, Numbers)
+        """True if text files can be trained on."""
+        return self.source is None or not isinstance(self.tokenizer, NumberTokenizer)
 
 
-def language_of(config: Config, run: Path | None = None) -> TrainableModel:
-    """The model of a config.
+def build_model(config: Config, run: Path | None = None) -> TrainableModel:
+    """Return the model of a config; its layers are built later.
 
     Args:
-        config: checked.
-        run: the folder of a finished run, whose weights to take where they lie in Hugging Face's layout.
+        config: a checked config.
+        run: folder of a finished run, whose weights are used if they are in Hugging Face's layout (default None).
 
     Raises:
-        ConfigError: no such folder or file, a family that is not known, a sequence of more tokens than the model has
-            positions; nothing has been built.
-        DataError: a folder whose files do not fit together.
+        ConfigError: if there is no such folder or file, the family is unknown, or a sequence has more tokens than the model
+            has positions.
+        DataError: if the files of a folder do not belong together.
     """
     model = config.model
     if not (model.path or model.config):
-        codec: Codec = Bytes() if model.vocabulary == BYTES else Numbers(model.vocabulary)
-        return TrainableModel(
-            llama.layers(model, config.train.seed), llama.next_token_loss, model.vocabulary, codec
+        tokenizer: Tokenizer = (
+            ByteTokenizer() if model.vocabulary == BYTES else NumberTokenizer(model.vocabulary)
         )
-    # Brings torch's compiler along, which takes a second to load.
+        return TrainableModel(
+            llama.layers(model, config.train.seed), llama.next_token_loss, model.vocabulary, tokenizer
+        )
+    # Here, since it loads torch's compiler, which takes a second.
     from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
 
     source = local_folder(run or model.path) if run or model.path else Path(model.config).expanduser()
     if not os.path.exists(source):
         raise ConfigError(f"there is no file {source}; model.config must name a Hugging Face config.json")
-    theirs = read_config(source / CONFIG if source.is_dir() else source)
-    language = TrainableModel(
+    hf_config = read_config(source / CONFIG if source.is_dir() else source)
+    longest = getattr(hf_config, "max_position_embeddings", None)
+    trainable = TrainableModel(
         from_transformers(source, seed=config.train.seed),
         causal_lm_loss,
-        theirs.vocab_size,
-        _codec_of(theirs, source if source.is_dir() else source.parent),
+        hf_config.vocab_size,
+        _tokenizer_of(hf_config, source if source.is_dir() else source.parent),
         target_is_input=True,
-        longest=getattr(theirs, "max_position_embeddings", None),
+        longest=longest,
         source=source,
-        family=theirs.model_type,
+        family=hf_config.model_type,
     )
-    if language.longest is not None and config.data.sequence > language.longest:
+    if longest is not None and config.data.sequence > longest:
         raise ConfigError(
-            f"data.sequence is {config.data.sequence}, but the model has {language.longest} positions "
+            f"data.sequence is {config.data.sequence}, but the model has {longest} positions "
             "(max_position_embeddings in its config.json)"
         )
     if config.data.sequence < 2:
         raise ConfigError("data.sequence must be at least 2: the first token of a sample is never predicted")
-    return language
+    return trainable
 
 
-def _codec_of(config: Any, folder: Path) -> Codec:
+def _tokenizer_of(config: Any, folder: Path) -> Tokenizer:
     end = config.eos_token_id
     if isinstance(end, list):
         end = end[0] if end else None
-    if (folder / TOKENIZER).is_file():
-        return words_of(folder / TOKENIZER, config.vocab_size, end, config.bos_token_id)
-    return Bytes() if config.vocab_size == BYTES else Numbers(config.vocab_size, end)
+    if (folder / TOKENIZER_FILE).is_file():
+        return read_tokenizer(folder / TOKENIZER_FILE, config.vocab_size, end, config.bos_token_id)
+    return ByteTokenizer() if config.vocab_size == BYTES else NumberTokenizer(config.vocab_size, end)
 
 
-def words(language: TrainableModel) -> HFTokenizer | None:
-    """The tokenizer that text files go through; None where their bytes are the tokens."""
-    return language.codec if isinstance(language.codec, HFTokenizer) else None
+def text_tokenizer(model: TrainableModel) -> HFTokenizer | None:
+    """Return the tokenizer of text files; None where their bytes are the tokens."""
+    return model.tokenizer if isinstance(model.tokenizer, HFTokenizer) else None
 
 
-def require_readable(language: TrainableModel, paths: list[Path]) -> None:
-    """Refuse text files where there is nothing to read them with.
-
-    Raises:
-        DataError: naming the first.
-    """
+def require_readable(model: TrainableModel, paths: list[Path]) -> None:
+    """Raise DataError if there are text files but no tokenizer for them."""
     texts = [path for path in paths if path.suffix != ".npy"]
-    if texts and not language.reads_text:
+    if texts and not model.reads_text:
         raise DataError(
-            f"{texts[0]} is text, but there is no {TOKENIZER} beside {language.source}; data.path must then name .npy "
+            f"{texts[0]} is text, but there is no {TOKENIZER_FILE} beside {model.source}; data.path must then name .npy "
             "files of tokens"
         )

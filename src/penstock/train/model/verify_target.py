@@ -1,4 +1,4 @@
-"""What ``penstock verify`` trains when it is given no model."""
+"""The default model of ``penstock verify``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = ModelConfig(vocabulary=64, width=32, layers=8, heads=4, kv_heads=2, hid
 
 
 def small_llama() -> VerifyTarget:
-    """A Llama-style decoder of 8 blocks on random tokens, two sequences a microbatch."""
+    """Return a Llama-style decoder of 8 blocks on random tokens, with two sequences a microbatch."""
     return VerifyTarget(layers(CONFIG), next_token_loss, _batch)
 
 

@@ -1,4 +1,4 @@
-"""Where a run's metrics go beside ``metrics.jsonl``: TensorBoard and Weights & Biases, through one small interface."""
+"""Loggers of metrics beside ``metrics.jsonl``: TensorBoard and Weights & Biases, behind one small interface."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from penstock.train.config.fields import LOGGERS, logger_names
 
 
 class Logger(Protocol):
-    """Takes numbers and pictures by step; steps never go back."""
+    """A sink of numbers and pictures by step; steps never decrease."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep numbers of a step by their names, as in ``train/loss``."""
+        """Log numbers of a step by name, such as ``train/loss``."""
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """Keep a picture, a PNG file that is gone afterwards."""
+        """Log a picture, a PNG file that is deleted afterwards."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Flush and close."""
 
 
 class TensorBoard:
     """Event files in the run's folder, under ``tensorboard``: ``tensorboard --logdir RUN``.
 
     Args:
-        run: the run's folder.
-        done: steps done before; what was logged of later ones is not shown any more.
+        run: folder of the run.
+        done: number of steps done before; logged values of later steps are hidden.
     """
 
     def __init__(self, run: Path, done: int) -> None:
@@ -56,7 +56,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases, in the project ``penstock``; with ``WANDB_MODE=offline`` it stays in the run's folder.
 
     Raises:
-        ConfigError: the service does not take it.
+        ConfigError: if the service rejects the run.
     """
 
     def __init__(self, run: Path, config: Config) -> None:
@@ -82,29 +82,25 @@ class WeightsAndBiases:
 
 
 def require_loggers(config: Config) -> None:
-    """Refuse a logger that is not installed.
-
-    Raises:
-        ConfigError: naming it, and how to get it.
-    """
+    """Raise ConfigError if a logger of the config is not installed."""
     for name in logger_names(config.train.loggers):
-        absent = [module for module in LOGGERS[name] if find_spec(module) is None]
-        if absent:
+        missing = [module for module in LOGGERS[name] if find_spec(module) is None]
+        if missing:
             raise ConfigError(
-                f"train.loggers names {name}, but {absent[0]} is not installed: pip install 'penstock[{name}]'"
+                f"train.loggers names {name}, but {missing[0]} is not installed: pip install 'penstock[{name}]'"
             )
 
 
 def open_loggers(config: Config, run: Path, done: int) -> list[Logger]:
-    """The loggers of a config, which `require_loggers` has let pass, for a run with so many steps done.
+    """Open the loggers of a config that has passed `require_loggers`; `done` is the number of steps done.
 
     Raises:
-        ConfigError: Weights & Biases does not take the run.
+        ConfigError: if Weights & Biases rejects the run.
     """
     names = logger_names(config.train.loggers)
-    found: list[Logger] = []
+    loggers: list[Logger] = []
     if "tensorboard" in names:
-        found.append(TensorBoard(run, done))
+        loggers.append(TensorBoard(run, done))
     if "wandb" in names:
-        found.append(WeightsAndBiases(run, config))
-    return found
+        loggers.append(WeightsAndBiases(run, config))
+    return loggers

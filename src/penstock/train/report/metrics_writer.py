@@ -1,4 +1,4 @@
-"""The numbers of a run: a line of JSON each in its folder, and what loggers make of them."""
+"""Metrics of a run: lines of JSON in its folder, passed on to the loggers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from penstock.atomic import write_bytes
@@ -19,14 +18,13 @@ from penstock.trace.events import Trace
 from penstock.train.report.loggers import Logger
 
 METRICS = "metrics.jsonl"
-"""Within a run's folder."""
 
 
 def go_back(run: Path, step: int) -> None:
-    """Begin the metrics of a run, or cut them back: lines of later steps go, the last of a finished run, broken ones.
+    """Create the metrics of a run, or remove later steps, the last line of a finished run, and malformed lines.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: if the file cannot be written.
     """
     path = run / METRICS
     if not path.exists():
@@ -37,7 +35,7 @@ def go_back(run: Path, step: int) -> None:
 
 
 def is_finished(path: Path) -> bool:
-    """Whether a run has come to its end: its metrics have the last line, which is written after the weights."""
+    """Return whether a run is finished: whether its metrics end with the line written after the weights."""
     try:
         lines = (path / METRICS).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -46,17 +44,17 @@ def is_finished(path: Path) -> bool:
 
 
 class MetricsWriter:
-    """``metrics.jsonl``: one JSON object a line, on disk as soon as it is written.
+    """The file ``metrics.jsonl``: one JSON object a line, on disk as soon as `write` returns.
 
-    What cannot be written (a full disk) is told once, and left out; training goes on.
+    A failed write (a full disk) is reported once and left out; training continues.
 
     Args:
-        path: of the run folder; None writes nothing, as on every rank but the first.
-        loggers: get the same numbers, named ``kind/key``, and are closed with it.
-        say: where it is told what could not be written.
+        path: folder of the run; None writes nothing, as on every rank but the first.
+        loggers: loggers of the same numbers, named ``kind/key``; closed with the file.
+        say: function that reports failed writes.
 
     Attributes:
-        writes: whether anything is written here.
+        writes: True if this process writes metrics.
     """
 
     def __init__(
@@ -67,31 +65,31 @@ class MetricsWriter:
     ) -> None:
         self.writes = path is not None
         self._say = say
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._loggers = loggers
         self._path = path / METRICS if path else Path()
-        # Unbuffered: of a line that a full disk has not taken nothing must be left to be written later.
+        # Unbuffered: no rest of a line that did not fit on the disk may be written later.
         self._file = self._path.open("ab", buffering=0) if path else None
 
     def write(self, kind: str, **values: int | float | None) -> None:
-        """Append a line; `kind` is ``train``, ``skipped``, ``held_out`` or ``final``."""
+        """Append a line of a kind: ``train``, ``skipped``, ``held_out`` or ``final``."""
         if self._file is not None:
             line = json.dumps({"kind": kind, **values}, allow_nan=False) + "\n"
-            with self._telling(f"{self._path} lacks lines"):
+            with self._reporting_once(f"{self._path} lacks lines"):
                 self._append(self._file, line.encode())
         step = values.get("step")
         if isinstance(step, int):
             named = {f"{kind}/{key}": v for key, v in values.items() if key != "step" and v is not None}
             for logger in self._loggers:
-                with self._telling(f"{type(logger).__name__} lacks numbers"):
+                with self._reporting_once(f"{type(logger).__name__} lacks numbers"):
                     logger.scalars(step, named)
 
     def timeline(self, step: int, trace: Trace) -> None:
-        """Give the loggers the picture of a step's timeline; without any nothing is drawn."""
+        """Draw a step's timeline for the loggers, if there are any."""
         if not self._loggers:
             return
         with (
-            self._telling("a logger lacks timelines"),
+            self._reporting_once("a logger lacks timelines"),
             Scratch() as scratch,
         ):
             path = scratch.path / "timeline.png"
@@ -101,7 +99,7 @@ class MetricsWriter:
 
     @staticmethod
     def _append(file: BinaryIO, line: bytes) -> None:
-        """The whole line, or nothing of it."""
+        """Append the whole line or nothing."""
         before = os.fstat(file.fileno()).st_size
         try:
             if file.write(line) != len(line):
@@ -112,24 +110,22 @@ class MetricsWriter:
             raise
 
     @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def _reporting_once(self, problem: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if what not in self._told:
-                self._say(f"{what}: {error.strerror or error}. Training goes on")
-                self._told.add(what)
+            if problem not in self._reported:
+                self._say(f"{problem}: {error.strerror or error}. Training continues")
+                self._reported.add(problem)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
         for logger in self._loggers:
-            with self._telling(f"{type(logger).__name__} lacks numbers"):
+            with self._reporting_once(f"{type(logger).__name__} lacks numbers"):
                 logger.close()
 
 
@@ -142,7 +138,7 @@ def _is_until(line: bytes, step: int) -> bool:
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """The object of a whole line; None of one that is broken or was cut short."""
+    """Return the object of a line; None if the line is malformed or incomplete."""
     try:
         entry = parse_json(line)
     except ValueError:

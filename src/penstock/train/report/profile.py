@@ -1,4 +1,4 @@
-"""One step seen by torch's own profiler: every operator on every thread, as a Chrome trace a process."""
+"""A profile of one step by torch's profiler: every operator on every thread, as a Chrome trace for each process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# Only under a private name does torch have a way to say that threads which are there already are meant, too.
+# torch includes threads that exist already only by this private option.
 from torch._C._profiler import _ExperimentalConfig as Experimental
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,14 +17,14 @@ WARM = 10
 
 
 class Profile:
-    """Profiles the `WARM`-th step of a run, or its last if that comes before: caches and threads are warm by then.
+    """Profiles the `WARM`-th step of a run, when caches and threads are warm, or the last step of a shorter run.
 
     The step takes several times as long as others.
 
     Args:
-        run: the run's folder; None profiles nothing.
-        steps: the last step's number.
-        rank: of this process.
+        run: folder of the run; None profiles nothing.
+        steps: number of the last step.
+        rank: rank of this process.
     """
 
     def __init__(self, run: Path | None, steps: int, rank: int) -> None:
@@ -35,11 +35,7 @@ class Profile:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Put this around every step; if it is the one, ``profile/step-000010.rank-0.json`` is there afterwards.
-
-        Args:
-            step: counted from 1.
-        """
+        """Wrap a step, counted from 1; the profiled one leaves ``profile/step-000010.rank-0.json``."""
         self._seen += 1
         wanted = self._seen == WARM or (step == self.steps and self._seen < WARM)
         if self.run is None or not wanted:
@@ -50,8 +46,8 @@ class Profile:
             activities.append(ProfilerActivity.CUDA)
         with profile(
             activities=activities, experimental_config=Experimental(profile_all_threads=True)
-        ) as found:
+        ) as profiler:
             yield
         path = self.run / FOLDER / f"step-{step:06}.rank-{self.rank}.json"
         path.parent.mkdir(exist_ok=True)
-        found.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(path))

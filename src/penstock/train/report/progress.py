@@ -1,55 +1,33 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, nothing from further ranks."""
+"""Progress of a run for people: a bar on a terminal, plain lines elsewhere, nothing from ranks that do not lead."""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-class Reporter(Protocol):
-    """Where the loop tells what it does; a context manager around the run."""
+class Reporter:
+    """A receiver of the run's progress and a context manager around the run; this one prints nothing."""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
 
     def step(self, done: int, loss: float) -> None:
-        """A step is done; `done` counts from 1."""
+        """Show that a step is done; `done` counts from 1."""
 
     def measured(self, done: int, loss: float, tokens_per_second: float, bubble: float) -> None:
-        """Some steps are done and were measured; `bubble` is a share from 0 to 1."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None: ...
-
-
-class Silent:
-    """Says nothing: the ranks after the first."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def step(self, done: int, loss: float) -> None:
-        pass
-
-    def measured(self, done: int, loss: float, tokens_per_second: float, bubble: float) -> None:
-        pass
+        """Show the measurements of the last steps; `bubble` is a share from 0 to 1."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
 
-class Lines(Silent):
+class Lines(Reporter):
     """Plain lines, for logs and pipes."""
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -66,7 +44,7 @@ class Lines(Silent):
         )
 
 
-class Bar(Silent):
+class Bar(Reporter):
     """One live line on a terminal: step, loss, tokens/s and the measured bubble."""
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -95,15 +73,13 @@ class Bar(Silent):
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
 
 def reporter(steps: int, *, leads: bool, to_stderr: bool = False) -> Reporter:
-    """The reporter that suits: none for a rank that does not lead, a bar on a terminal, lines elsewhere."""
+    """Return a silent reporter for a rank that does not lead, a bar on a terminal, and lines elsewhere."""
     if not leads:
-        return Silent()
+        return Reporter()
     console = Console(stderr=to_stderr)
     return Bar(console, steps) if console.is_terminal else Lines(console, steps)

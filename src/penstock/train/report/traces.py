@@ -1,4 +1,4 @@
-"""The traces of a run: which steps are kept, and the page that is made of them at the end."""
+"""The traces that a run keeps, and the page drawn from them at the end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PAGE = "report.html"
 
 
 class Traces:
-    """Keeps the traces of a run's first step, its last, and every N-th; other steps cost nothing.
+    """Saves the traces of a run's first step, its last, and every N-th; other steps cost nothing.
 
     Args:
-        run: the run's folder.
-        steps: the last step's number.
-        every: N; 0 for the first and the last alone.
-        metrics: where pictures go; this process writes if it does.
-        say: where it is told what could not be written.
+        run: folder of the run.
+        steps: number of the last step.
+        every: steps between two traces, N; 0 for the first and the last step alone.
+        metrics: writer that also receives the timelines; traces are saved where it writes.
+        say: function that reports failed writes.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class Traces:
         self._began = False
 
     def after(self, step: int, pipe: Pipeline) -> None:
-        """Keep the trace of a step if it is one of those; every process calls it after every step, before an evaluation.
+        """Save the trace of a step if it is due; every process calls this after every step, before an evaluation.
 
-        Of pipelines side by side the first one's is kept, and the others' processes go on at once.
+        With several replicas only the first one's trace is saved; processes of the others return at once.
 
         Args:
-            step: counted from 1.
-            pipe: right after the step.
+            step: number of the step, counted from 1.
+            pipe: pipeline that has just done the step.
         """
         first, self._began = not self._began, True
-        wanted = first or step == self.steps or (self.every and step % self.every == 0)
-        if not wanted or not pipe.is_first:
+        due = first or step == self.steps or (self.every and step % self.every == 0)
+        if not due or not pipe.is_first:
             return
         trace = pipe.gather_trace()
         assert trace is not None, "a step has just been done"
@@ -60,23 +60,23 @@ class Traces:
             try:
                 save_step(self.run, step, trace)
             except DataError as error:
-                self._say(f"{error}. Training goes on")
+                self._say(f"{error}. Training continues")
             self._metrics.timeline(step, trace)
 
 
 def write_page(run: Path, say: Callable[[str], None]) -> Path | None:
-    """Write a run's ``report.html``, of all its traces and metrics.
+    """Write a run's ``report.html`` from all its traces and metrics.
 
     Returns:
-        Where it is; None where it could not be written or Bokeh is not installed, and then `say` was told why and how to
-        get it.
+        The path of the page; None if it could not be written or Bokeh is not installed, which `say` reports together with
+        the command that draws the page later.
     """
-    how = f"penstock trace {run} --html {run / PAGE}"
+    command = f"penstock trace {run} --html {run / PAGE}"
     if find_spec("bokeh") is None:
-        say(f"no report without Bokeh: pip install 'penstock[report]'; {how}")
+        say(f"no report without Bokeh: pip install 'penstock[report]'; {command}")
         return None
     try:
         return write_report(read_run(run), run / PAGE)
     except ConfigError as error:  # a full disk, or no trace
-        say(f"no report: {error}; later, {how}")
+        say(f"no report: {error}; later, {command}")
         return None

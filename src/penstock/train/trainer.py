@@ -1,4 +1,4 @@
-"""The steps of a run, one after another: what each leaves behind, what skips it, and what ends them early."""
+"""The steps of a run: training, logging, evaluation, checkpoints, skipped steps and stopping early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.trace.bubbles import busy
 from penstock.train.config.config import Config
-from penstock.train.data.training_text import Text, batch_of, held_out_bits
+from penstock.train.data.run_data import RunData, held_out_bits, training_batch
 from penstock.train.model.trainable import TrainableModel
 from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.profile import Profile
@@ -22,16 +22,16 @@ from penstock.train.report.traces import Traces
 from penstock.train.resume import RunCheckpointer, RunProgress
 
 Stopping = Callable[[], bool]
-"""Whether this process has been asked to stop; one that has is enough."""
+"""Function that returns True if this process has been asked to stop; all processes stop if one has been asked."""
 
 
 @dataclass(frozen=True)
-class StepContext:
-    """What the steps of a run work with; `stopping` is None where nothing asks."""
+class TrainingRun:
+    """The components of a run; `stopping` is None if nothing can stop it early."""
 
     config: Config
-    language: TrainableModel
-    text: Text
+    model: TrainableModel
+    data: RunData
     pipe: Pipeline
     optimizer: PipelineOptimizer
     run_group: RunGroup
@@ -45,7 +45,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class Result:
-    """What the steps came to; the attributes are those of `penstock.train.loop.Outcome`."""
+    """The result of the steps; see the attributes of `penstock.train.loop.Outcome`."""
 
     loss: float | None
     held_out_bits: float
@@ -55,47 +55,47 @@ class Result:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Of a step that changed the weights; `in_pipe` is the seconds of ``pipe.step``."""
+    """Measurements of a step that changed the weights; `in_pipe` is the time of ``pipe.step`` in seconds."""
 
     lr: float
     grad_norm: float
     in_pipe: float
 
 
-class Steps:
-    """Takes a run from where it stands to its last step; every process makes one.
+class Trainer:
+    """Executes the remaining steps of a run; every process has one.
 
     Args:
-        run: its parts.
-        standing: where it stands.
+        run: the components of the run.
+        progress: steps already done.
     """
 
-    def __init__(self, run: StepContext, standing: RunProgress) -> None:
+    def __init__(self, run: TrainingRun, progress: RunProgress) -> None:
         self._run = run
-        self._standing = standing
+        self._progress = progress
         self._began = perf_counter()
         self._taken = self._taken_since_log = 0
         self._stepping = self._since_log = 0.0
         self._bits = math.nan
         self._vote: Callable[[], float] | None = None
 
-    def take_all(self) -> Result:
-        """Take the steps that are left.
+    def train(self) -> Result:
+        """Execute the remaining steps.
 
         Raises:
-            StoppedError: a process was asked to stop; the run is saved.
-            NonFiniteError: more steps in a row than ``train.skip_nonfinite`` were NaN or infinite.
-            PenstockError: a step failed.
+            StoppedError: if a process was asked to stop; the run is saved.
+            NonFiniteError: if more steps in a row than ``train.skip_nonfinite`` were NaN or infinite.
+            PenstockError: if a step failed.
         """
         train = self._run.config.train
-        while self._standing.done < train.steps:
+        while self._progress.done < train.steps:
             self._stop_if_asked()
-            self._take(self._standing.done)
+            self._take(self._progress.done)
         if self._vote is not None:
             self._vote()
         if math.isnan(self._bits):
             self._evaluate()
-        loss = self._standing.loss
+        loss = self._progress.loss
         return Result(
             loss if math.isfinite(loss) else None,
             self._bits,
@@ -104,9 +104,9 @@ class Steps:
         )
 
     def _begin_vote(self) -> Callable[[], float]:
-        """Begin to count the processes that were asked to stop; every step has one vote, after its forwards and backwards.
+        """Start counting the processes that were asked to stop: once a step, after its forwards and backwards.
 
-        It goes on beside the optimizer's step, and costs a step next to nothing.
+        The sum overlaps with the optimizer's step, so that it takes almost no time.
         """
         run = self._run
         return (lambda: 0.0) if run.stopping is None else run.run_group.begin_total(float(run.stopping()))
@@ -114,7 +114,7 @@ class Steps:
     def _stop_if_asked(self) -> None:
         if not (self._vote or self._begin_vote())():
             return
-        stopped = self._run.checkpointer.stop(self._standing)
+        stopped = self._run.checkpointer.stop(self._progress)
         self._run.reporter.say(str(stopped))
         raise stopped
 
@@ -131,18 +131,18 @@ class Steps:
         self._taken += 1
         self._taken_since_log += 1
         self._since_log += perf_counter() - started
-        run.reporter.step(done, self._standing.loss)
+        run.reporter.step(done, self._progress.loss)
         if measured is not None:
             if done % train.log_every == 0 or done == train.steps:
                 self._log(done, measured)
             run.traces.after(done, run.pipe)
         if done % train.eval_every == 0 or done == train.steps:
             self._evaluate()
-        run.checkpointer.after_step(self._standing)
+        run.checkpointer.after_step(self._progress)
 
     def _update(self, step: int) -> _Measured:
         run = self._run
-        x, y = batch_of(run.text, run.config, run.language, step)
+        x, y = training_batch(run.data, run.config, run.model, step)
         before = perf_counter()
         result = run.pipe.step(x, y)
         in_pipe = perf_counter() - before
@@ -150,16 +150,16 @@ class Steps:
         update = run.optimizer.step()
         assert result.loss is not None, "a training step has a loss"
         assert update.grad_norm is not None, "every step is applied, and measured"
-        self._standing = RunProgress(step + 1, float(result.loss))
+        self._progress = RunProgress(step + 1, float(result.loss))
         return _Measured(update.lr[0], float(update.grad_norm), in_pipe)
 
     def _skip(self, done: int, error: NonFiniteError) -> None:
-        """Leave out a step that every rank has found not to be finite: no weight changes, and the data goes on."""
+        """Skip a step that is not finite on any rank: no weight changes, and the next step takes the next batch."""
         run, allowed = self._run, self._run.config.train.skip_nonfinite
-        # Dropout and the data of the next step go by the number of this one, whether it changed anything or not.
+        # Dropout and data depend on the number of the step, so a skipped step counts as well.
         run.pipe.steps = done
         run.optimizer.zero_grad()
-        in_a_row = self._standing.skipped_in_a_row + 1
+        in_a_row = self._progress.skipped_in_a_row + 1
         where = f"step {done}: {error.what} is NaN or infinite; no weight was changed"
         if in_a_row > allowed:
             raise NonFiniteError(
@@ -169,7 +169,7 @@ class Steps:
                 error.microbatch,
                 error.what,
             ) from error
-        self._standing = replace(self._standing, done=done, skipped_in_a_row=in_a_row)
+        self._progress = replace(self._progress, done=done, skipped_in_a_row=in_a_row)
         run.reporter.say(f"{where}. The step is skipped, number {in_a_row} in a row of at most {allowed}")
         run.metrics.write(
             "skipped",
@@ -181,7 +181,7 @@ class Steps:
         )
 
     def _log(self, done: int, measured: _Measured) -> None:
-        run, loss = self._run, self._standing.loss
+        run, loss = self._run, self._progress.loss
         speed = self._tokens(self._taken_since_log, self._since_log)
         self._stepping += self._since_log
         self._since_log, self._taken_since_log = 0.0, 0
@@ -199,27 +199,26 @@ class Steps:
         )
 
     def _evaluate(self) -> None:
-        run, done = self._run, self._standing.done
-        self._bits = held_out_bits(run.pipe, run.text)
-        run.reporter.say(f"step {done}: {self._bits:.3f} bits/{run.language.codec.unit} on held-out text")
+        run, done = self._run, self._progress.done
+        self._bits = held_out_bits(run.pipe, run.data)
+        run.reporter.say(f"step {done}: {self._bits:.3f} bits/{run.model.tokenizer.unit} on held-out text")
         run.metrics.write("held_out", step=done, held_out_bits=self._bits, seconds=self._seconds())
 
     def _seconds(self) -> float:
         return perf_counter() - self._began
 
     def _tokens(self, steps: int, seconds: float) -> float:
-        """Tokens a second."""
         config = self._run.config
         return config.train.batch * config.data.sequence * steps / seconds if steps else 0.0
 
 
 def measured_bubble(pipe: Pipeline, run_group: RunGroup, seconds: float) -> float:
-    """The share of the ranks' time in the last step that went neither into a forward nor into a backward.
+    """Return the share of the ranks' time in the last step that they spent in neither a forward nor a backward.
 
     Args:
-        pipe: right after the step.
-        run_group: its processes; every one calls this.
-        seconds: the step took.
+        pipe: pipeline that has just done a step.
+        run_group: processes of the run; each of them calls this.
+        seconds: duration of the step.
     """
     trace = pipe.trace()
     assert trace is not None, "a step has just been done"
