@@ -154,7 +154,7 @@ class Trainer:
         return _Measured(update.lr[0], float(update.grad_norm), in_pipe)
 
     def _skip(self, done: int, error: NonFiniteError) -> None:
-        """Skip a step that is not finite on any rank: no weight changes, and the next step takes the next batch."""
+        """Skip a step that is not finite on some rank: no weight changes, and the next step takes the next batch."""
         run, allowed = self._run, self._run.config.train.skip_nonfinite
         # Dropout and data depend on the number of the step, so a skipped step counts as well.
         run.pipe.steps = done

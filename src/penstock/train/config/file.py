@@ -64,6 +64,7 @@ def dump(config: Config) -> str:
         section: {key: value for key, value in table.items() if value is not None}
         for section, table in asdict(config).items()
     }
-    if source := {key: path for key in ("path", "config") if (path := tables["model"][key])}:
-        tables["model"] = source  # the sizes of a Hugging Face model are in its own config
+    # The sizes of a Hugging Face model are in its own config.
+    sizes = tables["model"]
+    tables["model"] = {key: path for key in ("path", "config") if (path := sizes.pop(key))} or sizes
     return tomli_w.dumps(tables)

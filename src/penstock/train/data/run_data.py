@@ -14,8 +14,8 @@ from penstock.train.data.batches import check_tokens, held_out_positions, train_
 from penstock.train.data.bigram import bigram_bits, bigram_counts
 from penstock.train.data.corpus import Corpus, open_corpora
 from penstock.train.data.digest import DataDigest
-from penstock.train.data.tokenizer import BYTES, ByteTokenizer
-from penstock.train.model.trainable import TrainableModel, require_readable, text_tokenizer
+from penstock.train.data.tokenizer import BYTES, ByteTokenizer, HFTokenizer
+from penstock.train.model.trainable import TrainableModel, require_readable
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def open_data(config: Config, model: TrainableModel) -> RunData:
         DataError: if the data cannot be read, is too short, or has tokens outside the vocabulary.
     """
     sequence, size = config.data.sequence, config.train.batch
-    training, held_out = open_corpora(config.data, text_tokenizer(model))
+    tokenizer = model.tokenizer if isinstance(model.tokenizer, HFTokenizer) else None
+    training, held_out = open_corpora(config.data, tokenizer)
     require_readable(model, [d.path for d in (*training.documents, *held_out.documents)])
     check_tokens(training, "training", sequence)
     check_tokens(held_out, "held-out", sequence)

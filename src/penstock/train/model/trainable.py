@@ -19,7 +19,6 @@ from penstock.train.data.tokenizer import (
     BYTES,
     TOKENIZER_FILE,
     ByteTokenizer,
-    HFTokenizer,
     NumberTokenizer,
     Tokenizer,
     read_tokenizer,
@@ -38,7 +37,6 @@ class TrainableModel:
         tokenizer: conversion between text and tokens.
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
             if it is the tokens that follow.
-        longest: longest sequence in tokens; None for no limit.
         source: folder or ``config.json`` of a Hugging Face model; None for Penstock's own.
         family: name of the plan for tensor parallelism; see `penstock.parallel.tensor.plan.PLANS`.
     """
@@ -48,14 +46,8 @@ class TrainableModel:
     vocabulary: int
     tokenizer: Tokenizer
     target_is_input: bool = False
-    longest: int | None = None
     source: Path | None = None
     family: str = "penstock"
-
-    @property
-    def reads_text(self) -> bool:
-        """True if text files can be trained on."""
-        return self.source is None or not isinstance(self.tokenizer, NumberTokenizer)
 
 
 def build_model(config: Config, run: Path | None = None) -> TrainableModel:
@@ -72,12 +64,8 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     """
     model = config.model
     if not (model.path or model.config):
-        tokenizer: Tokenizer = (
-            ByteTokenizer() if model.vocabulary == BYTES else NumberTokenizer(model.vocabulary)
-        )
-        return TrainableModel(
-            llama.layers(model, config.train.seed), llama.next_token_loss, model.vocabulary, tokenizer
-        )
+        layers, tokenizer = llama.layers(model, config.train.seed), _plain_tokenizer(model.vocabulary)
+        return TrainableModel(layers, llama.next_token_loss, model.vocabulary, tokenizer)
     # Here, since it loads torch's compiler, which takes a second.
     from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
 
@@ -86,16 +74,7 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
         raise ConfigError(f"there is no file {source}; model.config must name a Hugging Face config.json")
     hf_config = read_config(source / CONFIG if source.is_dir() else source)
     longest = getattr(hf_config, "max_position_embeddings", None)
-    trainable = TrainableModel(
-        from_transformers(source, seed=config.train.seed),
-        causal_lm_loss,
-        hf_config.vocab_size,
-        _tokenizer_of(hf_config, source if source.is_dir() else source.parent),
-        target_is_input=True,
-        longest=longest,
-        source=source,
-        family=hf_config.model_type,
-    )
+    layers = from_transformers(source, seed=config.train.seed)
     if longest is not None and config.data.sequence > longest:
         raise ConfigError(
             f"data.sequence is {config.data.sequence}, but the model has {longest} positions "
@@ -103,7 +82,15 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
         )
     if config.data.sequence < 2:
         raise ConfigError("data.sequence must be at least 2: the first token of a sample is never predicted")
-    return trainable
+    return TrainableModel(
+        layers,
+        causal_lm_loss,
+        hf_config.vocab_size,
+        _tokenizer_of(hf_config, source if source.is_dir() else source.parent),
+        target_is_input=True,
+        source=source,
+        family=hf_config.model_type,
+    )
 
 
 def _tokenizer_of(config: Any, folder: Path) -> Tokenizer:
@@ -112,18 +99,17 @@ def _tokenizer_of(config: Any, folder: Path) -> Tokenizer:
         end = end[0] if end else None
     if (folder / TOKENIZER_FILE).is_file():
         return read_tokenizer(folder / TOKENIZER_FILE, config.vocab_size, end, config.bos_token_id)
-    return ByteTokenizer() if config.vocab_size == BYTES else NumberTokenizer(config.vocab_size, end)
+    return _plain_tokenizer(config.vocab_size, end)
 
 
-def text_tokenizer(model: TrainableModel) -> HFTokenizer | None:
-    """Return the tokenizer of text files; None where their bytes are the tokens."""
-    return model.tokenizer if isinstance(model.tokenizer, HFTokenizer) else None
+def _plain_tokenizer(vocabulary: int, end: int | None = None) -> Tokenizer:
+    return ByteTokenizer() if vocabulary == BYTES else NumberTokenizer(vocabulary, end)
 
 
 def require_readable(model: TrainableModel, paths: list[Path]) -> None:
     """Raise DataError if there are text files but no tokenizer for them."""
     texts = [path for path in paths if path.suffix != ".npy"]
-    if texts and not model.reads_text:
+    if texts and model.source is not None and isinstance(model.tokenizer, NumberTokenizer):
         raise DataError(
             f"{texts[0]} is text, but there is no {TOKENIZER_FILE} beside {model.source}; data.path must then name .npy "
             "files of tokens"

@@ -88,10 +88,7 @@ class MetricsWriter:
         """Draw a step's timeline for the loggers, if there are any."""
         if not self._loggers:
             return
-        with (
-            self._reporting_once("a logger lacks timelines"),
-            Scratch() as scratch,
-        ):
+        with self._reporting_once("a logger lacks timelines"), Scratch() as scratch:
             path = scratch.path / "timeline.png"
             draw_picture(trace, path)
             for logger in self._loggers:
