@@ -1,4 +1,4 @@
-"""Local folders as Hugging Face leaves them: a tiny model and the tokenizer of the tiny text."""
+"""Local folders in the layout of Hugging Face: a tiny model and the tokenizer of the tiny text."""
 
 from __future__ import annotations
 

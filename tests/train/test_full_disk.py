@@ -1,4 +1,4 @@
-"""A disk that takes no more: training goes on without what could not be written, or ends with one clear line."""
+"""A full disk: training continues without the files that could not be written, or ends with one clear line."""
 
 from __future__ import annotations
 

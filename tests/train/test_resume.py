@@ -1,4 +1,4 @@
-"""A run that goes on is the run that was never stopped: weights, losses, lines of metrics."""
+"""A resumed run has the weights, losses and metrics of a run that was never stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMES = ("tokens_per_second", "bubble", "seconds")
 
 
 class Said(Reporter):
-    """Keeps what was told."""
+    """Keeps the lines of the run."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -61,7 +61,7 @@ def straight(tmp_path: Path) -> Path:
 
 
 def stopped_at(root: Path, folder: Path, step: int) -> None:
-    """Make of a finished run what one leaves that is killed after a step, with a line of metrics cut short."""
+    """Make a finished run look like one that was killed after a step, with an incomplete line of metrics."""
     for later, path in steps_in(folder / "checkpoints"):
         if later > step:
             path.rename(root / path.name)

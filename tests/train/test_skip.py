@@ -1,4 +1,4 @@
-"""Steps that are NaN or infinite: no weight changes on any rank, and what is skipped is skipped the same after a resume."""
+"""Steps that are NaN or infinite: no weight changes on any rank, and a resumed run skips the same steps."""
 
 from __future__ import annotations
 

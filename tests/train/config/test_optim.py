@@ -1,4 +1,4 @@
-"""The trainer's optimizer: what decays, and how the learning rate goes."""
+"""The trainer's optimizer: weight decay and learning rate."""
 
 from __future__ import annotations
 

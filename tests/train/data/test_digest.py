@@ -1,4 +1,4 @@
-"""What changed in the data is named; what is the same has the same digest; what that costs is bounded."""
+"""Digests of data: equal for equal data, differences by name, and a bounded cost."""
 
 from __future__ import annotations
 

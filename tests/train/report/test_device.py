@@ -48,7 +48,7 @@ def test_processes_share_the_machines_cores(monkeypatch: pytest.MonkeyPatch):
 def test_a_containers_quota_is_shared_and_not_the_hosts_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Containers that each start a thread a core of their host stand in each other's way."""
+    """Containers that each start a thread for every core of their host slow each other down."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")

@@ -1,4 +1,4 @@
-"""What goes to TensorBoard and to Weights & Biases is what is in ``metrics.jsonl``."""
+"""TensorBoard and Weights & Biases receive the numbers in ``metrics.jsonl``."""
 
 from __future__ import annotations
 

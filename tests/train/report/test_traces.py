@@ -1,4 +1,4 @@
-"""What a run keeps of where its time went."""
+"""Traces and page of a run."""
 
 from __future__ import annotations
 
