@@ -104,7 +104,8 @@ def test_the_page_refers_to_nothing_outside(tmp_path: Path):
     for tag, attributes in found.elements:
         for name in ("src", "href", "action", "data"):
             assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
-    style = re.sub(r"/\*.*?\*/", "", Path(report.__file__).with_name("page.css").read_text(), flags=re.S)
+    style = Path(report.__file__).with_name("templates").joinpath("page.css").read_text()
+    style = re.sub(r"/\*.*?\*/", "", style, flags=re.S)
     assert "url(" not in style
     assert "@import" not in style
 
@@ -163,6 +164,18 @@ def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
     assert step["memory"]["limit"] == 5 * 2**20
     step = json.loads(page(tmp_path, {"a": measured(limit="much")}).scripts["penstock-data"])["steps"][0]
     assert step["memory"]["limit"] is None
+
+
+def test_values_of_any_kind_are_shown_or_left_out(tmp_path: Path):
+    """What a file says may be NaN, no number, or text that is no Unicode."""
+    trace = measured(limit=float("nan"), clock_error="soon", split=[["\udcff"], [1, None]])
+    found = page(
+        tmp_path, {"a": trace}, title="\udcff", metrics=[{"kind": "train", "step": 1, "loss": 10**400}]
+    )
+    assert json.loads(found.scripts["penstock-data"])["steps"][0]["memory"]["limit"] is None
+    assert "curves" not in json.loads(found.scripts["penstock-figures"])
+    assert "clocks" not in found.text
+    assert "1, None" in found.text
 
 
 def test_a_trace_that_is_no_whole_step_is_shown_without_a_plan(tmp_path: Path):

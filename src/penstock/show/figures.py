@@ -5,12 +5,11 @@ No text of a user's is in them; it stands in the page, escaped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.show.page_data import Unit, palette
+from penstock.show.page_data import Unit, finite, palette
 
 BLOCKS = ("start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held")
 _TOOLTIP = (
@@ -66,7 +65,9 @@ def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         ("idle share of the ranks", "bubble", "train"),
     ):
         points = [
-            (row["step"], row[key]) for row in metrics if row.get("kind") == kind and _drawable(row, key)
+            (row["step"], row[key])
+            for row in metrics
+            if row.get("kind") == kind and None not in (finite(row.get("step")), finite(row.get(key)))
         ]
         if points:
             shown.append(_curve(f"curve-{len(shown)}", title, points))
@@ -74,13 +75,6 @@ def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     rows = [shown[n : n + 3] for n in range(0, len(shown), 3)]
     return dict(json_item(gridplot(rows, sizing_mode="stretch_width", toolbar_location=None)))
-
-
-def _drawable(row: Mapping[str, Any], key: str) -> bool:
-    return all(
-        isinstance(row.get(k), int | float) and not isinstance(row[k], bool) and math.isfinite(row[k])
-        for k in ("step", key)
-    )
 
 
 def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from base64 import b64encode
 from typing import Any, NamedTuple
 
@@ -157,14 +158,13 @@ def _memory(trace: Trace, planned: Trace | None, unit: Unit) -> dict[str, Any] |
     """Steps of every rank's memory, and the limit."""
     if trace.held is None:
         return None
-    limit = trace.info.get("limit")
     ranks = drawn_ranks(trace)
     return {
         "unit": str(trace.info.get("held", "bytes")),
         "ranks": ranks,
         "measured": _curves(trace, ranks, unit),
         "planned": [] if planned is None else _curves(planned, ranks, unit),
-        "limit": limit if isinstance(limit, int | float) and not isinstance(limit, bool) else None,
+        "limit": finite(trace.info.get("limit")),
     }
 
 
@@ -191,6 +191,13 @@ def _curves(trace: Trace, ranks: list[int], unit: Unit) -> list[dict[str, Any]]:
 
 def _column(values: npt.NDArray[Any], kind: str) -> dict[str, str]:
     return {"type": kind[-2:], "data": b64encode(np.ascontiguousarray(values, kind).tobytes()).decode()}
+
+
+def finite(value: object) -> float | None:
+    """Return a value read from a file if it is a finite number, else None."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if abs(value) <= sys.float_info.max else None
 
 
 def amount(trace: Trace, held: int) -> str:

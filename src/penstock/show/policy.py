@@ -1,8 +1,8 @@
-"""The report page's content security policy: what the browser runs and loads is what this page brought, and nothing else.
+"""The report page's content security policy: the browser runs and loads nothing but what the page brought itself.
 
-Scripts run by the digest of their text, style sheets apply by a nonce that is drawn for each page (Bokeh makes some at run
-time). Nothing is asked of the network, no text becomes code (no ``eval``), and neither attributes nor forms do anything. So
-text from a trace or a config that got past the escaping would still be no more than text.
+Scripts run by the digest of their text. Style sheets apply by a nonce that is drawn for each page, since Bokeh makes some
+at run time. The network is never asked for anything, no text becomes code (no ``eval``), and neither attributes nor forms do
+anything. So even text from a trace or a config that got past the escaping would remain text.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 
 
 def policy(scripts: Iterable[str], nonce: str) -> str:
-    """The policy as the ``meta`` element that has to stand before all it applies to.
+    """Return the policy for a ``meta`` element, which must come before everything it applies to.
 
     Args:
-        scripts: the texts of the page's script elements.
-        nonce: of its style elements.
+        scripts: texts of the page's script elements.
+        nonce: random text that the page's style elements carry.
     """
     digests = " ".join(dict.fromkeys(f"'sha256-{_digest(script)}'" for script in scripts))
     rules = (
@@ -28,7 +28,7 @@ def policy(scripts: Iterable[str], nonce: str) -> str:
         "base-uri 'none'",
         "form-action 'none'",
     )
-    return f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">'
+    return "; ".join(rules)
 
 
 def _digest(text: str) -> str:

@@ -5,19 +5,14 @@ The page works from ``file://`` and asks the network for nothing: Bokeh's script
 
 from __future__ import annotations
 
-import json
-import secrets
 from collections.abc import Mapping, Sequence
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from penstock.atomic import write_text
+from penstock.atomic import write_bytes
 from penstock.errors import ConfigError
-from penstock.show.page import body
+from penstock.show.page import render
 from penstock.show.page_data import look_at, palette, step_data, unit_of
-from penstock.show.policy import policy
 from penstock.trace.events import Trace
 
 MOST_BLOCKS = 150_000
@@ -56,7 +51,7 @@ def write(
     path = Path(path)
     text = _page(title, *_chosen(traces, list(problems)), settings, metrics)
     try:
-        write_text(path, text)
+        write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
     except OSError as error:
         raise ConfigError(f"cannot write the report {path}: {error.strerror}") from error
     return path
@@ -88,45 +83,23 @@ def _page(
 
     steps = [look_at(label, trace) for label, trace in traces.items()]
     unit = unit_of(list(traces.values()))
-    data = [step_data(step, unit) for step in steps]
+    packed = [step_data(step, unit) for step in steps]
     ranks = max(step.trace.ranks for step in steps)
-    planned = any(one["planned"] for one in data)
-    held = {one["memory"]["unit"] for one in data if one["memory"]}
+    planned = any(one["planned"] for one in packed)
+    held = {one["memory"]["unit"] for one in packed if one["memory"]}
     counted = "bytes" if held == {"bytes"} else "activations"
     memory = f"held ({counted})" if held else ""
     places: dict[str, Any] = dict(figures(ranks, unit, planned=planned, memory=memory))
     training = curves(metrics)
     if training is not None:
         places["curves"] = training
-    whole = {
+    data = {
         "unit": unit.name,
         "held": counted,
         "palette": palette(),
         "ranks": rank_colours(ranks),
         "figures": [f"{name}-figure" for name in ("measured", "planned", "memory", "bars")]
         + [f"curve-{n}" for n in range(6)],
-        "steps": data,
+        "steps": packed,
     }
-    own = files("penstock.show")
-    style, early, late = (
-        own.joinpath(name).read_text("utf-8") for name in ("page.css", "nonce.js", "page.js")
-    )
-    text = body(title, steps, unit, settings, problems, curves=training is not None, memory=bool(memory))
-    scripts = [f"\n{script}\n" for script in (early, *library(), late)]
-    nonce = secrets.token_urlsafe(16)
-    *first, last = (f"<script>{script}</script>" for script in scripts)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{policy(scripts, nonce)}\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style nonce="{nonce}">\n{style}</style>\n'
-        f"{''.join(first)}\n</head>\n<body>\n{text}\n"
-        f'<script type="application/json" id="penstock-data">{_inside_script(whole)}</script>\n'
-        f'<script type="application/json" id="penstock-figures">{_inside_script(places)}</script>\n'
-        f"{last}\n</body>\n</html>\n"
-    )
-
-
-def _inside_script(value: object) -> str:
-    """JSON that cannot end the element it stands in."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return render(title, steps, unit, settings, problems, data, places, library())
