@@ -24,6 +24,7 @@ from bench.compare import emit, machine
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
+from penstock.show.analysis import StepAnalysis
 from penstock.show.report import write
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate
@@ -90,7 +91,7 @@ def building(folder: Path, rounds: int) -> dict[str, float]:
     path, times = folder / "page.html", []
     for _ in range(rounds):
         begin = perf_counter()
-        write(path, {"step 1": trace}, title="bench")
+        write(path, [StepAnalysis("step 1", trace)], title="bench")
         times.append(perf_counter() - begin)
     # The first includes what importing Bokeh takes.
     return {
@@ -109,7 +110,7 @@ def opening(folder: Path, rounds: int) -> dict[str, float]:
     if missing():
         return {}
     trace = simulated("zb-v", 32, 261)
-    path = write(folder / "many.html", {"a": trace}, title="bench")
+    path = write(folder / "many.html", [StepAnalysis("a", trace)], title="bench")
     times, frames = [], []
     with browser() as chromium:
         for _ in range(rounds):

@@ -159,13 +159,13 @@ def test_draw_draws_in_the_terminal_and_into_a_file(tmp_path: Path):
     ("words", "says"),
     [
         (("show", "1f1n", "-p", 2, "-m", 2), "no schedule family '1f1n' (did you mean '1f1b'"),
-        (("show", "1f1b", "-p", 2), "1f1b is a family, and --microbatches is missing"),
-        (("draw", "1f1b", "-m", 2), "1f1b is a family, and --ranks is missing"),
+        (("show", "1f1b", "-p", 2), "1f1b is a family and needs --microbatches"),
+        (("draw", "1f1b", "-m", 2), "1f1b is a family and needs --ranks"),
         (("csv", "dualpipe", "-p", 3, "-m", 2), "dualpipe needs an even number of ranks, not 3"),
         (("show", "gpipe", "-p", 2, "-m", 2, "-v", 2), "gpipe has one stage a rank, not 2"),
         (
             ("show", "gpipe", "-p", 2, "-m", 2, "-o", "speed"),
-            "--option is NAME=VALUE, as in group_size=4, not 'speed'",
+            "--option must be NAME=VALUE, such as group_size=4, got 'speed'",
         ),
         (("show", "gpipe", "-p", 2, "-m", 2, "-o", "speed=1"), "gpipe has no option 'speed'; it takes none"),
         (

@@ -122,17 +122,17 @@ def test_a_limit_that_a_schedule_breaks_is_refused_with_what_it_needs():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("1f1b", "-m", "4"), "1f1b is a family, and --ranks is missing"),
-        (("1f1b", "-p", "4"), "1f1b is a family, and --microbatches is missing"),
+        (("1f1b", "-m", "4"), "1f1b is a family and needs --ranks"),
+        (("1f1b", "-p", "4"), "1f1b is a family and needs --microbatches"),
         (("1fb1", "-p", "4", "-m", "4"), r"no schedule family '1fb1' \(did you mean '1f1b'"),
         (("1f1b", "-p", "4", "-m", "4", "--costs", "1,nan,1"), "B must be a finite number of at least 0, not nan"),
         (("1f1b", "-p", "4", "-m", "4", "--costs", "1,-1,1"), "B must be a finite number of at least 0, not -1"),
-        (("1f1b", "-p", "4", "-m", "4", "--costs", "1,1"), "three numbers, as in 1,1,1, or a file; '1,1' is neither"),
+        (("1f1b", "-p", "4", "-m", "4", "--costs", "1,1"), "three numbers, such as 1,1,1, or a file; '1,1' is neither"),
         (("1f1b", "-p", "4", "-m", "4", "--costs", "no.toml"), "or a file; 'no.toml' is neither"),
-        (("1f1b", "-p", "4", "-m", "4", "--latency", "x"), "--latency is a number of seconds, not 'x'"),
+        (("1f1b", "-p", "4", "-m", "4", "--latency", "x"), "--latency must be a number of seconds, got 'x'"),
         (("1f1b", "-p", "4", "-m", "4", "--latency", "-1"), "latency must be a finite number of at least 0, not -1"),
         (("zb-auto", "-p", "4", "-m", "4", "--memory-limit", "0"), "1 is the least"),
-        (("1f1b", "-p", "4", "-m", "4", "-o", "group_size"), "--option is NAME=VALUE, as in group_size=4, not"),
+        (("1f1b", "-p", "4", "-m", "4", "-o", "group_size"), "--option must be NAME=VALUE, such as group_size=4, got"),
         (("1f1b", "-p", "4", "-m", "4", "-o", "group_size=4"), "1f1b has no option 'group_size'"),
     ],
 )  # fmt: skip
@@ -157,7 +157,7 @@ def test_many_ranks_keep_the_page_short():
 def test_the_command_runs_and_ends_with_code_2_for_bad_input():
     line = [sys.executable, "-m", "penstock", "simulate", "1f1b", "-p", "2"]
     bad = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    assert (bad.returncode, bad.stderr) == (2, "penstock: 1f1b is a family, and --microbatches is missing\n")
+    assert (bad.returncode, bad.stderr) == (2, "penstock: 1f1b is a family and needs --microbatches\n")
     good = subprocess.run(
         [*line, "-m", "3", "--json"], capture_output=True, text=True, timeout=300, check=True
     )

@@ -21,9 +21,9 @@ def run(*words: object) -> Result:
 def test_the_table_and_the_timeline_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = run(kept_run(tmp_path)).stdout.splitlines()
-    assert lines[0] == "my-run, step 10; traced are 1, 10"
+    assert lines[0] == "my-run, step 10; traced steps: 1, 10"
     assert lines[1] == "1f1b, 2 ranks, 120 ms"
-    assert lines[3].startswith("25.0% of the ranks' time was idle. Most of it, 12.5%, was")
+    assert lines[3].startswith("25.0% of the ranks' time was idle. The largest part, 12.5%, was")
     (row,) = [line.split() for line in lines if line.startswith("   0 ")]
     assert row == ["0", "90", "30", "20", "10", "2", "MiB"]
     assert any(line.startswith("rank 0 F0") for line in lines)

@@ -7,7 +7,8 @@ import pytest
 
 from penstock.schedule.families import build_schedule
 from penstock.schedule.memory import peak
-from penstock.show.advice import advise, over_plan, recut, where_it_went
+from penstock.show.advice import advise, recut
+from penstock.show.analysis import StepAnalysis
 from penstock.show.planned import plan
 from tests.simulate.cases import built, timed
 from tests.trace.cases import trace_of
@@ -18,10 +19,15 @@ def advice(trace):
 
 
 def test_the_largest_cause_is_named():
-    assert where_it_went(timed(built("gpipe", 4, 8), 1, 1, 1)) == (
-        "27.3% of the ranks' time was idle. Most of it, 18.2%, was warm-up: the pipeline fills."
+    assert StepAnalysis("", timed(built("gpipe", 4, 8), 1, 1, 1)).where == (
+        "27.3% of the ranks' time was idle. The largest part, 18.2%, was warm-up: the pipeline fills."
     )
-    assert where_it_went(trace_of("0F0@0-1 0B0@1-3")) == "The ranks computed all the time."
+    assert StepAnalysis("", trace_of("0F0@0-1 0B0@1-3")).where == "The ranks computed all the time."
+
+
+def test_ranks_without_events_are_not_idle():
+    trace = trace_of("", "1F0@1.0-2.0 1B0@3.0-5.0")
+    assert StepAnalysis("", trace).where.startswith("25.0% of the ranks' time was idle.")
 
 
 def test_another_schedule_is_proposed_with_what_simulating_it_gives():
@@ -29,9 +35,9 @@ def test_another_schedule_is_proposed_with_what_simulating_it_gives():
     zbv = timed(built("zb-v", 4, 8), 4, 4, 4)
     (change,) = [c for c in found.changes if c.schedule == "zb-v"]
     assert change.makespan == zbv.end.max()
-    assert change.words == "with zb-v at the same memory"
+    assert change.words == "with zb-v in the same memory"
     assert found.changes[0].makespan == 132
-    assert "the step would be 23% shorter, and the bubble 5.9% instead of 27.3% (simulated)" in found.what
+    assert "the step would be 23% shorter and 5.9% idle instead of 27.3% (simulated)" in found.sentence
 
 
 def test_no_proposal_holds_more_than_now():
@@ -51,7 +57,7 @@ def slow(layers: list[int]):
 
 def test_a_layer_is_moved_off_a_slow_stage():
     found = advice(slow([2, 2, 4, 2]))
-    assert "Stage 2 takes 2.00 times the median: with one of its 4 layers moved to stage" in found.what
+    assert "Stage 2 takes 2.00 times the median; with one of its 4 layers moved to stage" in found.sentence
     moved = [change for change in found.changes if "moved" in change.words]
     assert {change.words[-1] for change in moved} == {"1", "3"}
     better = timed(built("1f1b", 4, 8), [2, 2, 3, 3], [2, 2, 3, 3], [2, 2, 3, 3])
@@ -61,25 +67,29 @@ def test_a_layer_is_moved_off_a_slow_stage():
 
 def test_without_layers_to_move_even_stages_are_simulated():
     found = advice(slow([1, 1, 1, 1]))
-    assert any(c.words == "stage 2 takes 2.00 times the median: with equal stages" for c in found.changes)
+    assert any(c.words == "stage 2 takes 2.00 times the median; with equal stages" for c in found.changes)
 
 
 def test_where_nothing_helps_this_is_said():
     found = advice(timed(built("zb-v", 4, 16), 4, 4, 4))
-    assert found.what.startswith("Of the ")
-    assert found.what.endswith("in no more memory, none makes the step 2% shorter.")
+    assert found.sentence.startswith("None of the ")
+    assert found.sentence.endswith("none of which needs more memory, makes the step 2% shorter.")
     alone = advice(timed(built("chimera", 4, 4), 4, 4, 4))
-    assert alone.what.startswith("No change was simulated")
+    assert alone.sentence.startswith("No change was simulated")
+
+
+def compared(trace):
+    return StepAnalysis("", replace(trace, info={"source": "measured"})).over_plan
 
 
 def test_the_difference_to_the_plan_is_named():
     trace = timed(built("1f1b", 2, 4), 1, 1, 1)
-    assert over_plan(trace, plan(trace)) == "The step took as long as the plan from its own usual op times."
+    assert compared(trace) == "The step took as long as planned from its usual op times."
     end, last = trace.end.astype(float), trace.rank_slices()[0].stop - 1
     end[last] += 7.5
     late = replace(trace, end=end)
-    assert over_plan(late, plan(late)) == (
-        "The step took 50.0% longer than the plan from its own usual op times; most of the difference, 50.0% of the "
+    assert compared(late) == (
+        "The step took 50.0% longer than planned from its usual op times. The largest part of the difference, 50.0% of the "
         "plan, is work of the busiest rank, whose ops took longer than usual."
     )
 

@@ -12,8 +12,9 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
-from penstock.show.colours import CAUSES, KINDS
-from penstock.show.page_data import odd_chunk
+from penstock.show.analysis import StepAnalysis
+from penstock.show.blocks import lighter
+from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
 from penstock.show.run import read_run, write_report
 from penstock.trace.events import Activity, Trace
@@ -25,8 +26,8 @@ from tests.trace.cases import trace_of
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
+    with browser() as chromium:
+        yield chromium
 
 
 def rgb(colour: str) -> tuple[int, ...]:
@@ -38,7 +39,7 @@ COLOURS = {rgb(shade): kind for kind, c in KINDS.items() for shade in (c.full, c
 
 def expected(trace: Trace, row: int) -> tuple[int, ...]:
     colour = KINDS[Activity(int(trace.kind[row]))]
-    return rgb(colour.light if odd_chunk(trace)[row] else colour.full)
+    return rgb(colour.light if lighter(trace)[row] else colour.full)
 
 
 def assert_drawn(chromium: Browser, figure: str, trace: Trace, each: float = 1.0) -> None:
@@ -83,7 +84,7 @@ def test_simulations_stand_in_one_page(chromium: Browser, tmp_path: Path):
         name: timed(built(name, 4, 4, v), 4, 5, 3)
         for name, v in (("interleaved-1f1b", 2), ("zb-v", None), ("gpipe", None))
     }
-    chromium.open(write(tmp_path / "r.html", traces, title="three"))
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis(*item) for item in traces.items()], title="three"))
     for name, trace in traces.items():
         Select(chromium.driver.find_element(By.ID, "step")).select_by_visible_text(name)
         chromium.wait_until_still()
@@ -97,7 +98,7 @@ def test_pairs_share_a_block_and_messages_have_a_strip(chromium: Browser, tmp_pa
     trace = trace_of(
         "0F0@0-2 0F1&@2-5 0B0@2-5 SEND@4-6 0B1@6-8 REDUCE@7-9 OPTIMIZER@9-10", info={"source": "simulated"}
     )
-    chromium.open(write(tmp_path / "r.html", {"a": trace}, title="strips"))
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", trace)], title="strips"))
     frame, screen = chromium.frame("measured"), chromium.screenshot()
 
     def at(x: float, y: float) -> tuple[int, ...]:
@@ -114,7 +115,7 @@ def test_pairs_share_a_block_and_messages_have_a_strip(chromium: Browser, tmp_pa
 def test_hovering_a_block_tells_its_times(chromium: Browser, tmp_path: Path):
     trace = measured("1f1b", 2, 3)
     shifted = replace(trace, start=trace.start + 0.000_012_3 * (trace.rank == 1))
-    chromium.open(write(tmp_path / "r.html", {"a": shifted}, title="hover"))
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", shifted)], title="hover"))
     frame = chromium.frame("measured")
     row = trace.rank_slices()[1].start + 3  # 1B1
     chromium.move(frame.x((trace.start[row] + trace.end[row]) * 500), frame.y(1) - 8)
@@ -130,11 +131,13 @@ def test_hovering_a_block_tells_its_times(chromium: Browser, tmp_path: Path):
 
 
 def test_an_idle_stretch_has_its_causes_colour_and_tells_it(chromium: Browser, tmp_path: Path):
-    chromium.open(write(tmp_path / "r.html", {"a": timed(built("1f1b", 2, 3), 1, 1, 1)}, title="idle"))
+    chromium.open(
+        write(tmp_path / "r.html", [StepAnalysis("a", timed(built("1f1b", 2, 3), 1, 1, 1))], title="idle")
+    )
     frame, screen = chromium.frame("measured"), chromium.screenshot()
     # Rank 0 waits from 2 to 4 for its first backward, on white.
     x, y = round(frame.x(3)), round(frame.y(0))
-    cause = np.array(rgb(CAUSES["warm_up"][0]))
+    cause = np.array(rgb(CAUSES["warm_up"].colour))
     assert np.abs(screen[y, x] - (0.3 * cause + 0.7 * 255)).max() <= 2
     chromium.move(x, y)
     chromium.wait_until_still()
@@ -149,7 +152,7 @@ def zoomed(before: Frame, after: Frame, x: float) -> bool:
 
 def test_zooming_shows_less_with_more_text_and_all_charts_together(chromium: Browser, tmp_path: Path):
     trace = timed(built("1f1b", 4, 150), 1, 1, 1)
-    chromium.open(write(tmp_path / "r.html", {"a": trace}, title="zoom"))
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", trace)], title="zoom"))
     before = chromium.frame("measured")
     x, y = int(before.left + before.width / 3), int(before.top + before.height / 2)
     texts = "return penstock.find('measured-labels').data.text"
@@ -169,7 +172,7 @@ def test_zooming_shows_less_with_more_text_and_all_charts_together(chromium: Bro
 
 
 def test_dark_mode_changes_the_page_and_the_figures(chromium: Browser, tmp_path: Path):
-    chromium.open(write(tmp_path / "r.html", {"a": measured()}, title="dark"))
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", measured())], title="dark"))
     corner = {}
     text = {}
     for scheme in ("light", "dark"):
@@ -186,7 +189,7 @@ def test_dark_mode_changes_the_page_and_the_figures(chromium: Browser, tmp_path:
 def test_fifty_thousand_blocks_are_all_there(chromium: Browser, tmp_path: Path):
     trace = timed(built("zb-v", 32, 261), 1, 1, 1)
     assert len(trace) > 50_000
-    chromium.open(write(tmp_path / "r.html", {"a": trace}, title="many"))
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", trace)], title="many"))
     ends = chromium.run("return Array.from(penstock.find('measured').data.end)")
     assert np.array_equal(ends, trace.end)
     assert chromium.complaints() == []
@@ -201,7 +204,7 @@ SMUGGLED = """
 
 
 def test_what_is_smuggled_into_the_page_does_nothing(chromium: Browser, tmp_path: Path):
-    path = write(tmp_path / "r.html", {"a": measured()}, title="policy")
+    path = write(tmp_path / "r.html", [StepAnalysis("a", measured())], title="policy")
     text = path.read_text("utf-8")
     inline = "<script>window.owned = 'script'</script>"
     (tmp_path / "s.html").write_text(text.replace("</header>", f"</header>{inline}{SMUGGLED}"), "utf-8")

@@ -14,8 +14,10 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.show import report
-from penstock.show.page_data import unit_of
+from penstock.show.analysis import StepAnalysis
 from penstock.show.report import write
+from penstock.show.units import unit_of
+from penstock.trace.events import Trace
 from tests.show.cases import measured
 from tests.simulate.cases import built, timed
 from tests.trace.cases import trace_of
@@ -55,8 +57,12 @@ class Reader(HTMLParser):
         return " ".join(" ".join(self.shown).split())
 
 
+def steps_of(traces: dict[str, Trace]) -> list[StepAnalysis]:
+    return [StepAnalysis(label, trace) for label, trace in traces.items()]
+
+
 def page(path: Path, traces, **told) -> Reader:
-    return Reader(write(path / "r.html", traces, **{"title": "a run", **told}).read_text("utf-8"))
+    return Reader(write(path / "r.html", steps_of(traces), **{"title": "a run", **told}).read_text("utf-8"))
 
 
 def column(packed: dict[str, str]) -> list[float]:
@@ -76,7 +82,7 @@ def test_all_text_from_outside_is_text_in_the_page(tmp_path: Path):
 
 
 def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
-    path = write(tmp_path / "r.html", {EVIL: measured()}, title=EVIL)
+    path = write(tmp_path / "r.html", steps_of({EVIL: measured()}), title=EVIL)
     text = path.read_text("utf-8")
     elements = [(tag, given) for tag, given in Reader(text).elements if tag not in ("html", "head")]
     assert elements[0] == ("meta", {"charset": "utf-8"})
@@ -96,7 +102,7 @@ def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
         "form-action": "'none'",
     }
     assert not [given for _, given in elements if any(name == "style" or name[:2] == "on" for name in given)]
-    assert nonce not in write(path, {"a": measured()}, title="again").read_text("utf-8")
+    assert nonce not in write(path, steps_of({"a": measured()}), title="again").read_text("utf-8")
 
 
 def test_the_page_refers_to_nothing_outside(tmp_path: Path):
@@ -140,7 +146,7 @@ def test_measured_is_shown_over_planned_with_the_difference_named(tmp_path: Path
     end = trace.end.copy()
     end[trace.rank_slices()[0].stop - 1] += 0.075
     found = page(tmp_path, {"a": replace(trace, end=end)})
-    assert "The step took 50.0% longer than the plan" in found.text
+    assert "The step took 50.0% longer than planned" in found.text
     step = json.loads(found.scripts["penstock-data"])["steps"][0]
     assert column(step["planned"]["end"]) == pytest.approx((trace.end * 1000).tolist())
     assert len(step["memory"]["measured"]) == len(step["memory"]["planned"]) == 2
@@ -200,11 +206,11 @@ def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path)
 
 
 def test_of_too_many_traces_the_first_and_the_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "MOST_BLOCKS", 50)
+    monkeypatch.setattr(report, "MAX_EVENTS", 50)
     found = page(tmp_path, {f"step {n}": measured() for n in range(1, 12)})
     labels = [step["label"] for step in json.loads(found.scripts["penstock-data"])["steps"]]
     assert labels == ["step 1", "step 4", "step 8", "step 11"]
-    assert "11 traces with 132 events are more than a page holds; here are 4" in found.text
+    assert "The page has no room for all 11 traces with 132 events; it shows 4 of them" in found.text
 
 
 @pytest.mark.parametrize(("scale", "name"), [(1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")])
@@ -215,10 +221,10 @@ def test_the_unit_suits_the_length_of_a_step(scale, name):
 
 def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="at least one trace"):
-        write(tmp_path / "r.html", {}, title="")
+        write(tmp_path / "r.html", [], title="")
     with pytest.raises(ConfigError, match=r"cannot write the report .*r\.html"):
-        write(tmp_path / "no" / "r.html", {"a": measured()}, title="")
+        write(tmp_path / "no" / "r.html", steps_of({"a": measured()}), title="")
     monkeypatch.setitem(sys.modules, "bokeh.embed", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[report\]'"):
-        write(tmp_path / "r.html", {"a": measured()}, title="")
+        write(tmp_path / "r.html", steps_of({"a": measured()}), title="")
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from penstock.show.terminal import MOST_LINES, bubble_table, draw_terminal
+from penstock.show.terminal import MAX_LINES, bubble_table, draw_terminal
+from penstock.show.units import Unit
 from penstock.trace.bubbles import CAUSES, Bubbles
 from tests.simulate.cases import built, timed, written
 from tests.trace.cases import trace_of
@@ -46,16 +47,16 @@ def test_a_long_trace_stays_on_one_line_a_rank():
 
 def test_of_many_ranks_the_first_and_the_last_are_drawn():
     lines = drawn(timed(built("gpipe", 40, 2), 1, 1, 1), 90)
-    assert len(lines) == MOST_LINES + 2
+    assert len(lines) == MAX_LINES + 2
     assert lines[0].startswith(" rank 0 ")
-    assert lines[MOST_LINES // 2].strip() == "⋮ 9 ranks more"
-    assert lines[MOST_LINES // 2 + 1].startswith("rank 25 ")
-    assert lines[MOST_LINES - 1].startswith("rank 39 ")
+    assert lines[MAX_LINES // 2].strip() == "⋮ 9 more ranks"
+    assert lines[MAX_LINES // 2 + 1].startswith("rank 25 ")
+    assert lines[MAX_LINES - 1].startswith("rank 39 ")
 
 
 def test_as_many_ranks_as_fit_are_all_drawn():
-    lines = drawn(timed(built("gpipe", MOST_LINES, 2), 1, 1, 1), 90)
-    assert [line.split()[1] for line in lines[:MOST_LINES]] == [str(r) for r in range(MOST_LINES)]
+    lines = drawn(timed(built("gpipe", MAX_LINES, 2), 1, 1, 1), 90)
+    assert [line.split()[1] for line in lines[:MAX_LINES]] == [str(r) for r in range(MAX_LINES)]
 
 
 def test_a_pair_is_one_op():
@@ -96,7 +97,7 @@ def test_all_causes_fit_into_80_columns_when_narrow():
     times = np.array([11.25, 2.0])
     split = Bubbles(973.0, 973.0 - len(CAUSES) * times, dict.fromkeys(CAUSES, times))
     out = StringIO()
-    table = bubble_table(split, {"most\nheld": ["15.12 MiB"] * 2}, rounded=True, narrow=True)
+    table = bubble_table(split, {"most\nheld": ["15.12 MiB"] * 2}, Unit("ms", 1.0), narrow=True)
     Console(file=out, width=80).print(table)
     *_, first, second = out.getvalue().splitlines()
     assert "…" not in out.getvalue()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.given import find_schedule, named_values
+from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
 from penstock.errors import ConfigError, ScheduleError
 
 if TYPE_CHECKING:
     from penstock.schedule.families import Family
     from penstock.schedule.memory import Budget
     from penstock.schedule.schedule import Schedule
-
-Command = TypeVar("Command", bound=Callable[..., object])
 
 
 @click.group(
@@ -32,34 +30,12 @@ def command() -> None:
     """
 
 
-def _one_schedule(function: Command) -> Command:
-    """The argument and options that name one schedule."""
-    for decorate in reversed((
-        click.argument("schedule"),
-        click.option("--ranks", "-p", type=click.IntRange(1), help="Pipeline ranks; a CSV file says its own."),
-        click.option("--microbatches", "-m", type=click.IntRange(1), help="Microbatches; a CSV file says its own."),
-        click.option(
-            "--virtual-stages", "-v", type=click.IntRange(1),
-            help="Stages a rank, for families that leave it open. Default: the family's own.",
-        ),
-        click.option(
-            "--option", "-o", "options", multiple=True, metavar="NAME=VALUE",
-            help="A further parameter of the family, as in group_size=4; several times.",
-        ),
-    )):  # fmt: skip
-        function = decorate(function)
-    return function
-
-
 @command.command(name="list", epilog="Example:  penstock schedule list -p 8 -m 32 -v 2")
 @click.option("--ranks", "-p", type=click.IntRange(1), default=4, show_default=True, help="Pipeline ranks.")
 @click.option(
     "--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True, help="Microbatches a step."
 )
-@click.option(
-    "--virtual-stages", "-v", type=click.IntRange(1),
-    help="Stages a rank, for families that leave it open. Default: the family's own.",
-)  # fmt: skip
+@VIRTUAL_STAGES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_families(ranks: int, microbatches: int, virtual_stages: int | None, as_json: bool) -> None:
     """List the families: source, needs, bubble and peak memory.
@@ -133,7 +109,8 @@ def _brief(held: Sequence[int] | None) -> str:
 
 
 @command.command(epilog="Example:  penstock schedule show interleaved-1f1b -p 4 -m 8 -v 2 -o group_size=5")
-@_one_schedule
+@click.argument("schedule")
+@schedule_options
 @click.option(
     "--program", is_flag=True, help="Show what each rank carries out: messages, hand-overs, reductions, too."
 )
@@ -159,7 +136,8 @@ def show(program: bool, **given: Any) -> None:
     epilog="Example:  penstock schedule check my.csv\n\n"
     "          penstock schedule check 1f1b -p 4 -m 8 --memory-limit 80000000 --saved 20000000"
 )
-@_one_schedule
+@click.argument("schedule")
+@schedule_options
 @click.option(
     "--memory-limit", type=int, metavar="BYTES", help="What a rank may hold; activations without --saved."
 )
@@ -230,7 +208,8 @@ def check(
 
 
 @command.command(epilog="Example:  penstock schedule draw zb-h1 -p 4 -m 8 --out zb-h1.svg")
-@_one_schedule
+@click.argument("schedule")
+@schedule_options
 @click.option(
     "--out", type=click.Path(dir_okay=False), help="An .svg, .png or .pdf file instead of the terminal."
 )
@@ -260,7 +239,8 @@ def draw(out: str | None, **given: Any) -> None:
 
 
 @command.command(name="csv", epilog="Example:  penstock schedule csv zb-v -p 4 -m 12 --out zb-v.csv")
-@_one_schedule
+@click.argument("schedule")
+@schedule_options
 @click.option("--out", type=click.Path(dir_okay=False), help="The file to write; the terminal if not given.")
 def to_csv(out: str | None, **given: Any) -> None:
     """Write a schedule as CSV, a line a rank, as PyTorch's pipelining reads it.

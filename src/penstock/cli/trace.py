@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.show.run import RunView
-    from penstock.trace.events import Trace
 
 WIDE = 108
 _PATH = click.Path(dir_okay=False, path_type=Path)
@@ -53,88 +51,82 @@ def command(
     for path, ending in ((png, ".png"), (svg, ".svg")):
         if path is not None and path.suffix.lower() != ending:
             raise ConfigError(f"--{ending[1:]} {path}: the name must end in {ending}")
-    found = read_run(run)
-    chosen = found.choose(step)
-    trace = found.traces[chosen]
-    for problem in found.problems:
+    view = read_run(run)
+    chosen = view.choose(step)
+    for problem in view.problems:
         click.echo(f"penstock: {problem}", err=True)
-    written = _write(found, trace, step, html, chrome, [path for path in (png, svg) if path])
+    written = _write(view, chosen, step, html, chrome, [path for path in (png, svg) if path])
     if as_json:
-        click.echo(json.dumps(_figures(found, chosen, trace) | {"written": written}))
+        click.echo(json.dumps(_figures(view, chosen) | {"written": written}))
         return
-    _show(found, chosen, trace)
-    for what, where in written.items():
-        click.echo(f"{what}: {where}")
+    _show(view, chosen)
+    for kind, file in written.items():
+        click.echo(f"{kind}: {file}")
 
 
 def _write(
-    run: RunView, trace: Trace, step: int | None, html: Path | None, chrome: Path | None, pictures: list[Path]
+    run: RunView, chosen: int, step: int | None, html: Path | None, chrome: Path | None, pictures: list[Path]
 ) -> dict[str, str]:
     from penstock.show.chrome import write_chrome
     from penstock.show.picture import draw_picture
     from penstock.show.run import write_report
 
-    jobs: list[tuple[str, Path, Callable[[Path], object]]] = []
+    trace = run.traces[chosen]
+    written: dict[str, str] = {}
     if html is not None:
-        jobs.append(("page", html, lambda path: write_report(run, path, step)))
+        written["page"] = str(write_report(run, html, step))
     if chrome is not None:
-        jobs.append(("chrome", chrome, lambda path: write_chrome(trace, path)))
-    jobs += [(path.suffix[1:].lower(), path, lambda path: draw_picture(trace, path)) for path in pictures]
-    for _, path, write in jobs:
-        write(path)
-    return {what: str(path) for what, path, _ in jobs}
+        written["chrome"] = str(write_chrome(trace, chrome))
+    for path in pictures:
+        draw_picture(trace, path)
+        written[path.suffix[1:].lower()] = str(path)
+    return written
 
 
-def _figures(run: RunView, step: int, trace: Trace) -> dict[str, Any]:
-    from penstock.show.page_data import look_at
+def _figures(run: RunView, number: int) -> dict[str, Any]:
     from penstock.trace.bubbles import bubble_fraction
-    from penstock.trace.join import present
-    from penstock.trace.memory_curve import peaks
 
-    seen = look_at(f"step {step}", trace)
-    advice = seen.advice
+    step = run.steps[number]
+    trace, advice = step.trace, step.advice
     return {
-        "step": step,
+        "step": number,
         "steps": list(run.traces),
         "problems": list(run.problems),
         "schedule": trace.info.get("schedule"),
         "source": trace.info.get("source"),
         "ranks": trace.ranks,
-        "ranks_present": present(trace),
+        "ranks_present": step.ranks,
         "clock_error": trace.info.get("clock_error"),
-        "makespan": float(seen.split.makespan),
+        "makespan": float(step.split.makespan),
         "bubble_of_makespan": bubble_fraction(trace),
-        "busy": seen.split.busy.tolist(),
-        "bubble_causes": {cause: time.tolist() for cause, time in seen.split.idle.items()},
-        "peak_held": None if trace.held is None else peaks(trace).tolist(),
-        "planned_makespan": None if seen.plan is None else float(seen.plan.trace.end.max()),
-        "where": seen.where,
-        "what": None if advice is None else advice.what,
+        "busy": step.split.busy.tolist(),
+        "bubble_causes": {cause: time.tolist() for cause, time in step.split.idle.items()},
+        "peak_held": None if step.peaks is None else step.peaks.tolist(),
+        "planned_makespan": None if step.plan is None else float(step.plan.trace.end.max()),
+        "where": step.where,
+        "what": None if advice is None else advice.sentence,
         "changes": [] if advice is None else [vars(change) for change in advice.changes],
     }
 
 
-def _show(run: RunView, step: int, trace: Trace) -> None:
+def _show(run: RunView, number: int) -> None:
     from rich.console import Console
 
-    from penstock.show.page_data import amount, look_at, unit_of
     from penstock.show.terminal import bubble_table, draw_terminal
-    from penstock.trace.memory_curve import peaks
+    from penstock.show.units import amount, unit_of
 
     console = Console(highlight=False)
-    seen = look_at(f"step {step}", trace)
-    others = f"; traced are {', '.join(map(str, run.traces))}" if len(run.traces) > 1 else ""
-    name = f"{run.title}, step {step}{others}" if step else run.title
-    unit = unit_of([trace])
-    took = f"{float(seen.split.makespan) * unit.each:.4g} {unit.name}".rstrip()
-    click.echo(f"{name}\n{trace.info.get('schedule', 'a trace')}, {trace.ranks} ranks, {took}\n")
-    click.echo(seen.where)
-    click.echo(f"There is no plan: {seen.unplanned}" if seen.advice is None else seen.advice.what)
-    click.echo(f"\nTimes are in {unit.name}." if unit.name else "")
-    more = (
-        {} if trace.held is None else {"most\nheld": [amount(trace, held) for held in peaks(trace).tolist()]}
+    step = run.steps[number]
+    trace, unit = step.trace, unit_of([step.trace])
+    others = f"; traced steps: {', '.join(map(str, run.traces))}" if len(run.traces) > 1 else ""
+    name = f"{run.title}, step {number}{others}" if number else run.title
+    click.echo(
+        f"{name}\n{trace.info.get('schedule', 'a trace')}, {trace.ranks} ranks, {unit.text(step.split.makespan)}\n"
     )
-    narrow = console.width < WIDE
-    console.print(bubble_table(seen.split, more, each=unit.each, rounded=bool(unit.name), narrow=narrow))
+    click.echo(step.where)
+    click.echo(f"There is no plan: {step.unplanned}" if step.advice is None else step.advice.sentence)
+    click.echo(f"\nTimes are in {unit.name}." if unit.name else "")
+    held = {} if step.peaks is None else {"most\nheld": [amount(trace, peak) for peak in step.peaks.tolist()]}
+    console.print(bubble_table(step.split, held, unit, narrow=console.width < WIDE))
     console.print()
     console.print(draw_terminal(trace, console.width))

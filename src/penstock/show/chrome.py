@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.show.colours import KINDS
+from penstock.show.palette import KINDS
 from penstock.trace.events import Activity, Trace
 from penstock.trace.memory_curve import memory_curve
 from penstock.trace.messages import givers

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.show.page_data import Unit, finite, palette
+from penstock.show.palette import BUSY, CAUSES, KINDS
+from penstock.show.units import Unit, finite
 
 BLOCKS = ("start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held")
 _TOOLTIP = (
@@ -87,7 +88,7 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
     source = ColumnDataSource({column: [] for column in BLOCKS}, name=name)
     if name == "measured":
         _gaps(plot)
-    colours = [shade for kind in palette()["kinds"] for shade in (kind["full"], kind["light"])]
+    colours = [shade for kind in KINDS.values() for shade in (kind.full, kind.light)]
     quads = plot.quad(
         left="start", right="end", top="top", bottom="bottom", source=source, name=f"{name}-blocks",
         line_color="white", line_width=0.7, fill_color=linear_cmap("fill", colours, -0.5, len(colours) - 0.5),
@@ -116,18 +117,18 @@ def _gaps(plot: Any) -> None:
     from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.transform import linear_cmap
 
-    columns = ("start", "end", "top", "bottom", "what", "length", "rank")
+    columns = ("start", "end", "top", "bottom", "cause", "length", "rank")
     source = ColumnDataSource({column: [] for column in columns}, name="gaps")
-    colours = [what["colour"] for what in palette()["what"]]
+    colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
     spans = plot.quad(
         left="start", right="end", top="top", bottom="bottom", source=source, line_color=None, fill_alpha=0.3,
-        fill_color=linear_cmap("what", colours, -0.5, len(colours) - 0.5),
+        fill_color=linear_cmap("cause", colours, -0.5, len(colours) - 0.5),
     )  # fmt: skip
-    said = _says("what", "length")
+    said = _says("cause", "length")
     plot.add_tools(
         HoverTool(
             renderers=[spans],
-            tooltips='<div class="tip">rank @rank idle: <b>@what{custom}</b><br>for @length{custom}</div>',
+            tooltips='<div class="tip">rank @rank idle: <b>@cause{custom}</b><br>for @length{custom}</div>',
             formatters=said,
             point_policy="follow_mouse",
             visible=False,
@@ -170,17 +171,17 @@ def _bars(y: Any, height: int, unit: Unit) -> Any:
 
     plot = _figure(figure, "bars", Range1d(start=0, end=1), Range1d(start=y.start, end=y.end), height, unit)
     plot.xgrid.visible = plot.ygrid.visible = False
-    source = ColumnDataSource({c: [] for c in ("left", "right", "rank", "share", "what")}, name="bars")
-    colours = [what["colour"] for what in palette()["what"]]
+    source = ColumnDataSource({c: [] for c in ("left", "right", "rank", "share", "cause")}, name="bars")
+    colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
     bars = plot.hbar(
         y="rank", left="left", right="right", height=0.8, source=source, line_color=None,
-        fill_color=linear_cmap("what", colours, -0.5, len(colours) - 0.5),
+        fill_color=linear_cmap("cause", colours, -0.5, len(colours) - 0.5),
     )  # fmt: skip
-    said = _says("what", "share")
+    said = _says("cause", "share")
     plot.add_tools(
         HoverTool(
             renderers=[bars],
-            tooltips='<div class="tip"><b>@what{custom}</b><br>rank @rank<br>@share{custom} of the step</div>',
+            tooltips='<div class="tip"><b>@cause{custom}</b><br>rank @rank<br>@share{custom} of the step</div>',
             formatters=said,
             point_policy="follow_mouse",
         )

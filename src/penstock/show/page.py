@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
@@ -11,15 +10,15 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from penstock.show.advice import over_plan
-from penstock.show.colours import BUSY, CAUSES, KINDS
-from penstock.show.page_data import MOST_CURVES, PageStep, Unit, amount, finite
+from penstock.show.analysis import StepAnalysis
+from penstock.show.blocks import several_stages
+from penstock.show.page_data import MAX_CURVES
+from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.policy import policy
+from penstock.show.units import Unit, amount, decimals, finite
 from penstock.trace.bubbles import bubble_fraction
-from penstock.trace.join import present
-from penstock.trace.memory_curve import peaks
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("penstock.show"),
@@ -34,7 +33,7 @@ _ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_n
 
 def render(
     title: str,
-    steps: Sequence[PageStep],
+    steps: Sequence[StepAnalysis],
     unit: Unit,
     settings: str,
     problems: Sequence[str],
@@ -57,15 +56,15 @@ def render(
     early, late, style = (_source(name) for name in ("nonce.js", "page.js", "page.css"))
     scripts = [f"\n{script}\n" for script in (early, *library, late)]
     nonce = secrets.token_urlsafe(16)
-    there = [cause for cause in CAUSES if any(cause in step.split.causes for step in steps)]
+    causes = [cause for cause in CAUSES if any(cause in step.split.causes for step in steps)]
     return _ENVIRONMENT.get_template("page.html").render(
         title=title,
         steps=[_view(step, unit) for step in steps],
         first_shown=_first_shown(steps),
         ranks=max(step.trace.ranks for step in steps),
-        max_curves=MOST_CURVES,
+        max_curves=MAX_CURVES,
         memory=any(step.trace.held is not None for step in steps),
-        causes=[(BUSY, "computing"), *(CAUSES[cause] for cause in there)],
+        causes=[(BUSY, "computing"), *((CAUSES[cause].colour, CAUSES[cause].meaning) for cause in causes)],
         settings=settings,
         problems=problems,
         data=data,
@@ -82,9 +81,9 @@ def _source(name: str) -> str:
     return files("penstock.show").joinpath("templates", name).read_text("utf-8")
 
 
-def _first_shown(steps: Sequence[PageStep]) -> int:
+def _first_shown(steps: Sequence[StepAnalysis]) -> int:
     """Return the step to open with: a run's last, since its first warms up; the first of several simulations."""
-    return len(steps) - 1 if steps[-1].trace.info.get("source") == "measured" else 0
+    return len(steps) - 1 if steps[-1].measured else 0
 
 
 def _shared(section: Callable[[object], str], steps: Sequence[object]) -> list[tuple[str, list[int]]]:
@@ -95,10 +94,9 @@ def _shared(section: Callable[[object], str], steps: Sequence[object]) -> list[t
     return [(text, shown_in) for text, shown_in in numbers.items() if text.strip()]
 
 
-def _view(step: PageStep, unit: Unit) -> dict[str, object]:
+def _view(step: StepAnalysis, unit: Unit) -> dict[str, object]:
     """Return everything that the template shows of one step."""
     trace = step.trace
-    stages = (np.unique(trace.stage[rows]) for rows in trace.rank_slices())
     schedule = None if step.plan is None else step.plan.program.schedule
     return {
         "label": step.label,
@@ -106,8 +104,8 @@ def _view(step: PageStep, unit: Unit) -> dict[str, object]:
         "cards": _cards(step, unit),
         "sentences": _sentences(step),
         "kinds": [style for kind, style in KINDS.items() if (trace.kind == kind).any()],
-        "several_stages": any(len(own) > 1 for own in stages),
-        "above_plan": step.plan is not None and trace.info.get("source") == "measured",
+        "several_stages": several_stages(trace),
+        "above_plan": step.plan is not None and step.measured,
         "times": _times(step, unit),
         "changes": _changes(step, unit),
         "split": _split(step),
@@ -117,7 +115,7 @@ def _view(step: PageStep, unit: Unit) -> dict[str, object]:
     }
 
 
-def _counts(step: PageStep) -> str:
+def _counts(step: StepAnalysis) -> str:
     trace, program = step.trace, None if step.plan is None else step.plan.program
     words = [str(trace.info.get("schedule", "")), _many(trace.ranks, "rank")]
     if program is not None:
@@ -130,66 +128,62 @@ def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
-def _cards(step: PageStep, unit: Unit) -> list[tuple[str, str]]:
+def _cards(step: StepAnalysis, unit: Unit) -> list[tuple[str, str]]:
     trace = step.trace
     cards = [
-        (_time(step.split.makespan, unit), "step"),
+        (unit.text(step.split.makespan), "step"),
         (f"{bubble_fraction(trace):.1%}", "of the ranks' time idle"),
     ]
-    if step.plan is not None and trace.info.get("source") == "measured":
+    if step.plan is not None and step.measured:
         more = float(step.split.makespan) / float(step.plan.trace.end.max(initial=0) or 1) - 1
         cards.append((f"{more:+.1%}", "against the plan"))
-    if trace.held is not None:
-        cards.append((amount(trace, int(peaks(trace).max())), "most held by a rank"))
+    if step.peaks is not None:
+        cards.append((amount(trace, int(step.peaks.max())), "most held by a rank"))
     if clock_error := finite(trace.info.get("clock_error")):
         cards.append((f"{clock_error * 1e6:.0f} µs", "error of the ranks' clocks"))
     return cards
 
 
-def _sentences(step: PageStep) -> list[str]:
-    if step.plan is None or step.advice is None:
+def _sentences(step: StepAnalysis) -> list[str]:
+    if step.advice is None:
         return [step.where, f"There is no plan to compare with: {step.unplanned}."]
-    compared = [over_plan(step.trace, step.plan)] if step.trace.info.get("source") == "measured" else []
-    return [step.where, step.advice.what, *compared]
+    return [step.where, step.advice.sentence, *([step.over_plan] if step.over_plan else [])]
 
 
-def _times(step: PageStep, unit: Unit) -> dict[str, object]:
+def _times(step: StepAnalysis, unit: Unit) -> dict[str, object]:
     """Return time by rank and cause as a table without empty columns; of very many ranks it has the first only."""
-    split, trace = step.split, step.trace
+    split, held, ranks = step.split, step.peaks, step.ranks
     causes = split.causes
-    heads = ["rank", "computing", "idle", *(CAUSES[cause][1] for cause in causes)]
-    held = None if trace.held is None else peaks(trace)
+    heads = ["rank", "computing", "idle", *(CAUSES[cause].meaning for cause in causes)]
     heads += [] if held is None else ["most held"]
-    ranks = present(trace)
     makespan = float(split.makespan) or 1.0
     times = np.stack([split.busy, makespan - split.busy, *(split.idle[cause] for cause in causes)], axis=1)
     rows = []
-    for rank in ranks[:MOST_ROWS]:
-        memory = [] if held is None else [amount(trace, int(held[rank]))]
+    for rank in ranks[:MAX_ROWS]:
+        memory = [] if held is None else [amount(step.trace, int(held[rank]))]
         rows.append([str(rank), *(_share(time, makespan, unit) for time in times[rank]), *memory])
     means = times[ranks].mean(axis=0) if ranks else ()
     rows.append(["mean", *(_share(time, makespan, unit) for time in means), *([] if held is None else [""])])
-    return {"heads": heads, "rows": rows, "omitted": max(0, len(ranks) - MOST_ROWS)}
+    return {"heads": heads, "rows": rows, "omitted": max(0, len(ranks) - MAX_ROWS)}
 
 
 def _share(time: Any, makespan: float, unit: Unit) -> str:
     """Return a time to the thousandth of the makespan, whole numbers without decimals, and its share of it."""
     if time <= 1e-9 * makespan:
         return "–"
-    shown = float(time) * unit.each
-    decimals = max(0, 2 - math.floor(math.log10(makespan * unit.each)))
-    text = f"{shown:.0f}" if shown == round(shown) else f"{shown:.{decimals}f}"
-    return f"{text}{' ' if unit.name else ''}{unit.name} ({float(time) / makespan:.1%})"
+    shown = float(time) * unit.scale
+    places = 0 if shown == round(shown) else decimals(makespan * unit.scale)
+    return f"{unit.text(time, f'.{places}f')} ({float(time) / makespan:.1%})"
 
 
-def _changes(step: PageStep, unit: Unit) -> list[list[str]]:
+def _changes(step: StepAnalysis, unit: Unit) -> list[list[str]]:
     if step.advice is None:
         return []
     now = step.advice.changes[0]
     return [
         [
             change.words[0].upper() + change.words[1:],
-            _time(change.makespan, unit),
+            unit.text(change.makespan),
             f"{change.makespan / now.makespan - 1:+.1%}" if now.makespan else "",
             f"{change.bubble:.1%}",
             f"{change.memory:.3g}",
@@ -198,7 +192,7 @@ def _changes(step: PageStep, unit: Unit) -> list[list[str]]:
     ]
 
 
-def _split(step: PageStep) -> list[list[str]]:
+def _split(step: StepAnalysis) -> list[list[str]]:
     split = step.trace.info.get("split")
     if not isinstance(split, list | tuple) or not all(isinstance(layers, list | tuple) for layers in split):
         return []
@@ -212,7 +206,3 @@ def _split(step: PageStep) -> list[list[str]]:
         ]
         for stage, layers in enumerate(split)
     ]
-
-
-def _time(time: Any, unit: Unit) -> str:
-    return f"{float(time) * unit.each:.4g}{' ' if unit.name else ''}{unit.name}"

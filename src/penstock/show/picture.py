@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.show.colours import KINDS, Colour
-from penstock.show.page_data import odd_chunk, unit_of
+from penstock.show.blocks import lighter, second_of_pair
+from penstock.show.palette import WITHOUT_MESSAGES
+from penstock.show.units import unit_of
 from penstock.trace.events import Activity, Trace
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 LABELLED = 600
 RASTERIZED = 100_000
-_DRAWN: dict[Activity, Colour] = {
-    kind: colour for kind, colour in KINDS.items() if kind not in (Activity.SEND, Activity.RECV)
-}
 
 
 def draw_picture(trace: Trace, path: str | Path) -> None:
@@ -48,11 +46,11 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
     except ImportError as error:
         raise ConfigError("pictures need matplotlib: pip install 'penstock[pictures]'") from error
     unit = unit_of([trace])
-    shown = trace.only(_DRAWN)
-    shown = replace(shown, start=shown.start * unit.each, end=shown.end * unit.each)
+    shown = trace.only(WITHOUT_MESSAGES)
+    shown = replace(shown, start=shown.start * unit.scale, end=shown.end * unit.scale)
     figure = Figure(figsize=(12, 1.2 + 0.3 * min(trace.ranks, 64)), layout="constrained")
     axes = figure.add_subplot()
-    drawn = [kind for kind in _DRAWN if (shown.kind == kind).any()]
+    drawn = [kind for kind in WITHOUT_MESSAGES if (shown.kind == kind).any()]
     for kind in drawn:
         _bars(axes, shown, kind)
     if len(shown) <= LABELLED:
@@ -63,8 +61,8 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
     axes.set_xlabel(f"time ({unit.name})" if unit.name else "time")
     axes.set_title(str(trace.info.get("schedule", "")))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    keys = [Patch(color=_DRAWN[kind].full, label=_DRAWN[kind].meaning) for kind in drawn]
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(_DRAWN), frameon=False)
+    keys = [Patch(color=WITHOUT_MESSAGES[kind].full, label=WITHOUT_MESSAGES[kind].meaning) for kind in drawn]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(WITHOUT_MESSAGES), frameon=False)
     # Fixed identifiers and no date: the same trace gives the same file.
     with matplotlib.rc_context({"svg.hashsalt": "penstock"}):
         try:
@@ -78,7 +76,7 @@ def _bars(axes: Axes, trace: Trace, kind: Activity) -> None:
     from matplotlib.collections import PolyCollection
 
     rows = np.flatnonzero(trace.kind == kind)
-    second = np.concatenate([[False], trace.paired[:-1]])
+    second = second_of_pair(trace)
     top = trace.rank[rows] - 0.42 + 0.42 * second[rows]
     bottom = trace.rank[rows] + 0.42 - 0.42 * trace.paired[rows]
     left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
@@ -86,19 +84,18 @@ def _bars(axes: Axes, trace: Trace, kind: Activity) -> None:
         [np.stack(point, axis=1) for point in ((left, top), (right, top), (right, bottom), (left, bottom))],
         axis=1,
     )
-    shade = np.where(odd_chunk(trace)[rows], _DRAWN[kind].light, _DRAWN[kind].full)
+    shade = np.where(lighter(trace)[rows], WITHOUT_MESSAGES[kind].light, WITHOUT_MESSAGES[kind].full)
     bars = PolyCollection(list(corners), facecolors=shade.tolist(), edgecolors="white", linewidths=0.3)
     bars.set_rasterized(len(trace) > RASTERIZED)
     axes.add_collection(bars)
 
 
 def _labels(axes: Axes, trace: Trace) -> None:
-    second = np.concatenate([[False], trace.paired[:-1]])
-    odd = odd_chunk(trace)
+    second, light = second_of_pair(trace), lighter(trace)
     for row in np.flatnonzero(trace.microbatch >= 0):
         x = (float(trace.start[row]) + float(trace.end[row])) / 2
         y = trace.rank[row] + 0.21 * (int(second[row]) - int(trace.paired[row]))
-        colour = "black" if odd[row] else "white"
+        colour = "black" if light[row] else "white"
         axes.text(
             x, y, str(trace.microbatch[row]), ha="center", va="center", fontsize=6, clip_on=True, color=colour
         )

@@ -17,6 +17,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.schedule import Columns, Schedule
+from penstock.show.blocks import second_of_pair
 from penstock.simulate.costs import Communication, Costs, Link, Table
 from penstock.simulate.simulator import simulate
 from penstock.trace.events import Activity, Trace
@@ -63,8 +64,7 @@ def costs_of(work: Trace) -> Costs:
     """
     stages = int(work.stage.max(initial=0)) + 1
     spent = (work.end - work.start).astype(np.float64)
-    second = np.concatenate([[False], work.paired[:-1]])
-    alone = ~(work.paired | second)
+    alone = ~(work.paired | second_of_pair(work))
     table = np.full((stages, len(Kind)), np.nan)
     pairs = np.full(stages, np.nan)
     for stage in range(stages):

@@ -1,6 +1,6 @@
 """The report: one HTML file that shows where the time and the memory of one or several traces went, and why.
 
-The page works from ``file://`` and asks the network for nothing: Bokeh's script, the page's own and all data are in it.
+The page works from ``file://`` and asks the network for nothing: it contains Bokeh's script, its own, and all data.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from typing import Any
 
 from penstock.atomic import write_bytes
 from penstock.errors import ConfigError
+from penstock.show.analysis import StepAnalysis
 from penstock.show.page import render
-from penstock.show.page_data import look_at, palette, step_data, unit_of
-from penstock.trace.events import Trace
+from penstock.show.page_data import step_data, styles
+from penstock.show.units import unit_of
 
-MOST_BLOCKS = 150_000
+MAX_EVENTS = 150_000
 
 
 def write(
     path: str | Path,
-    traces: Mapping[str, Trace],
+    steps: Sequence[StepAnalysis],
     *,
     title: str,
     settings: str = "",
@@ -30,26 +31,25 @@ def write(
     """Write the report page.
 
     Args:
-        path: of the file; its folder must exist.
-        traces: what the page's selector calls it ("step 10", or a schedule's name) → a trace, at least one. Of a trace's
-            `info` the page also shows ``split`` (the names of every stage's layers), ``limit`` (bytes a rank may hold) and
-            ``clock_error`` (seconds). When all of them have more than `MOST_BLOCKS` events some in between are left out,
-            and the page says so.
-        title: the page's; any text.
-        settings: the resolved config, as text.
-        metrics: the lines of ``metrics.jsonl``.
-        problems: what could not be read, a sentence each.
+        path: file to write; its folder must exist.
+        steps: the steps to choose from, at least one. Of a trace's `info` the page also shows ``split`` (the names of every
+            stage's layers), ``limit`` (bytes a rank may hold) and ``clock_error`` (seconds). If together they have more than
+            `MAX_EVENTS` events, some in between are left out, and the page says so.
+        title: heading of the page; any text.
+        settings: resolved config, as text (default: none).
+        metrics: lines of ``metrics.jsonl`` (default: none).
+        problems: sentences about what could not be read (default: none).
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: there is no trace, Bokeh is not installed, or the file cannot be written.
+        ConfigError: if there is no step, Bokeh is not installed, or the file cannot be written.
     """
-    if not traces:
+    if not steps:
         raise ConfigError("a report needs at least one trace")
     path = Path(path)
-    text = _page(title, *_chosen(traces, list(problems)), settings, metrics)
+    text = _page(title, *_chosen(steps, problems), settings, metrics)
     try:
         write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
     except OSError as error:
@@ -57,46 +57,46 @@ def write(
     return path
 
 
-def _chosen(traces: Mapping[str, Trace], problems: list[str]) -> tuple[dict[str, Trace], list[str]]:
-    """The traces that the page holds: the first, the last, and of those between as many as there is room for."""
-    labels = list(traces)
-    total = sum(len(trace) for trace in traces.values())
-    keep = max(2, int(len(labels) * MOST_BLOCKS / total)) if total > MOST_BLOCKS else len(labels)
-    if keep >= len(labels):
-        return dict(traces), problems
-    kept = sorted({round(n * (len(labels) - 1) / (keep - 1)) for n in range(keep)})
-    problems.append(
-        f"{len(labels)} traces with {total:,} events are more than a page holds; here are {len(kept)}, the first and the "
-        "last among them"
+def _chosen(
+    steps: Sequence[StepAnalysis], problems: Sequence[str]
+) -> tuple[Sequence[StepAnalysis], Sequence[str]]:
+    """Return the first step, the last, and as many in between as fit, with what there is to say about that."""
+    count, total = len(steps), sum(len(step.trace) for step in steps)
+    keep = max(2, int(count * MAX_EVENTS / total)) if total > MAX_EVENTS else count
+    if keep >= count:
+        return steps, problems
+    kept = sorted({round(n * (count - 1) / (keep - 1)) for n in range(keep)})
+    problem = (
+        f"The page has no room for all {count} traces with {total:,} events; it shows {len(kept)} of them, among them the "
+        "first and the last."
     )
-    return {labels[n]: traces[labels[n]] for n in kept}, problems
+    return [steps[n] for n in kept], [*problems, problem]
 
 
 def _page(
     title: str,
-    traces: dict[str, Trace],
-    problems: list[str],
+    steps: Sequence[StepAnalysis],
+    problems: Sequence[str],
     settings: str,
     metrics: Sequence[Mapping[str, Any]],
 ) -> str:
     from penstock.show.figures import curves, figures, library, rank_colours
 
-    steps = [look_at(label, trace) for label, trace in traces.items()]
-    unit = unit_of(list(traces.values()))
+    unit = unit_of(step.trace for step in steps)
     packed = [step_data(step, unit) for step in steps]
     ranks = max(step.trace.ranks for step in steps)
-    planned = any(one["planned"] for one in packed)
-    held = {one["memory"]["unit"] for one in packed if one["memory"]}
+    planned = any(step["planned"] for step in packed)
+    held = {step["memory"]["unit"] for step in packed if step["memory"]}
     counted = "bytes" if held == {"bytes"} else "activations"
     memory = f"held ({counted})" if held else ""
-    places: dict[str, Any] = dict(figures(ranks, unit, planned=planned, memory=memory))
+    places = figures(ranks, unit, planned=planned, memory=memory)
     training = curves(metrics)
     if training is not None:
         places["curves"] = training
     data = {
         "unit": unit.name,
         "held": counted,
-        "palette": palette(),
+        "styles": styles(),
         "ranks": rank_colours(ranks),
         "figures": [f"{name}-figure" for name in ("measured", "planned", "memory", "bars")]
         + [f"curve-{n}" for n in range(6)],

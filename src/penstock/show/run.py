@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.errors import ConfigError, DataError
+from penstock.show.analysis import StepAnalysis
 from penstock.show.report import write
 from penstock.trace.events import Trace
 from penstock.trace.folder import read_file, read_folder
@@ -34,6 +36,14 @@ class RunView:
     settings: str
     metrics: tuple[Mapping[str, Any], ...]
     problems: tuple[str, ...]
+
+    @cached_property
+    def steps(self) -> Mapping[int, StepAnalysis]:
+        """The analysis of every step, which computes nothing before it is asked."""
+        return {
+            number: StepAnalysis(f"step {number}" if number else self.title, trace)
+            for number, trace in self.traces.items()
+        }
 
     def choose(self, step: int | None) -> int:
         """The step that was asked for; the last one if none was.
@@ -71,10 +81,9 @@ def read_run(path: str | Path) -> RunView:
 
 def write_report(run: RunView, path: str | Path, step: int | None = None) -> Path:
     """Write the page of a run, with all its steps or with one; `write` says what is raised."""
-    chosen = run.traces if step is None else {step: run.traces[run.choose(step)]}
-    traces = {f"step {number}" if number else run.title: trace for number, trace in chosen.items()}
+    steps = list(run.steps.values()) if step is None else [run.steps[run.choose(step)]]
     return write(
-        path, traces, title=run.title, settings=run.settings, metrics=run.metrics, problems=run.problems
+        path, steps, title=run.title, settings=run.settings, metrics=run.metrics, problems=run.problems
     )
 
 

@@ -1,11 +1,10 @@
-"""A trace as a timeline in text: one line a rank, time from left to right, on one screen.
+"""A trace as a timeline in text, one line per rank with time from left to right, and its times as a table.
 
-Every op starts with its letter, so the drawing reads without colours, too; `·` is an idle rank.
+Every op starts with its letter, so the drawing can be read without colours, too; `·` is an idle rank.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -13,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.show.blocks import lighter, second_of_pair, several_stages
+from penstock.show.palette import CAUSES, WITHOUT_MESSAGES
+from penstock.show.units import TICKS, Unit, decimals
 from penstock.trace.bubbles import Bubbles
 from penstock.trace.events import Activity, Trace
 
@@ -20,65 +22,27 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-MOST_LINES = 32
+MAX_LINES = 32
 IDLE = "·"
-_CAUSES = {
-    "warm_up": "warm-up",
-    "cool_down": "cool-down",
-    "activation": "wait for\nactivation",
-    "gradient": "wait for\ngradient",
-    "communication": "commu-\nnication",
-    "overhead": "overhead",
-    "imbalance": "imbalance",
-}
-_NARROW = {
-    **_CAUSES,
-    "cool_down": "cool-\ndown",
-    "activation": "wait for\nacti-\nvation",
-    "overhead": "over-\nhead",
-    "imbalance": "imbal-\nance",
-}
-_LETTERS = {
-    Activity.F: "F",
-    Activity.B: "B",
-    Activity.I: "I",
-    Activity.W: "W",
-    Activity.R: "R",
-    Activity.REDUCE: "=",
-    Activity.OPTIMIZER: "O",
-}
-_STYLES = {
-    "F": ("black on bright_blue", "black on blue"),
-    "B": ("black on bright_green", "black on green"),
-    "I": ("black on bright_cyan", "black on cyan"),
-    "W": ("black on bright_yellow", "black on yellow"),
-    "R": ("black on bright_magenta", "black on magenta"),
+_LETTERS = {kind: style.letter for kind, style in WITHOUT_MESSAGES.items()}
+_STYLES = {style.letter: style.terminal for style in WITHOUT_MESSAGES.values()} | {
     "&": ("black on bright_white", "black on white"),
-    "=": ("red", "red"),
-    "O": ("white on red", "white on red"),
     IDLE: ("bright_black", "bright_black"),
 }
-_MEANINGS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "R": "recompute",
-    "&": "forward and backward in one",
-    "=": "reduction",
-    "O": "optimizer",
+_MEANINGS = {style.letter: style.meaning for style in WITHOUT_MESSAGES.values()} | {
+    "&": "forward and backward in one"
 }
 
 
 def draw_terminal(trace: Trace, width: int | None = None) -> Text:
     """Draw a trace as text that rich colours by kind of op; ``str()`` of it is the same without colours.
 
-    An op wide enough shows its microbatch, too, and its stage where ranks hold several; the shade tells a rank's stages
-    apart. Of more than `MOST_LINES` ranks the first and the last are drawn.
+    An op that is wide enough also shows its microbatch, and its stage if ranks have several; the shade tells a rank's
+    stages apart. Of more than `MAX_LINES` ranks, only the first and the last are drawn.
 
     Args:
-        trace: what to draw; its messages are left out.
-        width: columns to use; the terminal's if not given.
+        trace: the trace to draw; its messages are left out.
+        width: columns to use (default: the terminal's).
     """
     from rich.text import Text
 
@@ -96,11 +60,11 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
     }
     cells = _cells(lines.values(), max(8, columns - margin), end - begin)
     centres = begin + (np.arange(cells) + 0.5) * ((end - begin) / cells)
-    several = any(len(_stages(line.stage)) > 1 for line in lines.values())
+    several = any(several_stages(line) for line in lines.values())
     used: set[str] = set()
     for rank, line in lines.items():
         if rank and rank - 1 not in lines:
-            text.append(f"{'⋮'.rjust(margin - 1)} {trace.ranks - len(lines)} ranks more\n")
+            text.append(f"{'⋮'.rjust(margin - 1)} {trace.ranks - len(lines)} more ranks\n")
         text.append(f"rank {rank} ".rjust(margin))
         for piece, letter, shade in _line(line, centres, several):
             used.add(letter)
@@ -112,48 +76,37 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
 
 
 def bubble_table(
-    split: Bubbles,
-    more: Mapping[str, Sequence[object]],
-    *,
-    each: float = 1.0,
-    rounded: bool = False,
-    narrow: bool = False,
+    split: Bubbles, more: Mapping[str, Sequence[object]], unit: Unit = TICKS, *, narrow: bool = False
 ) -> Table:
-    """Where every rank's time went, a line a rank, as a table for rich; of more than `MOST_LINES` ranks some are left out.
+    """Return a table for rich of where every rank's time went; of more than `MAX_LINES` ranks, some are left out.
 
     Args:
-        split: a cause that no rank has gets no column.
-        more: further columns by their heads, a value a rank.
-        each: how many of the unit shown the trace's unit has.
-        rounded: times to the thousandth of the whole; else to six digits.
-        narrow: heads are broken up, so that every cause fits into 80 columns.
+        split: the time of every rank; a cause that no rank has gets no column.
+        more: further columns by their heads, one value per rank.
+        unit: unit of the times, shown to the thousandth of the makespan (default: simulated ticks, to six digits).
+        narrow: break up heads so that every cause fits into 80 columns (default: False).
     """
     causes = split.causes
-    heads = _NARROW if narrow else _CAUSES
-    table = plain_table("rank", "busy", "bubble", *(heads[cause] for cause in causes), *more, gap=2 - narrow)
-    whole = float(split.makespan) * each
-    digits = f".{max(0, 2 - math.floor(math.log10(whole)))}f" if rounded and whole > 0 else ".6g"
+    heads = [CAUSES[cause].narrow_heading if narrow else CAUSES[cause].heading for cause in causes]
+    table = plain_table("rank", "busy", "bubble", *heads, *more, gap=2 - narrow)
+    times = (split.busy, split.makespan - split.busy, *(split.idle[cause] for cause in causes))
+    digits = f".{decimals(float(split.makespan) * unit.scale)}f" if unit.name else ".6g"
     ranks = len(split.busy)
     for rank in range(ranks):
-        if ranks > MOST_LINES and MOST_LINES // 2 <= rank < ranks - MOST_LINES // 2:
-            if rank == MOST_LINES // 2:
+        if ranks > MAX_LINES and MAX_LINES // 2 <= rank < ranks - MAX_LINES // 2:
+            if rank == MAX_LINES // 2:
                 table.add_row("...")
             continue
-        times = (split.busy, split.makespan - split.busy, *(split.idle[cause] for cause in causes))
-        table.add_row(
-            str(rank),
-            *(_figure(time[rank], split.makespan, each, digits) for time in times),
-            *(str(c[rank]) for c in more.values()),
+        shown = (
+            f"{time[rank] * unit.scale:{digits}}" if time[rank] > 1e-9 * split.makespan else "0"
+            for time in times
         )
+        table.add_row(str(rank), *shown, *(str(column[rank]) for column in more.values()))
     return table
 
 
-def _figure(time: Any, whole: Any, each: float, digits: str) -> str:
-    return f"{time * each:{digits}}" if time > 1e-9 * whole else "0"
-
-
 def plain_table(*columns: str, gap: int = 2) -> Table:
-    """An empty table with right-aligned columns, narrow enough for a terminal."""
+    """Return an empty table with right-aligned columns, narrow enough for a terminal."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
@@ -162,32 +115,31 @@ def plain_table(*columns: str, gap: int = 2) -> Table:
     return table
 
 
-def _cells(lines: Iterable[Trace], most: int, span: float) -> int:
-    """How many cells to use: so many that the shortest op has a whole number of them, if it has one at all."""
+def _cells(lines: Iterable[Trace], available: int, span: float) -> int:
+    """Return how many cells to use: if possible as many as give the shortest op a whole number of them."""
     spent = np.concatenate([line.end - line.start for line in lines])
     shortest = float(spent[spent > 0].min(initial=span))
-    each = int(most * shortest / span) if span > 0 else 0
-    return min(most, round(span / shortest * each)) if each else most
+    each = int(available * shortest / span) if span > 0 else 0
+    return min(available, round(span / shortest * each)) if each else available
 
 
 def _hidden(rank: int, ranks: int) -> bool:
-    return ranks > MOST_LINES and MOST_LINES // 2 <= rank < ranks - MOST_LINES // 2 + 1
+    return ranks > MAX_LINES and MAX_LINES // 2 <= rank < ranks - MAX_LINES // 2 + 1
 
 
 def _line(trace: Trace, centres: np.ndarray[Any, Any], several: bool) -> list[tuple[str, str, int]]:
-    """One rank's line in pieces: the text of an op, its letter, and its shade."""
+    """Return one rank's line in pieces: the text of an op, its letter, and its shade."""
     work = np.flatnonzero(trace.kind != Activity.REDUCE)
     reductions = np.flatnonzero(trace.kind == Activity.REDUCE)
     event = np.full(len(centres), -1)
     for rows in (reductions, work):
-        at = np.searchsorted(trace.start[rows], centres, side="right") - 1
-        running = at >= 0
-        running[running] = trace.end[rows[at[running]]] > centres[running]
-        event[running] = rows[at[running]]
+        latest = np.searchsorted(trace.start[rows], centres, side="right") - 1
+        running = latest >= 0
+        running[running] = trace.end[rows[latest[running]]] > centres[running]
+        event[running] = rows[latest[running]]
     # Both halves of a pair start at once, and the search finds the second.
-    first = np.concatenate([[False], trace.paired[:-1]])
-    event[event >= 0] -= first[event[event >= 0]]
-    stages = _stages(trace.stage)
+    event[event >= 0] -= second_of_pair(trace)[event[event >= 0]]
+    shades = lighter(trace)
     cuts = [0, *(np.flatnonzero(np.diff(event)) + 1).tolist(), len(event)]
     pieces = []
     for a, b in pairwise(cuts):
@@ -197,14 +149,9 @@ def _line(trace: Trace, centres: np.ndarray[Any, Any], several: bool) -> list[tu
             continue
         letter = "&" if trace.paired[row] else _LETTERS[Activity(int(trace.kind[row]))]
         label = _label(trace, row, several)
-        shade = int(np.searchsorted(stages, trace.stage[row])) % 2
         piece = label if len(label) <= b - a else letter
-        pieces.append((piece.ljust(b - a, "=" if letter == "=" else " "), letter, shade))
+        pieces.append((piece.ljust(b - a, "=" if letter == "=" else " "), letter, int(shades[row])))
     return pieces
-
-
-def _stages(column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.unique(column[column >= 0])
 
 
 def _label(trace: Trace, row: int, several: bool) -> str:

@@ -3,9 +3,9 @@
 window.penstock = (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
   const page = read("penstock-data");
-  const palette = page.palette;
+  const styles = page.styles;
   const ARRAYS = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
-  const MESSAGES = new Set([5, 6, 7]);
+  const MESSAGES = new Set(styles.messages);
   const ROWS = { top: 0.42, strip: 0.16 };
   const MOST_LABELS = 3000;
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -131,7 +131,7 @@ window.penstock = (() => {
   }
 
   function words(columns, n) {
-    const letter = palette.kinds[columns.kind[n]].letter, number = columns.microbatch[n];
+    const letter = styles.kinds[columns.kind[n]].letter, number = columns.microbatch[n];
     if (number < 0) return [letter];
     const all = [`${letter}${number}`, `${number}`];
     return columns.several ? [`${columns.stage[n]}${letter}${number}`, ...all] : all;
@@ -150,8 +150,8 @@ window.penstock = (() => {
 
   // What a tooltip says of a column's value.
   function tell(name, value) {
-    if (name === "kind") return palette.kinds[value].meaning;
-    if (name === "what") return palette.what[value].meaning;
+    if (name === "kind") return styles.kinds[value].meaning;
+    if (name === "cause") return styles.causes[value].meaning;
     if (name === "share") return `${(100 * value).toFixed(2)}%`;
     if (name === "stage" || name === "microbatch") return value < 0 ? "" : `${name} ${value}`;
     if (name !== "held") return time(value);

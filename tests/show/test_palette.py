@@ -7,7 +7,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from penstock.show.colours import BUSY, CAUSES, KINDS
+from penstock.show.palette import BUSY, CAUSES, KINDS
+from penstock.trace import bubbles
 from penstock.trace.events import Activity
 
 # Viénot, Brettel and Mollon (1999), "Digital video colourmaps for checking the legibility of displays by dichromats":
@@ -44,6 +45,11 @@ def distance(a: str, b: str, seen: str) -> float:
 WORK = [Activity.F, Activity.B, Activity.I, Activity.W, Activity.R]
 
 
+def test_every_kind_and_cause_has_its_style_in_order():
+    assert list(KINDS) == list(Activity)
+    assert tuple(CAUSES) == bubbles.CAUSES
+
+
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("shade", ["full", "light"])
 def test_kinds_of_ops_differ_for_everyone(seen, shade):
@@ -61,7 +67,7 @@ def test_the_two_shades_of_a_kind_differ_for_everyone(seen):
 
 @pytest.mark.parametrize("seen", SEEN)
 def test_causes_that_stand_side_by_side_differ_for_everyone(seen):
-    stacked = [BUSY, *(colour for colour, _ in CAUSES.values())]
+    stacked = [BUSY, *(cause.colour for cause in CAUSES.values())]
     near = {(a, b): round(distance(a, b, seen), 1) for a, b in pairwise(stacked)}
     assert min(near.values()) >= 10, near
 

@@ -1,0 +1,103 @@
+"""Arguments and options that name a schedule: a family with its counts and options, or a CSV file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from penstock.bounded_io import parse_json
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.schedule.schedule import Schedule
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+VIRTUAL_STAGES = click.option(
+    "--virtual-stages",
+    "-v",
+    type=click.IntRange(1),
+    help="Stages per rank, for families that leave it open. Default: the family's own.",
+)
+
+
+def schedule_options(function: Command) -> Command:
+    """Add the options that, beside a name, say which schedule is meant."""
+    for decorate in reversed((
+        click.option("--ranks", "-p", type=click.IntRange(1), help="Pipeline ranks. A CSV file sets its own."),
+        click.option(
+            "--microbatches", "-m", type=click.IntRange(1), help="Microbatches per step. A CSV file sets its own."
+        ),
+        VIRTUAL_STAGES,
+        click.option(
+            "--option", "-o", "options", multiple=True, metavar="NAME=VALUE",
+            help="Another parameter of the family, such as group_size=4. May be repeated.",
+        ),
+    )):  # fmt: skip
+        function = decorate(function)
+    return function
+
+
+def need_counts(name: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+    """Return the counts that every family needs.
+
+    Raises:
+        ConfigError: if one is missing.
+    """
+    if ranks is None or microbatches is None:
+        missing = "--ranks" if ranks is None else "--microbatches"
+        raise ConfigError(f"{name} is a family and needs {missing}")
+    return ranks, microbatches
+
+
+def find_schedule(
+    name: str,
+    ranks: int | None,
+    microbatches: int | None,
+    virtual_stages: int | None,
+    options: Mapping[str, object],
+) -> Schedule:
+    """Build the schedule of a family, or read it from a file, whose counts must equal those that are passed.
+
+    Raises:
+        ConfigError: if there is no such family, a file cannot be read, or counts or options do not fit.
+    """
+    from penstock.schedule.families import FAMILIES, build_schedule
+    from penstock.schedule.text import read_csv
+
+    if not name.lower().endswith(".csv"):
+        # An unknown name is reported first, whatever the counts are.
+        p, m = need_counts(name, ranks, microbatches) if name in FAMILIES else (1, 1)
+        return build_schedule(name, p, m, virtual_stages, **options)
+    schedule = read_csv(name)
+    counts = {
+        "ranks": (schedule.ranks, ranks),
+        "microbatches": (schedule.microbatches, microbatches),
+        "virtual stages": (schedule.stages // schedule.ranks, virtual_stages),
+    }
+    for noun, (actual, wanted) in counts.items():
+        if wanted not in (None, actual):
+            raise ConfigError(f"{name} is a schedule of {actual} {noun}, not {wanted}; leave the option out")
+    if options:
+        raise ConfigError(f"{name} is a file and takes no --option")
+    return schedule
+
+
+def named_values(options: Iterable[str]) -> dict[str, object]:
+    """Parse NAME=VALUE pairs; a value is a number, a list of numbers as in [1,2,3], or a word.
+
+    Raises:
+        ConfigError: if one is not NAME=VALUE.
+    """
+    values: dict[str, object] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--option must be NAME=VALUE, such as group_size=4, got {option!r}")
+        try:
+            values[name] = parse_json(text)
+        except ValueError:
+            values[name] = text
+    return values

@@ -1,0 +1,87 @@
+"""Everything the page and the terminal say about one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import PenstockError
+from penstock.show.advice import Advice, advise, compare_with_plan, where_time_went
+from penstock.show.planned import PlannedStep, plan
+from penstock.show.units import is_measured
+from penstock.trace.bubbles import Bubbles, bubbles
+from penstock.trace.events import Trace
+from penstock.trace.join import present
+from penstock.trace.memory_curve import peaks
+
+
+@dataclass(frozen=True, eq=False)
+class StepAnalysis:
+    """One trace and what follows from it, each part computed once and only if asked for.
+
+    Args:
+        label: name of the step in the page's selector.
+        trace: events of the step.
+        simulation: the simulation that made the trace, if it is known; otherwise the plan is worked out from the trace.
+    """
+
+    label: str
+    trace: Trace
+    simulation: PlannedStep | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether the trace was recorded in a run, so that it can differ from its plan."""
+        return is_measured(self.trace)
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks that have events, ascending."""
+        return present(self.trace)
+
+    @cached_property
+    def split(self) -> Bubbles:
+        """The time of every rank, by cause."""
+        return bubbles(self.trace)
+
+    @cached_property
+    def peaks(self) -> npt.NDArray[np.int64] | None:
+        """The most every rank holds, shape (ranks,); None if the trace does not say."""
+        return None if self.trace.held is None else peaks(self.trace)
+
+    @property
+    def plan(self) -> PlannedStep | None:
+        """The same step from its own usual costs; None if the trace does not allow one."""
+        return self._plan_or_reason[0]
+
+    @property
+    def unplanned(self) -> str:
+        """The reason why there is no plan; empty if there is one."""
+        return self._plan_or_reason[1]
+
+    @cached_property
+    def _plan_or_reason(self) -> tuple[PlannedStep | None, str]:
+        try:
+            return self.simulation or plan(self.trace), ""
+        except PenstockError as error:
+            return None, str(error)
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """Changes that were simulated, and the best of them; None without a plan."""
+        return None if self.plan is None else advise(self.trace, self.plan)
+
+    @cached_property
+    def where(self) -> str:
+        """A sentence that says where the time went."""
+        return where_time_went(self.split, self.ranks)
+
+    @cached_property
+    def over_plan(self) -> str:
+        """A sentence that compares a measured step with its plan; empty without either."""
+        if self.plan is None or not self.measured:
+            return ""
+        return compare_with_plan(self.split, bubbles(self.plan.trace))

@@ -1,0 +1,116 @@
+"""Colours, letters and words for everything that is drawn, the same on the page, in pictures and in the terminal.
+
+The colours of kinds stay apart for people who confuse red and green, or see no colour. Every kind has two shades: one for
+the first, third, ... stage of a rank, and a lighter one for the others. White text is legible on the first, black on the
+second. The tests check this for simulated deuteranopia and protanopia.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.trace.events import Activity
+
+
+class KindStyle(NamedTuple):
+    """The look of one kind of event.
+
+    Attributes:
+        full: first shade, ``#rrggbb``.
+        light: second shade, ``#rrggbb``.
+        meaning: name in a legend.
+        letter: name on a block.
+        terminal: both shades as styles of rich.
+    """
+
+    full: str
+    light: str
+    meaning: str
+    letter: str
+    terminal: tuple[str, str]
+
+
+class CauseStyle(NamedTuple):
+    """The look of one cause of idle time.
+
+    Attributes:
+        colour: fill, ``#rrggbb``.
+        meaning: name in a legend.
+        sentence: end of a sentence that begins with "the largest part was".
+        heading: head of a column in the terminal.
+        narrow_heading: the same in fewer columns.
+    """
+
+    colour: str
+    meaning: str
+    sentence: str
+    heading: str
+    narrow_heading: str
+
+
+KINDS: dict[Activity, KindStyle] = {
+    Activity.F: KindStyle("#1f5fa8", "#7fb2e5", "forward", "F", ("black on bright_blue", "black on blue")),
+    Activity.B: KindStyle("#a65300", "#f0a04b", "backward", "B", ("black on bright_green", "black on green")),
+    Activity.I: KindStyle(
+        "#a3123f", "#ee7f95", "input gradient", "I", ("black on bright_cyan", "black on cyan")
+    ),
+    Activity.W: KindStyle(
+        "#007a5a", "#86e0bd", "weight gradient", "W", ("black on bright_yellow", "black on yellow")
+    ),
+    Activity.R: KindStyle(
+        "#35104f", "#e6d6fa", "recompute", "R", ("black on bright_magenta", "black on magenta")
+    ),
+    Activity.SEND: KindStyle("#5f6b73", "#aab4ba", "send", "S", ("bright_black", "bright_black")),
+    Activity.RECV: KindStyle("#5f6b73", "#aab4ba", "receive", "V", ("bright_black", "bright_black")),
+    Activity.REDUCE: KindStyle("#9c1f8a", "#e58ad8", "reduction", "=", ("red", "red")),
+    Activity.OPTIMIZER: KindStyle("#3b3b3b", "#cfcfcf", "optimizer", "O", ("white on red", "white on red")),
+}
+"""Every `Activity`, in the order of its numbers: the page's script looks styles up by number."""
+
+WITHOUT_MESSAGES: dict[Activity, KindStyle] = {
+    kind: style for kind, style in KINDS.items() if kind not in (Activity.SEND, Activity.RECV)
+}
+
+BUSY = "#4a5a6a"
+CAUSES = {
+    "warm_up": CauseStyle("#88ccee", "warm-up", "warm-up: the pipeline fills", "warm-up", "warm-up"),
+    "cool_down": CauseStyle(
+        "#4477aa", "cool-down", "cool-down: the pipeline drains", "cool-down", "cool-\ndown"
+    ),
+    "activation": CauseStyle(
+        "#ddcc77",
+        "waiting for an activation",
+        "waiting for an activation",
+        "wait for\nactivation",
+        "wait for\nacti-\nvation",
+    ),
+    "gradient": CauseStyle(
+        "#cc6677",
+        "waiting for a gradient",
+        "waiting for a gradient",
+        "wait for\ngradient",
+        "wait for\ngradient",
+    ),
+    "communication": CauseStyle(
+        "#aa4499",
+        "exposed communication",
+        "communication that no computation hides",
+        "commu-\nnication",
+        "commu-\nnication",
+    ),
+    "overhead": CauseStyle(
+        "#117733",
+        "overhead",
+        "overhead between ops: everything an op needed was there",
+        "overhead",
+        "over-\nhead",
+    ),
+    "imbalance": CauseStyle(
+        "#bbbbbb",
+        "imbalance",
+        "imbalance: some ranks have less work than the busiest one",
+        "imbalance",
+        "imbal-\nance",
+    ),
+}
+"""Every cause of `penstock.trace.bubbles.CAUSES`, in that order."""

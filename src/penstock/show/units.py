@@ -1,0 +1,70 @@
+"""Numbers as people read them: times in a unit that suits them, and amounts of memory."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from penstock.trace.events import Trace
+
+
+class Unit(NamedTuple):
+    """A unit of time.
+
+    Attributes:
+        name: its abbreviation; empty for simulated ticks.
+        scale: how many of it make one unit of the trace.
+    """
+
+    name: str
+    scale: float
+
+    def text(self, time: Any, digits: str = ".4g") -> str:
+        """Return a time of the trace in this unit."""
+        return f"{float(time) * self.scale:{digits}} {self.name}".rstrip()
+
+
+TICKS = Unit("", 1.0)
+
+
+def is_measured(trace: Trace) -> bool:
+    """Return whether a trace was recorded in a run, in seconds."""
+    return trace.info.get("source") == "measured"
+
+
+def unit_of(traces: Iterable[Trace]) -> Unit:
+    """Return the unit of seconds in which the longest trace is between 1 and 1000; simulated ticks stay ticks."""
+    measured = [trace for trace in traces if is_measured(trace)]
+    if not measured:
+        return TICKS
+    longest = max(float(trace.end.max(initial=0)) for trace in measured)
+    for name, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if longest * scale >= 1.0:
+            return Unit(name, scale)
+    return Unit("ns", 1e9)
+
+
+def decimals(total: float) -> int:
+    """Return how many decimals show a thousandth of a total."""
+    return max(0, 2 - math.floor(math.log10(total))) if total > 0 else 0
+
+
+def finite(value: object) -> float | None:
+    """Return a value read from a file if it is a finite number, else None."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if abs(value) <= sys.float_info.max else None
+
+
+def amount(trace: Trace, held: int) -> str:
+    """Return memory that a rank of a trace holds, with its unit: bytes or activations."""
+    if trace.info.get("held", "bytes") != "bytes":
+        return f"{held} activations"
+    size = float(held)
+    for name in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {name}"
+        size /= 1024
+    return f"{size:.4g} TiB"
