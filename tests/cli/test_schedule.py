@@ -98,9 +98,9 @@ def test_options_of_a_family_are_passed_on():
 def test_check_says_what_was_proved():
     assert run("check", "zb-h1", "-p", 2, "-m", 4).output == (
         "zb-h1: 2 ranks, 2 stages, 4 microbatches: valid\n"
-        "24 ops, each once and after what it needs; the longest chain of waits has 13\n"
+        "24 ops, each once and after its inputs; the longest chain of waits has 13 ops\n"
         "8 messages between ranks; no deadlock, with at most 2 receives posted ahead on an edge\n"
-        "peak chunks a rank: 2 2\n"
+        "peak chunks per rank: 2 2\n"
     )
     found = json.loads(run("check", "dualpipe", "-p", 4, "-m", 8, "--json").output)
     assert found["valid"] is True
@@ -115,7 +115,7 @@ def test_check_says_what_was_proved():
 def test_check_counts_bytes_if_given_them():
     words = ("check", "zb-h2", "-p", 2, "-m", 6, "--saved", "100,200", "--waiting", 30, "--freed-at", "B")
     assert json.loads(run(*words, "--json").output)["peak"] == [300, 260]
-    assert "peak bytes a rank: 300 260" in run(*words, "--memory-limit", 300).output
+    assert "peak bytes per rank: 300 260" in run(*words, "--memory-limit", 300).output
 
 
 def test_check_refuses_what_exceeds_the_memory(capsys, monkeypatch):
@@ -170,7 +170,7 @@ def test_draw_draws_in_the_terminal_and_into_a_file(tmp_path: Path):
         (("show", "gpipe", "-p", 2, "-m", 2, "-o", "speed=1"), "gpipe has no option 'speed'; it takes none"),
         (
             ("check", "gpipe", "-p", 2, "-m", 2, "--saved", "1,x"),
-            "--saved is a number of bytes, or one a stage",
+            "--saved must be a number of bytes, or one per stage",
         ),
         (("check", "gpipe", "-p", 2, "-m", 2, "--saved", "1,2,3"), "saved has shape (3,)"),
         (("check", "none.csv"), "cannot read the schedule none.csv"),

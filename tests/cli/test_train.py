@@ -78,7 +78,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, both: bool):
     assert said == (
         ""
         if both
-        else "penstock: cannot write to stdout: Broken pipe. The run goes on, and its folder has its numbers\n"
+        else "penstock: cannot write to stdout: Broken pipe. The run continues, and its folder has its numbers\n"
     )
     kinds = [
         json.loads(line)["kind"] for line in (tmp_path / "runs/read/metrics.jsonl").read_text().splitlines()
@@ -103,7 +103,7 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["--ranks", "0"], "parallel.pp must be greater than or equal to 1"),
         (["absent.toml"], "cannot read the config absent.toml"),
         (["--set", "data.path=/nowhere"], "there is no file or folder /nowhere"),
-        (["one.toml", "two.toml"], "one config at most"),
+        (["one.toml", "two.toml"], "give at most one config, got"),
         (["--set", "train.name=.."], "train.name must be a plain name without a path"),
         (["--set", "train.name=..", "--resume"], "train.name must be a plain name without a path"),
         (["--set", "train.name=.", "--resume"], "train.name must be a plain name without a path"),

@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_is_named_by_every_rank(tmp_path: Path, 
         "folder",
         f"ranks 0, 1: cannot write in {tmp_path / 'file'}: Not a directory",
     )
-    assert any(f.subject == "transport" and f.do == f"because {SWITCH} is 0" for f in others)
+    assert any(f.subject == "transport" and f.do == f"remove the reason: {SWITCH} is 0" for f in others)
     assert {link["way"] for own in report.links.values() for link in own} == {"process group"}
 
 

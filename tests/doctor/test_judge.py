@@ -45,7 +45,7 @@ def test_equal_ranks_with_enough_of_everything_are_sound():
         ({"machine": "2", "host": "b", "core_quota": 0.5}, "warning", "1 rank on 0.5 cores of b"),
         ({"machine": "2", "host": "b", "memory_available": 1 << 29}, "warning", "b has 0.5 GiB free for 1 rank"),
         ({"device_trouble": "out of memory"}, "problem", "the GPU of rank 1 on a: out of memory"),
-        ({"devices": gpu("H100")}, "problem", "rank 0 of 2: no GPU there"),
+        ({"devices": gpu("H100")}, "problem", "rank 0 of 2: no GPU"),
     ],
 )  # fmt: skip
 def test_a_rank_that_is_another_way_is_named(second, level, what):
@@ -83,7 +83,7 @@ def test_the_slow_link_is_flagged_and_no_other():
     facts = {rank: fact(machine=str(rank)) for rank in range(4)}
     assert said(judge.judge_links(facts, links(4))) == []
     ((level, what),) = said(judge.judge_links(facts, links(4, latency=1e-3)))
-    assert (level, what) == ("warning", "rank 1 to rank 2 is slow: 1000 µs a message, 20.0 x the median")
+    assert (level, what) == ("warning", "rank 1 to rank 2 is slow: 1000 µs per message, 20.0 x the median")
     ((_, what),) = said(judge.judge_links(facts, links(4, bandwidth=0.1e9)))
     assert what == "rank 1 to rank 2 is slow: 0.10 GB/s, 0.05 x the median"
     broken = links(4)
@@ -96,7 +96,7 @@ def test_ranks_of_one_machine_that_do_not_share_memory_are_told_why():
     assert (found.level, found.subject) == ("warning", "transport")
     assert "one container" in found.do
     (found,) = judge.judge_links({0: fact(), 1: fact(shared_memory="it needs Linux on x86-64")}, links(2))
-    assert found.do == "because it needs Linux on x86-64"
+    assert found.do == "remove the reason: it needs Linux on x86-64"
 
 
 def test_a_clock_that_is_off_by_more_than_its_error_is_told():

@@ -35,13 +35,13 @@ def started(
 class Counted(Interrupts):
     """Keeps which signals it has dealt with."""
 
-    def __init__(self, tells: bool) -> None:
-        super().__init__(tells)
+    def __init__(self, announce: bool) -> None:
+        super().__init__(announce)
         self.numbers: list[signal.Signals] = []
         self._more = threading.Condition()
 
-    def _take(self, number: signal.Signals) -> None:
-        super()._take(number)
+    def _handle(self, number: signal.Signals) -> None:
+        super()._handle(number)
         with self._more:
             self.numbers.append(number)
             self._more.notify()
@@ -53,7 +53,7 @@ class Counted(Interrupts):
 
 def test_handlers_are_as_before_after_the_block():
     before = [signal.getsignal(number) for number in SIGNALS]
-    with Interrupts(tells=False) as interrupts:
+    with Interrupts(announce=False) as interrupts:
         assert not interrupts.asked()
         assert all(signal.getsignal(n) != was for n, was in zip(SIGNALS, before, strict=True))
     assert [signal.getsignal(number) for number in SIGNALS] == before
@@ -62,7 +62,7 @@ def test_handlers_are_as_before_after_the_block():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_each_signal_asks_once_however_often_it_comes_at_that_time(number: signal.Signals):
-    with Counted(tells=False) as interrupts:
+    with Counted(announce=False) as interrupts:
         assert not interrupts.asked()
         for _ in range(3):
             os.kill(os.getpid(), number)
@@ -73,7 +73,7 @@ def test_each_signal_asks_once_however_often_it_comes_at_that_time(number: signa
 def test_under_nohup_a_hangup_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Counted(tells=False) as interrupts:
+        with Counted(announce=False) as interrupts:
             assert not interrupts.asked()
             os.kill(os.getpid(), signal.SIGHUP)
             assert not interrupts.asked()
@@ -90,7 +90,7 @@ def test_before_the_first_step_a_signal_ends_it(number: signal.Signals):
     lines = [
         "import os, signal, threading",
         "from penstock.launch.signals import Interrupts",
-        "with Interrupts(tells=True):",
+        "with Interrupts(announce=True):",
         f"    os.kill(os.getpid(), {int(number)})",
         "    threading.Event().wait(60)",
     ]
@@ -98,7 +98,7 @@ def test_before_the_first_step_a_signal_ends_it(number: signal.Signals):
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == ExitCode.STOPPED
-    assert done.stderr == f"penstock: {number.name}: out at once; no step has been done\n"
+    assert done.stderr == f"penstock: {number.name}: quitting now; no step has been done\n"
 
 
 def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
@@ -112,7 +112,7 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
     assert done.returncode == ExitCode.STOPPED, done.stderr
     assert (
         done.stderr
-        == "penstock: SIGTERM: the step in hand is finished and saved; once more, 2 s later, ends the run at once\n"
+        == "penstock: SIGTERM: finishing this step and saving; signal again after 2 s to quit now\n"
     )
     assert done.stdout.endswith(
         f"stopped after step 2, saved in {saved}; resume with  penstock train --resume {folder}\n"
@@ -127,8 +127,8 @@ def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
     done = started(config, "0:0:3:interrupt_twice")
     assert done.returncode == of_signal(signal.SIGINT)
     assert done.stderr.splitlines() == [
-        "penstock: SIGINT: the step in hand is finished and saved; once more, 0 s later, ends the run at once",
-        "penstock: SIGINT again: out at once; earlier checkpoints are as they were",
+        "penstock: SIGINT: finishing this step and saving; signal again after 0 s to quit now",
+        "penstock: SIGINT again: quitting now; earlier checkpoints are unchanged",
     ]
     assert is_whole(tmp_path / "runs" / "twice" / "checkpoints" / "step-00000002")
 

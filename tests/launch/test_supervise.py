@@ -44,8 +44,8 @@ def test_a_killed_rank_is_started_again_and_sigterm_is_handed_on(
     said: list[str] = []
     config = config_of(tmp_path, text, "again", 6, runtime={"threads": 1})
     assert supervise(config, restarts=1, command=VICTIM, say=said.append) == ExitCode.STOPPED
-    assert said[0] == "rank 1 failed first: SIGKILL ended it"
-    assert said[1].startswith("starting again, 1 of 1 without a newer checkpoint; ")
+    assert said[0] == "rank 1 failed first: killed by SIGKILL"
+    assert said[1].startswith("restart 1 of 1 without a newer checkpoint; ")
     assert len(said) == 2
     folder = tmp_path / "runs" / "again"
     addresses = " ".join((tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)).split()
@@ -89,7 +89,7 @@ def test_what_fails_at_every_start_is_given_up(tmp_path: Path, config: Config):
     assert supervise(config, restarts=3, command=command, say=said.append) == ExitCode.GAVE_UP
     assert sorted(starts.read_text().split()) == ["00", "01", "10", "11", "20", "21", "30", "31"]
     assert [line for line in said if "failed first" not in line] == [
-        *(f"starting again, {n} of 3 without a newer checkpoint; there is none yet" for n in (1, 2, 3)),
+        *(f"restart {n} of 3 without a newer checkpoint; there is none yet" for n in (1, 2, 3)),
         f"gave up: 3 restart(s) in a row without a newer checkpoint in {tmp_path / 'runs' / 'tiny' / 'checkpoints'}",
     ]
     assert supervise(config, restarts=0, command=command, say=said.append) == ExitCode.FAILED
@@ -113,7 +113,7 @@ def test_newer_checkpoints_make_the_restarts_count_anew(
     )
     monkeypatch.setattr(launch, "is_whole", Path.is_dir)
     assert supervise(config, restarts=2, command=command, say=said.append) == ExitCode.GAVE_UP
-    assert [line.split()[2] for line in said if line.startswith("starting again")] == ["1", "1", "1", "2"]
+    assert [line.split()[1] for line in said if line.startswith("restart ")] == ["1", "1", "1", "2"]
 
 
 def test_the_first_failure_is_told_and_a_stopped_process_is_killed(

@@ -162,7 +162,7 @@ def test_of_many_ranks_the_memory_of_some_is_drawn_and_of_the_one_that_holds_mos
     assert len(memory["ranks"]) == len(memory["measured"]) == 12
     assert {0, 22, 39} <= set(memory["ranks"])
     assert max(column(memory["measured"][memory["ranks"].index(22)]["y"])) == 6
-    assert "Of more than 12 ranks the one that holds most is drawn" in found.text
+    assert "Of more than 12 ranks, the one that holds most" in found.text
 
 
 def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
@@ -186,7 +186,7 @@ def test_values_of_any_kind_are_shown_or_left_out(tmp_path: Path):
 
 def test_a_trace_that_is_no_whole_step_is_shown_without_a_plan(tmp_path: Path):
     found = page(tmp_path, {"a": trace_of("", "1F0@1.0-2.0 1B0@2.0-4.0")})
-    assert "There is no plan to compare with: this is no whole step: rank 0 has no events." in found.text
+    assert "There is no plan to compare with: the step is incomplete: rank 0 has no events." in found.text
 
 
 def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path):

@@ -15,7 +15,7 @@ def test_a_run_is_its_traces_metrics_and_config(tmp_path: Path):
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
     assert "<b>markup</b>" in run.settings
     assert (run.choose(None), run.choose(1)) == (10, 1)
-    with pytest.raises(ConfigError, match="my-run has no trace of step 7; there are those of 1, 10"):
+    with pytest.raises(ConfigError, match="my-run has no trace of step 7; traced steps: 1, 10"):
         run.choose(7)
 
 
@@ -34,7 +34,7 @@ def test_broken_metrics_and_config_are_named_and_the_rest_is_shown(tmp_path: Pat
     run = read_run(path)
     assert len(run.metrics) == 3
     first, second = run.problems
-    assert f"{path / 'metrics.jsonl'}: line 4 is no JSON object, and is left out" in first
+    assert f"{path / 'metrics.jsonl'}: line 4 is not a JSON object and is left out" in first
     assert f"cannot read {path / 'config.toml'}: 'utf-8'" in second
 
 

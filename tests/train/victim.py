@@ -28,8 +28,8 @@ here: list[Noted] = []
 class Noted(signals.Interrupts):
     taken = 0
 
-    def _take(self, number: signal.Signals) -> None:
-        super()._take(number)
+    def _handle(self, number: signal.Signals) -> None:
+        super()._handle(number)
         self.taken += 1
 
     def __enter__(self) -> Noted:

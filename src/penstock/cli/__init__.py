@@ -1,4 +1,4 @@
-"""The ``penstock`` command: a thin face on the package, one file a command, loaded when called."""
+"""The ``penstock`` command: one file per command, imported when it is called."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Lists every command without importing any; imports the one that is called."""
+    """Group that lists every command without importing any, and imports only the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -62,9 +62,9 @@ def group() -> None:
 
 
 def main() -> None:
-    """Run the command; bad input ends with one clear line and exit code 2, a failed run with 1; see `ExitCode`."""
+    """Run the command, and exit with one line and code 2 after bad input, with 1 after a failed run (see `ExitCode`)."""
     try:
-        # A command that ends with an exit code of its own makes click return it.
+        # click returns the exit code that a command chose.
         code = group(prog_name="penstock", standalone_mode=False)
         if isinstance(code, int):
             sys.exit(code)
@@ -74,7 +74,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except StoppedError:
-        sys.exit(ExitCode.STOPPED)  # it has been said how to go on
+        sys.exit(ExitCode.STOPPED)  # how to continue has been printed
     except PenstockError as error:
         record_failure(error)
         if (
@@ -82,7 +82,7 @@ def main() -> None:
             and not isinstance(error, NonFiniteError)
             and error.__cause__ is not None
         ):
-            # What failed is the user's own code: where it did, too.
+            # The user's own code failed, so print where.
             traceback.print_exception(error.__cause__)
         click.echo(f"penstock: {error}", err=True)
         _end(_code_of(error), at_once=isinstance(error, TransportError))
@@ -97,11 +97,11 @@ def _code_of(error: PenstockError) -> ExitCode:
 
 
 def _end(code: int, at_once: bool = False) -> NoReturn:
-    """End the process, even if a rank's thread hangs, which nothing else would end.
+    """End the process, even if a rank's thread hangs.
 
     Args:
-        code: its exit code.
-        at_once: without Python's own clean-up, which would wait for messages of a process that is gone or stopped.
+        code: exit code.
+        at_once: skip Python's own clean-up, which would wait for messages of a process that is gone or stopped.
     """
     from penstock.runtime.health.hang import RANK_THREAD
 

@@ -1,4 +1,4 @@
-"""``penstock checkpoint``: list, verify, convert and export what a run has saved."""
+"""``penstock checkpoint``: list, verify, convert and export checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import click
 def command() -> None:
     """List, verify, convert and export checkpoints.
 
-    A RUN is the folder that penstock train has left; a CHECKPOINT is one of the folders step-NUMBER in its checkpoints.
+    RUN is the folder of a run; CHECKPOINT is a folder step-NUMBER in its checkpoints.
     """
 
 
@@ -24,7 +24,7 @@ def command() -> None:
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def list_(run: Path, as_json: bool) -> None:
-    """Show the checkpoints of a RUN, the newest first; looks at manifests and sizes only."""
+    """List the checkpoints of a RUN, the newest first. Reads manifests and file sizes only."""
     from penstock.checkpoint.find import folder_of, missing, read_manifest, steps_in
     from penstock.errors import DataError
 
@@ -62,18 +62,18 @@ def list_(run: Path, as_json: bool) -> None:
 @click.argument("path", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def verify(path: Path, as_json: bool) -> None:
-    """Read every byte of a checkpoint, or of all of a run, and compare digests; exit code 1 if one is damaged."""
+    """Read a checkpoint, or all of a run, and compare digests. Exit code 1 if one is damaged."""
     from penstock.checkpoint.find import damage, folder_of, is_checkpoint, read_manifest, steps_in
     from penstock.errors import DataError
 
-    paths = [path] if is_checkpoint(path) else [found for _, found in steps_in(folder_of(path))]
+    paths = [path] if is_checkpoint(path) else [checkpoint for _, checkpoint in steps_in(folder_of(path))]
     rows: list[dict[str, Any]] = []
-    for one in paths:
+    for checkpoint in paths:
         try:
-            problems = damage(one, read_manifest(one))
+            problems = damage(checkpoint, read_manifest(checkpoint))
         except DataError as error:
             problems = [str(error)]
-        rows.append({"path": str(one), "sound": not problems, "problems": problems})
+        rows.append({"path": str(checkpoint), "sound": not problems, "problems": problems})
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     else:
@@ -90,31 +90,31 @@ def verify(path: Path, as_json: bool) -> None:
 )
 @click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--stages", type=click.IntRange(1), help="Write a checkpoint with files for so many stages.")
+@click.option("--stages", type=click.IntRange(1), help="Write a checkpoint with files for this many stages.")
 @click.option("--to-dcp", is_flag=True, help="Write torch's distributed checkpoint format (DCP).")
-@click.option("--from-dcp", is_flag=True, help="CHECKPOINT is such a folder; nothing in it is unpickled.")
+@click.option("--from-dcp", is_flag=True, help="Read CHECKPOINT as DCP, without unpickling anything.")
 @click.option(
     "--like",
     metavar="CHECKPOINT",
     type=click.Path(path_type=Path),
-    help="With --from-dcp: a checkpoint of the run that is to go on; says all but weights and optimizer state.",
+    help="With --from-dcp: a checkpoint of the run to continue, which provides all but weights and optimizer state.",
 )
 def convert(
     source: Path, target: Path, stages: int | None, to_dcp: bool, from_dcp: bool, like: Path | None
 ) -> None:
-    """Write a CHECKPOINT anew in the folder TARGET, which must not be there.
+    """Write a CHECKPOINT in another form to the folder TARGET, which must not exist.
 
-    Loading needs no conversion: every checkpoint loads at any split. TARGET is called step-NUMBER as the checkpoint is,
-    if it is to be loaded.
+    Another split needs no conversion: every checkpoint loads at any split. A TARGET that a run will load must have the
+    checkpoint's name, step-NUMBER.
     """
     from penstock.checkpoint.convert import resplit
     from penstock.checkpoint.dcp.dcp import export
     from penstock.checkpoint.dcp.dcp_import import bring_in
 
     if (stages is not None) + to_dcp + from_dcp != 1:
-        raise click.UsageError("give one of --stages, --to-dcp and --from-dcp")
+        raise click.UsageError("give exactly one of --stages, --to-dcp and --from-dcp")
     if from_dcp != (like is not None):
-        raise click.UsageError("--from-dcp and --like go together")
+        raise click.UsageError("--from-dcp needs --like, and --like needs --from-dcp")
     if stages is not None:
         resplit(source, target, stages)
     elif like is not None:
@@ -131,7 +131,7 @@ def convert(
 @click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 def export_hf(source: Path, target: Path) -> None:
-    """Write the weights of a CHECKPOINT of a Hugging Face model so that from_pretrained reads the folder TARGET."""
+    """Write the weights of a Hugging Face model's CHECKPOINT to the folder TARGET, for from_pretrained."""
     from penstock.checkpoint.convert import export_transformers
 
     export_transformers(source, target)

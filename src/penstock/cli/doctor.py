@@ -16,33 +16,38 @@ if TYPE_CHECKING:
     from penstock.doctor.examine import Report
 
 MATRIX = 12
-"""Up to so many ranks links are a table of all pairs; beyond that those between neighbours are shown."""
+"""Up to so many ranks, links are a table of all pairs; with more, only those between neighbours are shown."""
 
 
 @click.command(
     epilog="Example:  penstock doctor --folder runs\n\n"
     "          torchrun --nnodes 2 --nproc-per-node 8 ... -m penstock doctor --folder /shared/runs --json"
 )
-@click.option("--ranks", "-p", type=click.IntRange(1), help="Processes to start on this machine. Default: 2.")
+@click.option(
+    "--ranks",
+    "-p",
+    type=click.IntRange(1),
+    help="Processes to start on this machine. Default: 2. Not under torchrun.",
+)
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
-    help="Where runs will be kept: every rank writes there, and looks for what the others wrote.",
+    help="Folder that will hold runs: every rank writes there and looks for the others' files. Default: none is checked.",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
     show_default=True,
-    help="Seconds that a check may last.",
+    help="Seconds that one check may take.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(ranks: int | None, folder: Path | None, timeout: float, as_json: bool) -> None:
     """Check a machine or a cluster before a run.
 
-    Alone it starts processes on this machine that talk over the loopback interface; under torchrun it checks all ranks.
-    Looked at are versions, devices, cores, memory, limits, the links between every pair of ranks, the clocks, whether a
-    wait ends when told, and a shared folder. Exit code 0: sound; 1: something will not work; 2: bad input.
+    Run alone, it starts processes on this machine that talk over the loopback interface; under torchrun it checks all
+    ranks. It checks versions, devices, cores, memory, limits, the links between every pair of ranks, the clocks, whether a
+    wait times out, and a shared folder. Exit codes: 0 sound, 1 something will not work, 2 bad input.
     """
     from penstock.doctor.examine import examine_here, examine_together
     from penstock.runtime.workers.world import current_world
@@ -52,7 +57,9 @@ def command(ranks: int | None, folder: Path | None, timeout: float, as_json: boo
         report = examine_here(ranks or 2, folder, timeout)
     else:
         if ranks is not None:
-            raise ConfigError(f"{world.size} processes have been started; leave --ranks out to check these")
+            raise ConfigError(
+                f"--ranks starts processes, but a launcher has started {world.size}; leave --ranks out to check those"
+            )
         report = examine_together(world, folder, timeout)
     if world is None or world.rank == 0:
         if as_json:
@@ -69,11 +76,11 @@ def _show(report: Report, *, started: bool) -> None:
     here = ", started for this check" if started else ""
     count = f"{report.ranks} rank{'s' if report.ranks != 1 else ''}"
     click.echo(f"{count} on {hosts} machine{'s' if hosts != 1 else ''}{here}\n")
-    for words in dict.fromkeys(
+    for versions in dict.fromkeys(
         ", ".join(f"{name} {version}" for name, version in one["versions"].items())
         for one in machines.values()
     ):
-        click.echo(words)
+        click.echo(versions)
     _machines(report)
     if report.links:
         _links(report, "latency, µs", lambda link: f"{link['latency'] * 1e6:.0f}")
@@ -82,12 +89,12 @@ def _show(report: Report, *, started: bool) -> None:
     for link in (link for own in report.links.values() for link in own):
         ways[link["way"]] = ways.get(link["way"], 0) + 1
     if ways:
-        click.echo("messages go through " + ", ".join(f"{way} ({n} links)" for way, n in ways.items()))
+        click.echo("transport: " + ", ".join(f"{way} ({n} links)" for way, n in ways.items()))
     if report.clocks:
-        most = max(report.clocks.values(), key=lambda clock: abs(clock["offset"]))
-        click.echo(f"clocks: {most['offset'] * 1e3:+.2f} ms at most, ± {most['error'] * 1e3:.2f} ms")
+        clock = max(report.clocks.values(), key=lambda clock: abs(clock["offset"]))
+        click.echo(f"clocks: off by at most {clock['offset'] * 1e3:+.2f} ms ± {clock['error'] * 1e3:.2f} ms")
     if report.waits:
-        click.echo(f"a wait of 1 s that nobody answers ended after {max(report.waits.values()):.2f} s")
+        click.echo(f"waits: one with a timeout of 1 s ended after {max(report.waits.values()):.2f} s")
     _folder(report)
     click.echo()
     for finding in report.findings:
@@ -132,29 +139,29 @@ def _machines(report: Report) -> None:
 
 
 def _links(report: Report, title: str, show: Callable[[Mapping[str, Any]], str]) -> None:
-    """From (rows) to (columns); neighbours alone where there are too many ranks for a table."""
+    """Print a table with senders as rows and receivers as columns; with too many ranks, neighbours only."""
     from rich.console import Console
     from rich.table import Table
 
     ranks = sorted(report.links)
-    whole = report.ranks <= MATRIX
+    all_pairs = report.ranks <= MATRIX
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("from \\ to" if whole else "link", justify="right", no_wrap=True)
-    for column in ranks if whole else ["there", "back"]:
+    table.add_column("from \\ to" if all_pairs else "link", justify="right", no_wrap=True)
+    for column in ranks if all_pairs else ["there", "back"]:
         table.add_column(str(column), justify="right", no_wrap=True)
-    words = {
+    cells = {
         (rank, link["to"]): "broken" if "trouble" in link else show(link)
         for rank in ranks
         for link in report.links[rank]
     }
-    if whole:
+    if all_pairs:
         for rank in ranks:
-            table.add_row(str(rank), *(words.get((rank, other), "-") for other in ranks))
+            table.add_row(str(rank), *(cells.get((rank, other), "-") for other in ranks))
     else:
         for rank in ranks[:-1]:
             table.add_row(
                 f"{rank} - {rank + 1}",
-                *(words.get(pair, "-") for pair in ((rank, rank + 1), (rank + 1, rank))),
+                *(cells.get(pair, "-") for pair in ((rank, rank + 1), (rank + 1, rank))),
             )
     click.echo()
     Console(highlight=False, width=110).print(table)
@@ -164,11 +171,11 @@ def _folder(report: Report) -> None:
     sound = [one for one in report.folder.values() if one is not None]
     if not sound:
         return
-    most = {key: max(one[key] for one in sound) * 1e3 for key in ("write", "fsync", "rename", "see")}
+    longest = {key: max(one[key] for one in sound) * 1e3 for key in ("write", "fsync", "rename", "see")}
     free = min(one["free"] for one in sound)
     click.echo(
-        "folder: a rank writes 1 MiB in {write:.1f} ms, fsync {fsync:.1f} ms, rename {rename:.1f} ms, sees the others' "
-        "files after {see:.1f} ms at most; {free} GiB free".format(**most, free=_gib(free))
+        "folder: at most {write:.1f} ms to write 1 MiB, {fsync:.1f} ms to fsync, {rename:.1f} ms to rename, {see:.1f} ms to "
+        "see the others' files; {free} GiB free".format(**longest, free=_gib(free))
     )
 
 

@@ -1,4 +1,4 @@
-"""Output that a long run outlives: ``| head`` that has seen enough, a terminal that was closed, a log on a full disk."""
+"""Standard output that a long run survives: ``| head`` that has ended, a closed terminal, a log on a full disk."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from contextlib import suppress
 from typing import Any, TextIO, cast
 
 _GONE = (errno.EPIPE, errno.EIO)
-"""Nobody will ever read it again: a pipe whose reader has ended, a terminal that was closed."""
+"""Errors after which no reader will return: its end of the pipe, or the terminal, was closed."""
 
 
 def outlive_readers() -> None:
-    """From now on drop what standard output and standard error do not take, and say so once; never raise.
+    """Drop output that standard output and standard error do not accept, from now on, and say so once; never raise.
 
-    It lasts until the process ends, because errors are printed and streams flushed at its very end.
+    This lasts until the process ends, because errors are printed and streams flushed at its very end.
     """
-    if sys.stdout is not None and not isinstance(sys.stdout, _Lasting):
-        sys.stdout = cast(TextIO, _Lasting(sys.stdout, "stdout"))
-    if sys.stderr is not None and not isinstance(sys.stderr, _Lasting):
-        sys.stderr = cast(TextIO, _Lasting(sys.stderr, "stderr"))
+    if sys.stdout is not None and not isinstance(sys.stdout, _Unfailing):
+        sys.stdout = cast(TextIO, _Unfailing(sys.stdout, "stdout"))
+    if sys.stderr is not None and not isinstance(sys.stderr, _Unfailing):
+        sys.stderr = cast(TextIO, _Unfailing(sys.stderr, "stderr"))
 
 
-class _Lasting:
+class _Unfailing:
     """A text stream whose writes do not fail."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
         self._name = name
-        self._told = False
+        self._reported = False
 
     def write(self, text: str) -> int:
         try:
@@ -49,15 +49,16 @@ class _Lasting:
 
     def _lose(self, error: OSError) -> None:
         if error.errno in _GONE:
-            # What the stream still holds, and what libraries write past it, has to go somewhere.
+            # The stream's buffer, and output that bypasses it, has to go somewhere.
             with suppress(OSError):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())
                 os.close(null)
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             if self._name == "stdout" and sys.stderr is not None:
                 sys.stderr.write(
-                    f"penstock: cannot write to stdout: {error.strerror}. The run goes on, and its folder has its numbers\n"
+                    f"penstock: cannot write to stdout: {error.strerror}. The run continues, and its folder has its "
+                    "numbers\n"
                 )
                 sys.stderr.flush()

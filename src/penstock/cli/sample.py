@@ -11,12 +11,18 @@ import click
 @click.command(epilog='Example:  penstock sample runs/first "def " --length 400 --temperature 0.7')
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
-@click.option("--length", type=click.IntRange(0), help="Tokens to generate.  [default: the run's]")
-@click.option("--temperature", type=click.FloatRange(0), help="0 takes the likeliest.  [default: the run's]")
+@click.option("--length", type=click.IntRange(0), help="Tokens to generate. Default: the run's.")
 @click.option(
-    "--top-k", type=click.IntRange(0), help="Draw among this many; 0 among all.  [default: the run's]"
+    "--temperature",
+    type=click.FloatRange(0),
+    help="Sampling temperature; 0 always takes the likeliest token. Default: the run's.",
 )
-@click.option("--seed", type=click.IntRange(0), help="Of the draws.  [default: the run's]")
+@click.option(
+    "--top-k",
+    type=click.IntRange(0),
+    help="Sample from this many likeliest tokens; 0 means all. Default: the run's.",
+)
+@click.option("--seed", type=click.IntRange(0), help="Random seed. Default: the run's.")
 def command(
     run: Path,
     prompt: str | None,
@@ -27,13 +33,12 @@ def command(
 ) -> None:
     """Generate text with the weights of a run, after a PROMPT.
 
-    RUN is a folder that penstock train has left; PROMPT is text, or token numbers where the model has neither bytes nor
-    a tokenizer.
+    RUN is the folder of a run. PROMPT is text, or token numbers if the model has neither bytes nor a tokenizer.
     """
     from dataclasses import replace
 
     from penstock.train.model.sampling import read_config, sample_run
 
-    given: dict[str, Any] = {"prompt": prompt, "length": length, "temperature": temperature, "top_k": top_k}
-    wanted = replace(read_config(run).sample, **{key: v for key, v in given.items() if v is not None})
-    click.echo(sample_run(run, wanted, seed))
+    options: dict[str, Any] = {"prompt": prompt, "length": length, "temperature": temperature, "top_k": top_k}
+    config = replace(read_config(run).sample, **{key: v for key, v in options.items() if v is not None})
+    click.echo(sample_run(run, config, seed))

@@ -1,4 +1,4 @@
-"""``penstock schedule``: the catalogue, and single schedules shown, checked, drawn and converted."""
+"""``penstock schedule``: list the catalogue; show, check, draw and convert schedules."""
 
 from __future__ import annotations
 
@@ -26,23 +26,28 @@ if TYPE_CHECKING:
 def command() -> None:
     """List, show, check, draw and convert schedules.
 
-    A schedule is a family of the catalogue with its counts, or a CSV file as PyTorch's pipelining writes it.
+    A schedule is a family of the catalogue with its counts, or a CSV file in the format of PyTorch's pipelining.
     """
 
 
 @command.command(name="list", epilog="Example:  penstock schedule list -p 8 -m 32 -v 2")
 @click.option("--ranks", "-p", type=click.IntRange(1), default=4, show_default=True, help="Pipeline ranks.")
 @click.option(
-    "--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True, help="Microbatches a step."
+    "--microbatches",
+    "-m",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Microbatches per step.",
 )
 @VIRTUAL_STAGES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_families(ranks: int, microbatches: int, virtual_stages: int | None, as_json: bool) -> None:
-    """List the families: source, needs, bubble and peak memory.
+    """List the families with their sources, requirements, bubbles and peak memory.
 
-    Bubble and peak are given as formulas and, for these counts, as measured by the simulator with F = B = W = 1 a rank and
-    microbatch (B the input gradient) and free communication: idle time of a rank, and most activations that each rank
-    holds, in chunks of one microbatch on one stage.
+    Bubble and peak are given as formulas and, for these counts, as simulated with F = B = W = 1 per rank and microbatch (B
+    is the input gradient) and free communication. The bubble is the idle time of a rank; the peak is the most activations
+    that each rank holds, in chunks (one microbatch on one stage).
     """
     from penstock.schedule.families import FAMILIES
 
@@ -58,13 +63,13 @@ def list_families(ranks: int, microbatches: int, virtual_stages: int | None, as_
         click.echo(f"  bubble  {bubble:<24}{row['bubble']['formula']}")
         click.echo(f"  peak    {_brief(row['peak']['value']):<24}{row['peak']['formula']}")
     click.echo(
-        f"\n{ranks} ranks, {microbatches} microbatches. Bubble: idle time of a rank, with F = B = W = 1 a rank and "
-        "microbatch.\nPeak: most activations a rank holds, in chunks, from rank 0 on."
+        f"\n{ranks} ranks, {microbatches} microbatches. Bubble: idle time of a rank, with F = B = W = 1 per rank and "
+        "microbatch.\nPeak: most activations that each rank holds, in chunks, from rank 0 on."
     )
 
 
 def _row(family: Family, ranks: int, microbatches: int, virtual_stages: int | None) -> dict[str, Any]:
-    """What `list` says of a family; counts it refuses are said, too, and not raised."""
+    """Return the entry of a family; counts that it rejects are reported, not raised."""
     from penstock.schedule.check import check
     from penstock.schedule.memory import peak
     from penstock.simulate.costs import Costs
@@ -99,7 +104,7 @@ def _row(family: Family, ranks: int, microbatches: int, virtual_stages: int | No
 
 
 def _brief(held: Sequence[int] | None) -> str:
-    """A number a rank; of many ranks the first and the last, of equal ones one."""
+    """Return one number per rank: the first and last of many ranks, and a single one if all are equal."""
     if held is None:
         return "-"
     if len(set(held)) == 1:
@@ -112,13 +117,15 @@ def _brief(held: Sequence[int] | None) -> str:
 @click.argument("schedule")
 @schedule_options
 @click.option(
-    "--program", is_flag=True, help="Show what each rank carries out: messages, hand-overs, reductions, too."
+    "--program",
+    is_flag=True,
+    help="Print every instruction of each rank, including messages, hand-overs and reductions.",
 )
-def show(program: bool, **given: Any) -> None:
-    """Print the ops of every rank, in PyTorch's notation."""
+def show(program: bool, **arguments: Any) -> None:
+    """Print the ops of every rank in PyTorch's notation."""
     from penstock.schedule.check import check
 
-    schedule = _schedule(**given)
+    schedule = _schedule(**arguments)
     if program:
         lowered = check(schedule).program
         for rank in range(schedule.ranks):
@@ -139,34 +146,40 @@ def show(program: bool, **given: Any) -> None:
 @click.argument("schedule")
 @schedule_options
 @click.option(
-    "--memory-limit", type=int, metavar="BYTES", help="What a rank may hold; activations without --saved."
+    "--memory-limit",
+    type=int,
+    metavar="BYTES",
+    help="Bytes that a rank may hold; without --saved, activations. Default: no limit.",
 )
 @click.option(
     "--saved", default="1", metavar="BYTES[,...]",
-    help="What a forward saves for its backward: one number, or one a stage. Default: 1, counting activations.",
+    help="Bytes that a forward saves for its backward: one number, or one per stage. Default: 1, to count activations.",
 )  # fmt: skip
 @click.option(
     "--waiting", default="0", metavar="BYTES[,...]",
-    help="What waits from the input-gradient half to the weight half: one number, or one a stage. Default: 0.",
+    help="Bytes kept from the input-gradient half to the weight half: one number, or one per stage. Default: 0.",
 )  # fmt: skip
 @click.option(
     "--freed-at", type=click.Choice(["B", "W"]), default="W", show_default=True,
-    help="Which half of a split backward frees what the forward saved.",
+    help="Half of a split backward that frees the forward's bytes: input gradient (B) or weight gradient (W).",
 )  # fmt: skip
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object; exit code 2 if the schedule is invalid."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object, even for an invalid schedule (exit code 2).",
 )
 def check(
-    memory_limit: int | None, saved: str, waiting: str, freed_at: str, as_json: bool, **given: Any
+    memory_limit: int | None, saved: str, waiting: str, freed_at: str, as_json: bool, **arguments: Any
 ) -> None:
-    """Prove a schedule: complete, ordered along its data, free of deadlock, and within its memory.
+    """Prove that a schedule is complete, ordered along its data, free of deadlock, and within its memory.
 
-    The deadlock proof holds even when every send blocks until its receive is posted. A schedule that fails is refused with
-    the smallest counter-example there is, and exit code 2.
+    The proof covers sends that block until their receive is posted. An invalid schedule is rejected with the smallest
+    counter-example, and exit code 2.
     """
     from penstock.schedule.check import check as prove
 
-    schedule = _schedule(**given)
+    schedule = _schedule(**arguments)
     budget = _budget(memory_limit, saved, waiting, freed_at)
     try:
         proof = prove(schedule, budget=budget if memory_limit is not None else None)
@@ -180,7 +193,7 @@ def check(
     held = budget.peak(schedule).tolist()
     edges = list(proof.program.edges.values())
     if as_json:
-        found = {
+        report = {
             "schedule": schedule.name,
             "valid": True,
             "ranks": schedule.ranks,
@@ -193,15 +206,15 @@ def check(
             "receive_slots": max((edge.slots for edge in edges), default=0),
             "reduced_over": {str(s): list(ranks) for s, ranks in proof.program.reductions.items()},
         }
-        click.echo(json.dumps(found, ensure_ascii=False))
+        click.echo(json.dumps(report, ensure_ascii=False))
         return
     unit = "chunks" if saved == "1" and waiting == "0" else "bytes"
     click.echo(
         f"{_title(schedule)}: valid\n"
-        f"{proof.ops} ops, each once and after what it needs; the longest chain of waits has {proof.critical_path}\n"
+        f"{proof.ops} ops, each once and after its inputs; the longest chain of waits has {proof.critical_path} ops\n"
         f"{sum(len(edge.takers) for edge in edges)} messages between ranks; no deadlock, with at most "
         f"{max((edge.slots for edge in edges), default=0)} receives posted ahead on an edge\n"
-        f"peak {unit} a rank: {' '.join(map(str, held))}"
+        f"peak {unit} per rank: {' '.join(map(str, held))}"
     )
     if schedule.placement.has_copies:
         click.echo("every copied stage is reduced once on each of its ranks")
@@ -211,12 +224,14 @@ def check(
 @click.argument("schedule")
 @schedule_options
 @click.option(
-    "--out", type=click.Path(dir_okay=False), help="An .svg, .png or .pdf file instead of the terminal."
+    "--out",
+    type=click.Path(dir_okay=False),
+    help="Write an .svg, .png or .pdf file. Default: draw in the terminal.",
 )
-def draw(out: str | None, **given: Any) -> None:
-    """Draw a schedule with F = B = W, in the terminal or into a file.
+def draw(out: str | None, **arguments: Any) -> None:
+    """Draw a schedule with F = B = W, in the terminal or to a file.
 
-    `penstock simulate` draws it with costs of your own.
+    To draw it with other costs, use `penstock simulate`.
     """
     from rich.console import Console
 
@@ -226,7 +241,7 @@ def draw(out: str | None, **given: Any) -> None:
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulator import simulate
 
-    schedule = _schedule(**given)
+    schedule = _schedule(**arguments)
     each = [1] * schedule.stages
     trace = simulate(prove(schedule).program, Costs.of(schedule.placement, each, each, each))
     if out is not None:
@@ -241,15 +256,15 @@ def draw(out: str | None, **given: Any) -> None:
 @command.command(name="csv", epilog="Example:  penstock schedule csv zb-v -p 4 -m 12 --out zb-v.csv")
 @click.argument("schedule")
 @schedule_options
-@click.option("--out", type=click.Path(dir_okay=False), help="The file to write; the terminal if not given.")
-def to_csv(out: str | None, **given: Any) -> None:
-    """Write a schedule as CSV, a line a rank, as PyTorch's pipelining reads it.
+@click.option("--out", type=click.Path(dir_okay=False), help="File to write. Default: print to the terminal.")
+def to_csv(out: str | None, **arguments: Any) -> None:
+    """Write a schedule as CSV for PyTorch's pipelining, one line per rank.
 
-    A CSV file is read wherever a command takes a SCHEDULE.
+    Every command that takes a SCHEDULE also reads a CSV file.
     """
     from penstock.schedule.text import csv_line, write_csv
 
-    schedule = _schedule(**given)
+    schedule = _schedule(**arguments)
     if out is None:
         for rank in range(schedule.ranks):
             click.echo(csv_line(schedule, rank))
@@ -265,7 +280,7 @@ def _schedule(
     virtual_stages: int | None,
     options: tuple[str, ...],
 ) -> Schedule:
-    """The schedule that the argument and options name."""
+    """Return the schedule that the argument and options name."""
     return find_schedule(schedule, ranks, microbatches, virtual_stages, named_values(options))
 
 
@@ -282,7 +297,7 @@ def _bytes(option: str, text: str) -> int | list[int]:
         numbers = [int(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f"{option} is a number of bytes, or one a stage as in 10,20,30, not {text!r}"
+            f"{option} must be a number of bytes, or one per stage such as 10,20,30, got {text!r}"
         ) from None
     return numbers[0] if len(numbers) == 1 else numbers
 

@@ -1,4 +1,4 @@
-"""``penstock trace``: where a run's time went, in a table, as a timeline, and as a page."""
+"""``penstock trace``: the times of a run's steps as a table, a timeline and a page."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
     "          penstock trace runs/my-run --step 10 --chrome step.json --svg step.svg"
 )
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--step", type=int, metavar="N", help="The step to show. Default: the last that was traced.")
+@click.option("--step", type=int, metavar="N", help="Step to show. Default: the last traced step.")
 @click.option(
-    "--html", type=_PATH, metavar="PATH", help="Write the report page: all steps, or the one of --step."
+    "--html", type=_PATH, metavar="PATH", help="Write the report page with all traced steps, or only --step."
 )
 @click.option(
-    "--chrome", type=_PATH, metavar="PATH", help="Write JSON for ui.perfetto.dev and chrome://tracing."
+    "--chrome",
+    type=_PATH,
+    metavar="PATH",
+    help="Write the step as JSON for ui.perfetto.dev and chrome://tracing.",
 )
-@click.option("--png", type=_PATH, metavar="PATH", help="Draw the timeline as PNG.")
-@click.option("--svg", type=_PATH, metavar="PATH", help="Draw the timeline as SVG.")
+@click.option("--png", type=_PATH, metavar="PATH", help="Draw the step's timeline as PNG.")
+@click.option("--svg", type=_PATH, metavar="PATH", help="Draw the step's timeline as SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     run: Path,
@@ -43,8 +46,8 @@ def command(
 ) -> None:
     """Show where the time of a run went.
 
-    RUN is a run's folder, as `penstock train` leaves it, or a single trace file (.npz). What cannot be read is named, and
-    the rest is shown.
+    RUN is the folder of a run, or a single trace file (.npz). Files that cannot be read are named on stderr, and the rest is
+    shown.
     """
     from penstock.show.run import read_run
 

@@ -25,38 +25,40 @@ if TYPE_CHECKING:
     "          srun -N 2 --ntasks-per-node 8 penstock train my.toml --set parallel.dp=2\n\n"
     "          torchrun --nproc-per-node 8 -m penstock train --set parallel.pp=2 parallel.dp=2 parallel.tp=2"
 )
-@click.argument("words", nargs=-1, metavar="[CONFIG.toml]")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG.toml]")
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Override a value of the config; may be given several times, and further pairs may follow one.",
+    help="Override a value of the config. May be repeated, and one --set may be followed by several pairs.",
 )
-@click.option("--ranks", "-p", type=int, help="Pipeline ranks; the same as --set parallel.pp=RANKS.")
+@click.option("--ranks", "-p", type=int, help="Pipeline ranks. Short for --set parallel.pp=RANKS.")
 @click.option(
     "--resume",
     is_flag=False,
     flag_value="auto",
     metavar="[RUN]",
-    help="Go on from the newest sound checkpoint of RUN, a run's folder, with its config; or from the one that is "
-    "given, RUN/checkpoints/step-NUMBER. Without RUN: of the run train.name, if it has one.",
+    help="Resume RUN, a run's folder, with its config, from its newest sound checkpoint, or from one that is named, "
+    "RUN/checkpoints/step-NUMBER. Without RUN: resume the run train.name if it has a checkpoint, or else start it.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, the rest to stderr."
+    "--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, and progress to stderr."
 )
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Start a process for each rank of [parallel] on this machine. When one fails all are started anew and go on from "
-    "the newest checkpoint, until N starts in a row have failed without a newer one.",
+    help="Start one process per rank of [parallel] on this machine, and restart all of them from the newest checkpoint when "
+    "one fails. Give up after N restarts in a row without a newer checkpoint.",
 )
 @click.option(
-    "--profile", is_flag=True, help="Profile one step with torch.profiler: RUN/profile, for ui.perfetto.dev."
+    "--profile",
+    is_flag=True,
+    help="Profile one step with torch.profiler, and write it to RUN/profile for ui.perfetto.dev.",
 )
 def command(
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     overrides: tuple[str, ...],
     ranks: int | None,
     resume: str | None,
@@ -66,25 +68,25 @@ def command(
 ) -> int | None:
     """Train a model through a pipeline.
 
-    Without a config a small model learns the text of Python's own standard library on two ranks, in a few minutes.
-    model.path=FOLDER trains a Hugging Face model from its local folder instead, model.config=FILE one from nothing.
-    The ranks are threads of one process; under torchrun, srun or mpirun every process is a rank. The run's folder keeps
-    the config with every default filled in, metrics.jsonl, the weights as safetensors, a sample of generated text, and
-    report.html, which shows where the time of the steps went.
+    Without a config, a small model learns the source of Python's standard library on two ranks, in a few minutes. Set
+    model.path=FOLDER to train a Hugging Face model from a local folder, or model.config=FILE to train one from scratch.
+    The ranks are threads of one process; under torchrun, srun or mpirun every process is a rank. The run's folder gets
+    the config with all defaults, metrics.jsonl, the weights as safetensors, a sample of generated text, and report.html,
+    which shows where the time of the steps went.
 
-    SIGTERM, Ctrl-C, SIGHUP or SIGUSR1: the step in hand is finished and a checkpoint saved; another one, two seconds later
-    or more, ends the run at once. Where nobody reads its output any more (| head, a closed terminal) the run goes on.
+    On SIGTERM, Ctrl-C, SIGHUP or SIGUSR1 the run finishes its step, saves a checkpoint and stops; a second signal, at least
+    two seconds later, ends it at once. If the reader of its output is gone (| head, a closed terminal), the run continues.
 
     \b
     Exit codes:
         0    done
         1    the run failed
-        2    something given cannot be used; nothing was written
+        2    bad input; nothing was written
         3    too many steps in a row were NaN or infinite
-        4    --restarts: failed again and again without a newer checkpoint
-        75   stopped by a signal and saved; --resume goes on
-        124  a rank hung, and was ended
-        130  ended at once by a second Ctrl-C; 143 by a second SIGTERM, 129 SIGHUP, 138 SIGUSR1
+        4    --restarts gave up without a newer checkpoint
+        75   stopped by a signal and saved; continue with --resume
+        124  a rank hung and was ended
+        130  ended at once by a second Ctrl-C (SIGTERM: 143, SIGHUP: 129, SIGUSR1: 138)
     """
     launched = follow_launcher()
     outlive_readers()
@@ -94,10 +96,10 @@ def command(
     from penstock.train.loop import train
     from penstock.train.report.progress import reporter
 
-    files = [word for word in words if "=" not in word]
+    files = [argument for argument in arguments if "=" not in argument]
     if len(files) > 1:
-        raise click.UsageError(f"one config at most; given were {', '.join(files)}")
-    pairs = [*overrides, *(word for word in words if "=" in word)]
+        raise click.UsageError(f"give at most one config, got {', '.join(files)}")
+    pairs = [*overrides, *(argument for argument in arguments if "=" in argument)]
     if ranks is not None:
         pairs.append(f"parallel.pp={ranks}")
     config = load(_config_file(files, resume), pairs)
@@ -106,7 +108,7 @@ def command(
     if restarts is not None:
         return _supervise(config, restarts, as_json, profile)
     launch = find_launch()
-    with Interrupts(tells=not launched and (launch is None or launch.rank == 0)) as interrupts:
+    with Interrupts(announce=not launched and (launch is None or launch.rank == 0)) as interrupts:
         outcome = train(
             config,
             lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json),
@@ -136,23 +138,25 @@ def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> i
 
     if "RANK" in os.environ or find_launch() is not None:
         raise click.UsageError(
-            "--restarts starts the processes itself; where others do, as torchrun and srun do, use theirs "
-            "(--max-restarts; sbatch --requeue), with --resume"
+            "--restarts starts the processes itself, but torchrun, srun or another launcher has started this one; use its "
+            "own restarts (--max-restarts; sbatch --requeue) with --resume"
         )
-    words = [word for word, given in (("--json", as_json), ("--profile", profile)) if given]
-    return supervise(config, restarts=restarts, words=words)
+    options = [option for option, is_set in (("--json", as_json), ("--profile", profile)) if is_set]
+    return supervise(config, restarts=restarts, options=options)
 
 
 def _config_file(files: list[str], resume: str | None) -> Path | None:
-    """The config that was given, or that of the run to go on with."""
+    """Return the config on the command line, or that of the run to resume."""
     if resume is not None and resume.endswith(".toml"):
-        raise click.UsageError(f"--resume takes the folder of a run; write  penstock train {resume} --resume")
+        raise click.UsageError(
+            f"--resume must be a run's folder, got {resume}; write  penstock train {resume} --resume"
+        )
     if files or resume in (None, "auto"):
         return Path(files[0]) if files else None
-    given = Path(str(resume)).expanduser()
+    path = Path(str(resume)).expanduser()
     run = next(
-        (folder for folder in (given, given.parent.parent) if os.path.isfile(folder / "config.toml")), None
+        (folder for folder in (path, path.parent.parent) if os.path.isfile(folder / "config.toml")), None
     )
     if run is None:
-        raise click.UsageError(f"{given} is neither the folder of a run nor a checkpoint in one")
+        raise click.UsageError(f"{path} is neither the folder of a run nor a checkpoint in one")
     return run / "config.toml"

@@ -1,4 +1,4 @@
-"""``penstock verify``: train a few steps plainly and through pipelines, and print the largest differences."""
+"""``penstock verify``: train a few steps with and without pipelines, and print the largest differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.verify import Difference
 
-DEFAULT_SUBJECT = "penstock.train.model.verify_target:small_llama"
+DEFAULT_MODEL = "penstock.train.model.verify_target:small_llama"
 
 
 @click.command(
@@ -29,14 +29,14 @@ DEFAULT_SUBJECT = "penstock.train.model.verify_target:small_llama"
     type=click.IntRange(1),
     default=[2],
     show_default=True,
-    help="Pipeline ranks; may be given several times.",
+    help="Pipeline ranks. May be repeated.",
 )
 @click.option(
     "--microbatches",
     "-m",
     multiple=True,
     type=click.IntRange(1),
-    help="Microbatches a step; several times. Default: ranks, twice the ranks, and 7.",
+    help="Microbatches per step. May be repeated. Default: the ranks, twice the ranks, and 7.",
 )
 @click.option(
     "--schedule",
@@ -44,7 +44,7 @@ DEFAULT_SUBJECT = "penstock.train.model.verify_target:small_llama"
     multiple=True,
     default=["all"],
     show_default=True,
-    help="A family, a CSV file, or all.",
+    help="A family, a CSV file, or all families. May be repeated.",
 )
 @click.option(
     "--virtual-stages",
@@ -52,19 +52,25 @@ DEFAULT_SUBJECT = "penstock.train.model.verify_target:small_llama"
     type=click.IntRange(1),
     default=2,
     show_default=True,
-    help="Stages a rank, for families that take several.",
+    help="Stages per rank, for families that leave it open.",
 )
 @click.option(
-    "--transport", type=click.Choice(["threads", "processes", "both"]), default="both", show_default=True
+    "--transport",
+    type=click.Choice(["threads", "processes", "both"]),
+    default="both",
+    show_default=True,
+    help="Run ranks as threads, as gloo processes, or both.",
 )
 @click.option(
     "--model",
-    default=DEFAULT_SUBJECT,
+    default=DEFAULT_MODEL,
     show_default=True,
-    help="MODULE:FUNCTION returning a penstock.verify.Subject.",
+    help="MODULE:FUNCTION that returns a penstock.verify.VerifyTarget.",
 )
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps to compare."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def command(
     ranks: tuple[int, ...],
     microbatches: tuple[int, ...],
@@ -77,8 +83,8 @@ def command(
 ) -> None:
     """Prove that pipelined training equals plain PyTorch.
 
-    A few optimizer steps are trained unsplit, through threads and through gloo processes; the table shows the largest
-    difference of losses, weights and gradients. Exit code 1 if a difference is not 0 where it has to be.
+    Trains a few optimizer steps without a pipeline, with ranks as threads and with ranks as gloo processes, and prints the
+    largest differences of losses, weights and gradients. Exit code 1 if a difference is larger than allowed.
     """
     from penstock.schedule.families import FAMILIES
     from penstock.verify import verify
@@ -88,7 +94,7 @@ def command(
         (f, virtual_stages if f in FAMILIES and FAMILIES[f].chooses_virtual_stages else 1) for f in families
     ]
     transports = ["threads", "processes"] if transport == "both" else [transport]
-    sys.path.insert(0, "")  # so that a module beside the user is found
+    sys.path.insert(0, "")  # so that a module in the current folder can be imported
     runs = [
         verify(
             model, chosen, [p], sorted(set(microbatches or (p, 2 * p, 7))), transports=transports, steps=steps
@@ -100,7 +106,7 @@ def command(
 
 
 def _show(rows: Iterator[Difference], as_json: bool) -> int:
-    """Print every row as it comes; returns how many are not zero."""
+    """Print every row as it comes, and return how many differ by more than is allowed."""
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
@@ -131,5 +137,7 @@ def _show(rows: Iterator[Difference], as_json: bool) -> int:
             live.refresh()
     if not console.is_terminal:
         click.echo()
-    click.echo("every difference is within what is allowed" if not bad else f"{bad} row(s) differ by more")
+    click.echo(
+        "no difference is larger than allowed" if not bad else f"{bad} row(s) differ by more than allowed"
+    )
     return bad

@@ -1,9 +1,9 @@
-"""All checks of a machine or a cluster, in their order: what a later one needs is known to work by then."""
+"""All checks of a machine or a cluster, in an order in which each relies only on those before it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -15,9 +15,9 @@ from torch import distributed as dist
 from penstock.doctor import judge
 from penstock.doctor.judge import PROBLEM, Finding
 from penstock.doctor.links import measure, unanswered
-from penstock.doctor.machine import look
+from penstock.doctor.machine import machine_facts
 from penstock.doctor.rounds import Answer, Rounds
-from penstock.doctor.shared_folder import look_at_folder
+from penstock.doctor.shared_folder import check_folder
 from penstock.errors import PenstockError
 from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
@@ -26,23 +26,23 @@ from penstock.runtime.workers.world import World, meeting_url
 from penstock.scratch import Scratch
 
 UNANSWERED = 1.0
-"""Limit of the wait that nobody answers, in seconds."""
+"""Timeout in seconds of the wait that is never answered."""
 
-_LATE = 5.0  # seconds after its limit at which a wait still counts as ended in time
+_LATE = 5.0  # seconds after its timeout at which a wait still counts as ended in time
 
 
 @dataclass
 class Report:
-    """What was found; equal on every rank.
+    """Results of all checks, equal on every rank.
 
     Attributes:
-        ranks: how many there are.
-        machines: by rank, as `machine.look` gives it.
-        links: by rank, its links to all others, as `links.measure` gives them.
-        clocks: by rank, ``offset`` and ``error`` of the wall clock against rank 0's, in seconds.
-        waits: by rank, how long a wait lasted that was to end after `UNANSWERED` seconds.
-        folder: by rank, as `folder.look_at_folder` gives it, or None where it failed.
-        findings: problems and warnings, the problems first.
+        ranks: number of ranks.
+        machines: results of `machine.machine_facts` by rank.
+        links: results of `links.measure` by rank: its links to all others.
+        clocks: ``offset`` and ``error`` of each rank's wall clock against rank 0's, in seconds.
+        waits: seconds that a wait with a timeout of `UNANSWERED` took, by rank.
+        folder: results of `shared_folder.check_folder` by rank; None where it failed.
+        findings: problems, then warnings.
     """
 
     ranks: int
@@ -55,30 +55,30 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether there is no problem; warnings do not count."""
+        """True if there are no problems; warnings do not count."""
         return not any(finding.level == PROBLEM for finding in self.findings)
 
     def plain(self) -> dict[str, Any]:
-        """The report as JSON holds it."""
+        """Return the report as JSON can hold it."""
         return {"sound": self.sound, **asdict(self)}
 
 
 def examine_here(ranks: int, folder: Path | None, timeout: float) -> Report:
-    """Check this machine: start so many processes, which talk over the loopback interface.
+    """Check this machine with processes that are started for it and talk over the loopback interface.
 
     Args:
-        ranks: at least 1.
-        folder: that runs will be kept in; None checks none.
-        timeout: the longest a check may last, in seconds.
+        ranks: number of processes, at least 1.
+        folder: folder that will hold runs; None checks no folder.
+        timeout: seconds that one check may take.
     """
     require_timeout(timeout)
     with Scratch() as scratch, LocalProcesses(ranks) as processes:
         reports = processes.run(
             ranks, _examine_started, str(scratch.path / "store"), ranks, folder, timeout, timeout=20 * timeout
         )
-    found = reports[0]
-    assert isinstance(found, Report)
-    return found
+    report = reports[0]
+    assert isinstance(report, Report)
+    return report
 
 
 def _examine_started(rank: int, store: str, ranks: int, folder: Path | None, timeout: float) -> Report:
@@ -87,14 +87,15 @@ def _examine_started(rank: int, store: str, ranks: int, folder: Path | None, tim
 
 
 def examine_together(world: World, folder: Path | None, timeout: float) -> Report:
-    """Check the machines that this process and the others of its run are on; every process calls it.
+    """Check the machines of all processes that a launcher has started; every process calls it.
 
     Args:
-        world: not yet joined; where the others are is in the environment, as launchers set it.
-        folder, timeout: as for `examine_here`.
+        world: world that is not joined yet; the environment says where to meet, as launchers set it.
+        folder: folder that will hold runs; None checks no folder.
+        timeout: seconds that one check may take.
 
     Raises:
-        PenstockError: the processes could not meet.
+        PenstockError: if the processes could not meet.
     """
     require_timeout(timeout)
     try:
@@ -120,19 +121,21 @@ def examine(rounds: Rounds, folder: Path | None) -> Report:
     """Make all checks; every rank calls it.
 
     Args:
-        rounds: of all ranks; ``torch.distributed`` may be initialised, or else the environment says how.
-        folder: that runs will be kept in; None checks none.
+        rounds: rounds of all ranks; if ``torch.distributed`` is not initialised, the environment says how to do that.
+        folder: folder that will hold runs; None checks no folder.
     """
     report = Report(rounds.size)
     with _sorted_findings(report):
-        report.machines = _take(report, "machine", rounds.each("machine", lambda: look(rounds.rank)))
+        report.machines = _sound(
+            report, "machine", rounds.each("machine", lambda: machine_facts(rounds.rank))
+        )
         report.findings += judge.judge_machines(report.machines)
         if folder is not None:
-            answers = dict(enumerate(look_at_folder(rounds, folder)))
+            answers = dict(enumerate(check_folder(rounds, folder)))
             report.folder = {rank: answer.value for rank, answer in answers.items()}
             report.findings += judge.judge_folder(str(folder), answers)
         if len(report.machines) == rounds.size and rounds.size > 1:
-            _talk(rounds, report)
+            _check_messages(rounds, report)
     return report
 
 
@@ -142,13 +145,13 @@ def _sorted_findings(report: Report) -> Iterator[None]:
     report.findings.sort(key=lambda finding: finding.level != PROBLEM)
 
 
-def _talk(rounds: Rounds, report: Report) -> None:
-    """What takes a process group: each check only if all ranks came through the one before."""
+def _check_messages(rounds: Rounds, report: Report) -> None:
+    """Make the checks that need a process group, each only if all ranks passed the one before."""
     world = World(rounds.rank, rounds.size)
     opened = rounds.each("group", lambda: _timed(lambda: world.join(rounds.timeout)))
-    if len(_take(report, "group", opened)) < rounds.size:
+    if len(_sound(report, "group", opened)) < rounds.size:
         return
-    clocks = _take(report, "clocks", rounds.each("clocks", lambda: _clocks(world)))
+    clocks = _sound(report, "clocks", rounds.each("clocks", lambda: _clocks(world)))
     if len(clocks) < rounds.size:
         return
     report.clocks = {rank: one[rank] for rank, one in clocks.items()}
@@ -156,51 +159,52 @@ def _talk(rounds: Rounds, report: Report) -> None:
         *zip(*((c["offset"], c["error"]) for c in report.clocks.values()), strict=True)
     )
     waits = rounds.each("wait", lambda: unanswered(world, UNANSWERED))
-    report.waits = _take(report, "wait", waits)
+    report.waits = _sound(report, "wait", waits)
     for rank, took in report.waits.items():
         if took > UNANSWERED + _LATE:
             report.findings.append(
                 Finding(
                     PROBLEM, "wait", f"on rank {rank} a wait of {UNANSWERED:g} s ended after {took:.1f} s",
-                    "a run would notice a rank that hangs as late",
-                    "look for what stops the process, such as a debugger or swapping",
+                    "a run would notice a hanging rank just as late",
+                    "find out why the process is held up, for example by a debugger or swapping",
                 )
             )  # fmt: skip
-    measured = _take(report, "links", rounds.each("links", lambda: measure(world, rounds.timeout)))
+    measured = _sound(report, "links", rounds.each("links", lambda: measure(world, rounds.timeout)))
     report.links = {rank: one["links"] for rank, one in measured.items()}
     report.findings += judge.judge_links(report.machines, report.links)
     used = {rank: one["open_files"] for rank, one in measured.items()}
     report.findings += judge.judge_files(report.machines, used)
 
 
-def _timed(job: Any) -> float:
+def _timed(job: Callable[[], object]) -> float:
     began = time.perf_counter()
     job()
     return time.perf_counter() - began
 
 
 def _clocks(world: World) -> list[dict[str, float]]:
-    found = align_clocks(world, time.time)
-    return [{"offset": float(o), "error": float(e)} for o, e in zip(*found, strict=True)]
+    alignment = align_clocks(world, time.time)
+    return [{"offset": float(o), "error": float(e)} for o, e in zip(*alignment, strict=True)]
 
 
 _CHECKS: Mapping[str, tuple[str, str]] = {
     "machine": (
         "nothing else can be checked without it",
-        "look at that rank's output, and whether it was started",
+        "check whether that rank was started, and read its output",
     ),
     "group": (
-        "the ranks of a run talk in it",
-        "open all ports between the machines; GLOO_SOCKET_IFNAME names the interface, and each host's name must lead to it",
+        "the ranks of a run exchange messages in this group",
+        "open all ports between the machines; set GLOO_SOCKET_IFNAME to the interface to use, and make each host's name "
+        "resolve to its address",
     ),
     "clocks": ("sums over all ranks do not work", "open all ports between the machines"),
     "wait": ("a run would hang where it should stop", "open all ports between the machines"),
-    "links": ("activations are handed over this way", "open all ports between the machines"),
+    "links": ("stages hand over activations through these links", "open all ports between the machines"),
 }
 
 
-def _take(report: Report, check: str, answers: list[Answer]) -> dict[int, Any]:
-    """The sound answers by rank; the others become findings."""
+def _sound(report: Report, check: str, answers: list[Answer]) -> dict[int, Any]:
+    """Return the sound answers by rank; the others become findings."""
     why, do = _CHECKS[check]
     for rank, answer in enumerate(answers):
         if answer.trouble:

@@ -1,4 +1,4 @@
-"""What the checks mean: findings, made of plain values alone."""
+"""Findings: problems and warnings derived from the plain values that the checks return."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PROBLEM, WARNING = "problem", "warning"
 
 GIB = 1 << 30
 SLOW = 4.0
-"""A link is slow whose latency is so many times the median's, or whose bandwidth is the median's divided by it."""
+"""A link is slow if its latency is this many times the median, or its bandwidth the median divided by this."""
 
-_CLOCKS = 1.0  # seconds by which clocks may differ unsaid
-_FAR = 2e-3  # seconds of latency from which round trips count
-_NOISE = 100e-6  # seconds; differences of latency below it say nothing
+_CLOCKS = 1.0  # seconds by which clocks may differ without a warning
+_FAR = 2e-3  # seconds of latency above which extra round trips matter
+_NOISE = 100e-6  # seconds; smaller differences of latency mean nothing
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Finding:
     Attributes:
         level: `PROBLEM` or `WARNING`.
         subject: ``versions``, ``devices``, ``memory``, ``links``, ...
-        what: was found, with the ranks.
-        why: it matters.
-        do: what to do about it.
+        what: description, with the ranks.
+        why: reason why it matters.
+        do: way to fix it.
     """
 
     level: str
@@ -39,11 +39,11 @@ class Finding:
 
 
 Facts = Mapping[int, Mapping[str, Any]]
-"""Rank → what `machine.look` gave."""
+"""Rank → `machine.machine_facts`."""
 
 
 def judge_machines(facts: Facts) -> Iterator[Finding]:
-    """Versions, cores, memory, devices and limits."""
+    """Return findings about versions, cores, memory, devices and limits."""
     yield from _versions(facts)
     beside = {
         rank: [r for r in facts if facts[r]["machine"] == one["machine"]] for rank, one in facts.items()
@@ -62,7 +62,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         if len(by_version) > 1:
             what = "; ".join(f"{version} on {_ranks(ranks)}" for version, ranks in by_version.items())
             if name in ("torch", "penstock", "nccl"):
-                why = "different versions need not understand each other's messages, nor compute the same"
+                why = "different versions may not understand each other's messages, or may compute different results"
                 level = PROBLEM
             else:
                 why, level = "a run may behave differently from rank to rank", WARNING
@@ -85,14 +85,14 @@ def _machine(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
     if free is not None and free < count * GIB:
         yield Finding(
             WARNING, "memory", f"{host} has {free / GIB:.1f} GiB free for {_count(count)}",
-            "a process that asks for more is killed without a word",
-            "end what else runs there; penstock simulate --json says what a schedule holds",
+            "the system kills a process that needs more, without a message",
+            "end other processes there; penstock simulate --json shows how much a schedule holds",
         )  # fmt: skip
     shm = one["shm"]
     if count > 1 and len(one["devices"]) > 1 and shm is not None and shm < GIB:
         yield Finding(
             WARNING, "shm", f"/dev/shm of {host} has {shm / GIB:.2f} GiB",
-            "NCCL talks through it between GPUs of one machine, and fails where it is full",
+            "NCCL sends through it between GPUs of one machine, and fails when it is full",
             "start the container with --shm-size=1g or --ipc=host",
         )  # fmt: skip
 
@@ -102,21 +102,21 @@ def _devices(facts: Facts, beside: Mapping[int, Sequence[int]]) -> Iterator[Find
         if one["device_trouble"]:
             yield Finding(
                 PROBLEM, "devices", f"the GPU of rank {rank} on {one['host']}: {one['device_trouble']}",
-                "the rank cannot compute", "look at nvidia-smi there; take the device out of CUDA_VISIBLE_DEVICES",
+                "the rank cannot compute", "run nvidia-smi there; remove the device from CUDA_VISIBLE_DEVICES",
             )  # fmt: skip
     kinds = {rank: sorted({d["name"] for d in one["devices"]}) for rank, one in facts.items()}
     without = [rank for rank, names in kinds.items() if not names]
     if without and len(without) < len(facts):
         yield Finding(
-            PROBLEM, "devices", f"{_ranks(without)} of {len(facts)}: no GPU there",
-            "ranks on CPUs and ranks on GPUs cannot talk in one group",
-            "install the driver and a CUDA build of torch there, or set CUDA_VISIBLE_DEVICES to nothing everywhere",
+            PROBLEM, "devices", f"{_ranks(without)} of {len(facts)}: no GPU",
+            "ranks on CPUs and ranks on GPUs cannot be in one process group",
+            "install the driver and a CUDA build of torch there, or set CUDA_VISIBLE_DEVICES to an empty string everywhere",
         )  # fmt: skip
     elif len({tuple(names) for names in kinds.values()}) > 1:
         each = "; ".join(f"{', '.join(names)} on rank {rank}" for rank, names in kinds.items())
         yield Finding(
-            WARNING, "devices", f"the GPUs differ: {each}", "the slowest one sets the pace of all",
-            "give the slower ranks fewer layers (split by weight), or take equal GPUs",
+            WARNING, "devices", f"the GPUs differ: {each}", "all ranks wait for the slowest",
+            "give the slower ranks fewer layers (split by weight), or use equal GPUs",
         )  # fmt: skip
     for ranks in {tuple(ranks) for ranks in beside.values()}:
         count = len(facts[ranks[0]]["devices"])
@@ -128,7 +128,7 @@ def _devices(facts: Facts, beside: Mapping[int, Sequence[int]]) -> Iterator[Find
 
 
 def judge_files(facts: Facts, used: Mapping[int, int]) -> Iterator[Finding]:
-    """The limit of open files, against what the links took: a run opens about twice as many groups."""
+    """Compare the limit of open files with the links' use of them; a run opens about twice as many groups."""
     for rank, one in facts.items():
         limit, need = one["open_files"], 2 * used.get(rank, 0) + 100
         if limit is not None and limit < need:
@@ -143,7 +143,7 @@ def judge_files(facts: Facts, used: Mapping[int, int]) -> Iterator[Finding]:
 
 
 def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) -> Iterator[Finding]:
-    """Links that do not work, slow ones, and those that could be shared memory and are not."""
+    """Return findings about links that are broken or slow, or that could use shared memory and do not."""
     sound = [(rank, link) for rank, own in links.items() for link in own if "trouble" not in link]
     for rank, own in links.items():
         for link in own:
@@ -161,7 +161,7 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
             slow = []
             if link["latency"] > SLOW * latency and link["latency"] - latency > _NOISE:
                 slow.append(
-                    f"{link['latency'] * 1e6:.0f} µs a message, {link['latency'] / latency:.1f} x the median"
+                    f"{link['latency'] * 1e6:.0f} µs per message, {link['latency'] / latency:.1f} x the median"
                 )
             if link["bandwidth"] * SLOW < bandwidth:
                 slow.append(
@@ -171,7 +171,7 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
                 yield Finding(
                     WARNING, "links", f"rank {rank} to rank {link['to']} is slow: {'; '.join(slow)}",
                     "a pipeline waits for its slowest link",
-                    "look at the cable, the switch and what else runs on the two machines",
+                    "check the cable, the switch, and other processes on the two machines",
                 )  # fmt: skip
     far = [
         (rank, link)
@@ -184,7 +184,7 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
             WARNING, "links",
             f"rank {rank} to rank {link['to']} takes {link['latency'] * 1e3:.0f} ms, and TCP on {facts[rank]['host']} "
             "starts slowly again after a pause",
-            "a large message after a pause takes several round trips more, in every step",
+            "every step pays several extra round trips for large messages after a pause",
             "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on every machine",
         )  # fmt: skip
     apart = {
@@ -199,21 +199,21 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
         reason = facts[a]["shared_memory"] or facts[b]["shared_memory"]
         yield Finding(
             WARNING, "transport",
-            f"{len(apart)} pairs of ranks on one machine do not share memory, ranks {a} and {b} first",
-            "messages go through the loopback interface, several times as slowly",
-            (f"because {reason}" if reason else "run them as one user in one container, so that one may open the other's "
-             "files in /proc"),
+            f"{len(apart)} pairs of ranks on one machine do not share memory, such as ranks {a} and {b}",
+            "their messages go through the loopback interface, which is several times slower",
+            f"remove the reason: {reason}" if reason else "run them as one user in one container, so that each may open the "
+            "other's files in /proc",
         )  # fmt: skip
 
 
 def judge_clocks(offsets: Sequence[float], errors: Sequence[float]) -> Iterator[Finding]:
-    """Wall clocks against rank 0's, in seconds."""
+    """Return findings about wall clocks, given their offsets from rank 0's and the errors of these, in seconds."""
     off = [r for r, (o, e) in enumerate(zip(offsets, errors, strict=True)) if abs(o) - e > _CLOCKS]
     if off:
         most = max(off, key=lambda rank: abs(offsets[rank]))
         yield Finding(
             WARNING, "clocks", f"the clock of {_ranks(off)} is off, by {offsets[most]:+.1f} s on rank {most}",
-            "times in logs and of files cannot be compared (timelines can: traces align themselves)",
+            "times in logs and of files cannot be compared (timelines can: traces align the clocks)",
             "start an NTP client there (chronyd, systemd-timesyncd)",
         )  # fmt: skip
 
@@ -221,7 +221,7 @@ def judge_clocks(offsets: Sequence[float], errors: Sequence[float]) -> Iterator[
 def judge_folder(
     folder: str, answers: Mapping[int, tuple[Mapping[str, Any] | None, str]]
 ) -> Iterator[Finding]:
-    """The shared folder: ranks that cannot write, files that are not to be seen, and room."""
+    """Return findings about the shared folder: ranks that cannot write, files that do not appear, and free space."""
     failed: dict[str, list[int]] = {}
     for rank, (value, trouble) in answers.items():
         if value is None:
@@ -230,21 +230,21 @@ def judge_folder(
         yield Finding(
             PROBLEM, "folder", f"{_ranks(ranks)}: {trouble.partition(': ')[2] or trouble}",
             "every rank writes its part of a checkpoint there",
-            f"make {folder} a folder that is mounted on every machine and that this user may write",
+            f"make {folder} a folder that is mounted on every machine and writable by this user",
         )  # fmt: skip
     sound = {rank: value for rank, (value, _) in answers.items() if value is not None}
     for rank, value in sound.items():
         if value["unseen"]:
             yield Finding(
                 PROBLEM, "folder", f"rank {rank} does not see what {_ranks(value['unseen'])} wrote in {folder}",
-                "a checkpoint's parts would lie in different places", "mount the same folder on every machine",
+                "the parts of a checkpoint would be in different places", "mount the same folder on every machine",
             )  # fmt: skip
     free = min((value["free"] for value in sound.values()), default=GIB)
     if free < GIB:
         yield Finding(
             WARNING, "folder", f"{folder} has {free / GIB:.2f} GiB free",
-            "a checkpoint that does not fit is not written; training goes on without it",
-            "free some room, or keep fewer checkpoints (train.keep_last)",
+            "a checkpoint that does not fit is not written, and training continues without it",
+            "free some space, or keep fewer checkpoints (train.keep_last)",
         )  # fmt: skip
 
 

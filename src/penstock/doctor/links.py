@@ -1,4 +1,4 @@
-"""Links between ranks, measured over the edges that a run uses: how long a message takes, how many bytes a second."""
+"""Latency and bandwidth of the links between ranks, measured over the edges that a run uses."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from penstock.runtime.workers.world import World
 from penstock.stage.values import Message
 
 BYTES = 4 << 20
-"""Of the message that shows the bandwidth."""
+"""Size of the message that measures the bandwidth."""
 
 ALONE = 8
-"""Up to so many ranks one pair is measured at a time; with more, as many at once as there are."""
+"""Up to so many ranks, one pair is measured at a time; with more, all pairs without a common rank at once."""
 
 _WARM, _TRIPS, _LARGE = 5, 25, 3
 _PING, _PONG = 1, 2
 
 
 def pairs(size: int) -> list[list[tuple[int, int]]]:
-    """Every pair of ranks once, in rounds of pairs without a common rank (the circle method of tournaments)."""
+    """Return every pair of ranks once, in rounds of pairs without a common rank (the circle method of tournaments)."""
     seats: list[int | None] = list(range(size)) + [None] * (size % 2)
-    found = []
+    rounds = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
-        met = [
+        disjoint = [
             (min(a, b), max(a, b))
             for a, b in zip(seats[:half], reversed(seats[half:]), strict=True)
             if a is not None and b is not None
         ]
-        found += [[pair] for pair in met] if size <= ALONE else [met]
+        rounds += [[pair] for pair in disjoint] if size <= ALONE else [disjoint]
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return rounds
 
 
 def measure(world: World, timeout: float) -> dict[str, Any]:
-    """This rank's end of all its links; every rank calls it.
+    """Measure all links of this rank; every rank calls it.
 
     Returns:
         ``links``: for every other rank ``to``, ``way``, ``latency`` (seconds, half a round trip) and ``bandwidth`` (bytes a
-        second, from here to there), or ``trouble``; ``open_files``: how many files were open with all links.
+        second, from this rank to the other), or ``trouble``; ``open_files``: the number of open files with all links.
     """
     others = [rank for rank in range(world.size) if rank != world.rank]
-    found: list[dict[str, Any]] = []
+    links: list[dict[str, Any]] = []
     with _Opened(world, dict.fromkeys(others, (2, 2)), timeout) as channel:
         ways = channel.ways
         for number, at_once in enumerate(pairs(world.size), 1):
@@ -60,13 +60,15 @@ def measure(world: World, timeout: float) -> dict[str, Any]:
             for pair in at_once:
                 if world.rank in pair:
                     peer = pair[0] if world.rank == pair[1] else pair[1]
-                    found.append({"to": peer, "way": ways[peer], **_try(channel, peer, world.rank < peer)})
-            world.exchange(None)  # nobody begins the next one before all have ended this one
+                    links.append(
+                        {"to": peer, "way": ways[peer], **_measure_pair(channel, peer, world.rank < peer)}
+                    )
+            world.exchange(None)  # no rank begins the next one before all have finished this one
         files = open_now()
-    return {"links": sorted(found, key=lambda link: int(link["to"])), "open_files": files}
+    return {"links": sorted(links, key=lambda link: int(link["to"])), "open_files": files}
 
 
-def _try(channel: ProcessChannel, peer: int, first: bool) -> dict[str, Any]:
+def _measure_pair(channel: ProcessChannel, peer: int, first: bool) -> dict[str, Any]:
     try:
         there = _there_and_back(channel, peer, torch.zeros(1), _WARM, _TRIPS, first)
         latency = statistics.median(there) / 2
@@ -81,15 +83,15 @@ def _try(channel: ProcessChannel, peer: int, first: bool) -> dict[str, Any]:
 
 
 def _there_and_back(
-    channel: ProcessChannel, peer: int, what: torch.Tensor, warm: int, trips: int, first: bool
+    channel: ProcessChannel, peer: int, payload: torch.Tensor, warm: int, trips: int, first: bool
 ) -> list[float]:
-    """Seconds of round trips, whose way back is always short; the second rank's own count from its answer on."""
+    """Return seconds of round trips with a short answer; the second rank measures from one answer to the next."""
     times = []
     answer = Message((torch.zeros(1),))
     for trip in range(warm + trips):
         began = time.perf_counter()
         if first:
-            channel.send(peer, _PING, Message((what,)))
+            channel.send(peer, _PING, Message((payload,)))
             channel.recv(peer, _PONG)
         else:
             channel.recv(peer, _PING)
@@ -99,18 +101,18 @@ def _there_and_back(
     return times
 
 
-def unanswered(world: World, limit: float) -> float:
-    """Wait for a message that nobody sends, and give how long that took, in seconds; every rank calls it.
+def unanswered(world: World, timeout: float) -> float:
+    """Wait for a message that is never sent, and return how long that took in seconds; every rank calls it.
 
     Args:
-        world: joined, with at least two ranks.
-        limit: for the wait, in seconds.
+        world: joined world of at least two ranks.
+        timeout: seconds after which the wait has to end.
 
     Raises:
-        PenstockError: the wait ended otherwise than by its limit.
+        PenstockError: if the wait ended without reaching its timeout.
     """
     last, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    with _Opened(world, {last: (1, 1), following: (1, 1)}, limit) as channel:
+    with _Opened(world, {last: (1, 1), following: (1, 1)}, timeout) as channel:
         channel.open(1)
         began = time.perf_counter()
         try:
@@ -118,20 +120,19 @@ def unanswered(world: World, limit: float) -> float:
         except WaitTimeoutError:
             took = time.perf_counter() - began
         else:
-            raise PenstockError(f"a message came from rank {last}, which sent none")
-        world.exchange(None)  # until then all are there, and say nothing
+            raise PenstockError(f"received a message from rank {last}, which sent none")
+        world.exchange(None)  # no rank leaves, which would end the wait of another
     return took
 
 
 class _Opened:
-    """Edges to and from some ranks, in a group of their own; a context manager."""
+    """Context manager of edges to and from some ranks, in a separate process group."""
 
     def __init__(self, world: World, peers: dict[int, tuple[int, int]], timeout: float) -> None:
         self._world, self._peers, self._timeout = world, peers, timeout
 
     def __enter__(self) -> ProcessChannel:
-        limit = timedelta(seconds=self._timeout)
-        self._group = dist.new_group(backend="gloo", timeout=limit)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
         exchange: Callable[[Any], list[Any]] = self._world.exchange
         self._channel = ProcessChannel(
             self._group, exchange, self._peers, self._peers, Timeout(self._timeout)

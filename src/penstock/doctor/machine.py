@@ -1,4 +1,4 @@
-"""What one process sees of its machine: versions, cores, memory, devices and limits, as plain values."""
+"""Facts about one process's machine: versions, cores, memory, devices and limits, as plain values."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ _TCP, _WINDOW = Path("/proc/sys/net/ipv4"), ("tcp_slow_start_after_idle", "tcp_c
 _SHM = Path("/dev/shm")
 
 
-def look(rank: int) -> dict[str, Any]:
-    """All of it; plain values that JSON can hold.
-
-    Sizes are in bytes. What the system does not tell is None.
-    """
+def machine_facts(rank: int) -> dict[str, Any]:
+    """Return all facts as plain values that JSON can hold: sizes in bytes, None for anything the system does not tell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory = host.memory()
     devices, trouble = cuda_devices()
@@ -47,49 +44,49 @@ def look(rank: int) -> dict[str, Any]:
         "open_files_most": None if hard == resource.RLIM_INFINITY else hard,
         "shm": shm(),
         "forgets_window": forgets_window(),
-        "shared_memory": shares(),
+        "shared_memory": no_shared_memory(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part in a run; NCCL's where there is a GPU."""
-    found = {
+    """Return the versions of everything that takes part in a run, with CUDA and NCCL if there is a GPU."""
+    versions = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "penstock": penstock.__version__,
     }
     if torch.cuda.is_available():
-        found["cuda"] = str(torch.version.cuda)
+        versions["cuda"] = str(torch.version.cuda)
         with contextlib.suppress(AttributeError, RuntimeError):  # a build without NCCL
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch does not annotate it
-    return found
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch does not annotate it
+    return versions
 
 
 def machine() -> str:
-    """The same text for processes on one machine."""
+    """Return an identifier that all processes on one machine share."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-def shares() -> str:
-    """Why messages within the machine cannot go through shared memory; empty if nothing here speaks against it."""
+def no_shared_memory() -> str:
+    """Return why messages within the machine cannot go through shared memory; empty if they can."""
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH} is 0"
     return "" if supported() else "it needs Linux on x86-64"
 
 
 def shm() -> int | None:
-    """Size of ``/dev/shm``, through which NCCL talks within a machine."""
+    """Return the size of ``/dev/shm`` in bytes, through which NCCL sends within a machine; None if there is none."""
     try:
-        place = os.statvfs(_SHM)
+        filesystem = os.statvfs(_SHM)
     except OSError:
         return None
-    return place.f_blocks * place.f_frsize
+    return filesystem.f_blocks * filesystem.f_frsize
 
 
 def forgets_window() -> bool:
-    """Whether TCP starts slowly again after a pause: with BBR, or with the setting off, it does not."""
+    """Return whether TCP starts slowly again after a pause; with BBR, or with the setting off, it does not."""
     try:
         starts, control = ((_TCP / name).read_text().strip() for name in _WINDOW)
     except OSError:
@@ -98,27 +95,26 @@ def forgets_window() -> bool:
 
 
 def cuda_devices() -> tuple[list[dict[str, Any]], str]:
-    """The GPUs that torch finds, and what went wrong when this process's own was asked to compute."""
+    """Return the GPUs that torch finds, and the error that this process's own GPU made in a test; empty if none."""
     count = torch.cuda.device_count()
-    found = []
+    devices = []
     try:
         for number in range(count):
-            has = torch.cuda.get_device_properties(number)
-            found.append(
-                {"name": has.name, "memory": has.total_memory, "capability": f"{has.major}.{has.minor}"}
-            )
+            device = torch.cuda.get_device_properties(number)
+            capability = f"{device.major}.{device.minor}"
+            devices.append({"name": device.name, "memory": device.total_memory, "capability": capability})
         if count:
             own = torch.device("cuda", own_device(count) % count)
             ones = torch.ones(64, 64, device=own)
             if float((ones @ ones).sum()) != 64.0**3:
-                return found, f"{own} computes wrong results"
+                return devices, f"{own} computes wrong results"
     except RuntimeError as error:
-        return found, str(error).splitlines()[0]
-    return found, ""
+        return devices, str(error).splitlines()[0]
+    return devices, ""
 
 
 def open_now() -> int:
-    """How many files, sockets among them, this process has open."""
+    """Return how many files and sockets this process has open; 0 if the system does not tell."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:

@@ -1,7 +1,7 @@
-"""Checks that every rank makes, with answers that every rank gets, even where messages between ranks do not work yet.
+"""Checks that every rank makes and whose answers every rank gets, even before messages between ranks work.
 
-The answers go through the store that the processes met at, as JSON: it works between different versions, and it says which
-rank did not answer, which a collective cannot.
+The answers go as JSON through the store at which the processes met: that works between different versions, and shows which
+rank did not answer, which a collective cannot do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from penstock.errors import PenstockError
 
 
 class Answer(NamedTuple):
-    """What a rank said.
+    """One rank's answer to a check.
 
     Attributes:
-        value: as JSON holds it; None if it failed.
-        trouble: why it failed; empty if it did not.
+        value: result of the check, as JSON holds it; None if it failed.
+        trouble: reason for the failure; empty if there was none.
     """
 
     value: Any
@@ -30,12 +30,13 @@ class Answer(NamedTuple):
 
 
 class Rounds:
-    """One rank's view of the checks; every rank makes the same ones in the same order.
+    """One rank's view of the checks; every rank makes the same checks in the same order.
 
     Args:
-        store: a ``torch.distributed`` store that all ranks see.
-        rank, size: of this process.
-        timeout: how long a rank may take for a check, in seconds.
+        store: ``torch.distributed`` store that all ranks can reach.
+        rank: rank of this process.
+        size: number of ranks.
+        timeout: seconds that a rank may take for one check.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
@@ -43,16 +44,16 @@ class Rounds:
         self.rank, self.size, self.timeout = rank, size, timeout
 
     def each(self, name: str, job: Callable[[], Any]) -> list[Answer]:
-        """Run a check on every rank, and give its answers by rank; whatever it raises is an answer, too.
+        """Run a check on every rank, and return the answers by rank; an exception counts as an answer.
 
         Raises:
-            PenstockError: rank 0 did not collect them.
+            PenstockError: if rank 0 did not collect the answers.
         """
         try:
-            said = {"value": job(), "trouble": ""}
-        except Exception as error:  # a failed check is what is looked for
-            said = {"value": None, "trouble": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        self._store.set(f"{name}/{self.rank}", json.dumps(said))
+            answer = {"value": job(), "trouble": ""}
+        except Exception as error:  # a failed check is a result
+            answer = {"value": None, "trouble": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        self._store.set(f"{name}/{self.rank}", json.dumps(answer))
         if self.rank == 0:
             answers = self._collect(name)
             self._store.set(f"{name}/all", json.dumps(answers))
@@ -60,29 +61,29 @@ class Rounds:
             answers = self._read(f"{name}/all", 2 * self.timeout)
         if answers is None:
             raise PenstockError(
-                f"rank 0 did not say within {2 * self.timeout:g} s how the check '{name}' went"
+                f"rank 0 did not send the results of the check '{name}' within {2 * self.timeout:g} s"
             )
         return [Answer(*answer) for answer in answers]
 
     def _collect(self, name: str) -> list[list[Any]]:
         deadline = time.monotonic() + self.timeout
-        found: list[list[Any]] = []
+        answers: list[list[Any]] = []
         for rank in range(self.size):
-            said = self._read(f"{name}/{rank}", max(0.05, deadline - time.monotonic()))
-            if said is None:
-                said = {"value": None, "trouble": f"did not answer within {self.timeout:g} s"}
-            found.append([said["value"], said["trouble"]])
-        return found
+            answer = self._read(f"{name}/{rank}", max(0.05, deadline - time.monotonic()))
+            if answer is None:
+                answer = {"value": None, "trouble": f"did not answer within {self.timeout:g} s"}
+            answers.append([answer["value"], answer["trouble"]])
+        return answers
 
     def _read(self, key: str, timeout: float) -> Any:
         try:
             self._store.wait([key], timedelta(seconds=timeout))
-        except RuntimeError:  # the time is over, or the store has gone
+        except RuntimeError:  # the time is over, or the store is gone
             return None
         return json.loads(self._store.get(key))
 
     def leave(self) -> None:
-        """Let rank 0, which may hold the store, go last."""
+        """Leave the checks; rank 0, which may host the store, waits for the others."""
         self._store.set(f"left/{self.rank}", "true")
         if self.rank == 0:
             for rank in range(self.size):

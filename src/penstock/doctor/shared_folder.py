@@ -1,4 +1,4 @@
-"""A folder that all ranks share: can each write there, does each see what the others wrote, and how long does it take."""
+"""A check of a folder that all ranks share: each writes there, looks for the others' files, and measures the time."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from penstock.doctor.rounds import Answer, Rounds
 from penstock.errors import PenstockError
 
 BYTES = 1 << 20
-"""That each rank writes."""
+"""Size of the file that each rank writes."""
 
-_SEEN = 5.0  # seconds that a network file system may take to show what another machine wrote
+_SEEN = 5.0  # seconds that a network file system may take to show a file of another machine
 
 
-def look_at_folder(rounds: Rounds, folder: Path) -> list[Answer]:
-    """Write, see to the disk, rename and read; every rank calls it. What was written is deleted.
+def check_folder(rounds: Rounds, folder: Path) -> list[Answer]:
+    """Write, sync, rename, read and delete files in the folder; every rank calls it.
 
     Returns:
-        By rank: ``write``, ``fsync``, ``rename`` and ``see`` in seconds; ``unseen``, the ranks whose files are not to be
-        seen; ``free``, bytes.
+        By rank: ``write``, ``fsync``, ``rename`` and ``see`` in seconds; ``unseen``, the ranks whose files did not appear;
+        ``free``, in bytes.
     """
     made = rounds.each("folder made", lambda: _make(folder) if rounds.rank == 0 else "")
     if made[0].trouble:
-        # Without the leader's folder each rank still says what it can do.
+        # Without rank 0's folder, each rank still reports whether it can write itself.
         return rounds.each("folder tried", lambda: _write(folder, rounds.rank, keep=False))
     place = folder / made[0].value
-    wrote = rounds.each("folder written", lambda: _write(place, rounds.rank, keep=True))
-    there = [rank for rank, answer in enumerate(wrote) if not answer.trouble]
-    seen = rounds.each("folder seen", lambda: _see(place, there))
+    written = rounds.each("folder written", lambda: _write(place, rounds.rank, keep=True))
+    writers = [rank for rank, answer in enumerate(written) if not answer.trouble]
+    seen = rounds.each("folder seen", lambda: _see(place, writers))
     if rounds.rank == 0:
         shutil.rmtree(place, ignore_errors=True)
     return [
-        Answer({**one.value, **other.value}, "")
-        if not one.trouble and not other.trouble
-        else Answer(None, one.trouble or other.trouble)
-        for one, other in zip(wrote, seen, strict=True)
+        Answer({**write.value, **see.value}, "")
+        if not write.trouble and not see.trouble
+        else Answer(None, write.trouble or see.trouble)
+        for write, see in zip(written, seen, strict=True)
     ]
 
 
@@ -73,21 +73,21 @@ def _write(place: Path, rank: int, *, keep: bool) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise PenstockError(f"cannot write in {place}: {error.strerror}") from error
-    took = [b - a for a, b in pairwise(times)]
-    return {"write": took[0], "fsync": took[1], "rename": took[2], "free": free, "unseen": [], "see": 0.0}
+    write, fsync, rename = (b - a for a, b in pairwise(times))
+    return {"write": write, "fsync": fsync, "rename": rename, "free": free, "unseen": [], "see": 0.0}
 
 
-def _see(place: Path, there: list[int]) -> dict[str, Any]:
+def _see(place: Path, writers: list[int]) -> dict[str, Any]:
     began = time.perf_counter()
-    unseen = list(there)
+    unseen = writers
     while unseen and time.perf_counter() - began < _SEEN:
-        unseen = [rank for rank in unseen if not _is_right(place, rank)]
+        unseen = [rank for rank in unseen if not _is_complete(place, rank)]
         if unseen:
             time.sleep(0.05)
     return {"see": time.perf_counter() - began, "unseen": unseen}
 
 
-def _is_right(place: Path, rank: int) -> bool:
+def _is_complete(place: Path, rank: int) -> bool:
     try:
         return _path(place, rank).read_bytes() == _content(rank)
     except OSError:

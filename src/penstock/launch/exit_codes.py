@@ -10,21 +10,21 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The codes of our own."""
+    """Exit codes that Penstock chooses itself."""
 
     DONE = 0
     FAILED = 1
     BAD_INPUT = 2
     NOT_FINITE = 3
-    """A loss or gradient was NaN or infinite, more often in a row than is allowed; the same steps would be so again."""
+    """Losses or gradients were NaN or infinite more often in a row than allowed; a restart would repeat the same steps."""
     GAVE_UP = 4
-    """The launcher has restarted the run as often as it may without a newer checkpoint."""
+    """The launcher used up its restarts without a newer checkpoint."""
     STOPPED = 75
-    """A signal asked it to stop; its state is saved. EX_TEMPFAIL of ``sysexits.h``: to be tried again."""
+    """A signal stopped the run and its state is saved. EX_TEMPFAIL of ``sysexits.h``: try again."""
     HUNG = 124
-    """A rank hung and was ended; as ``timeout(1)`` ends."""
+    """A rank hung and was ended, as by ``timeout(1)``."""
 
 
 def of_signal(number: int) -> int:
-    """What a shell reports of a process that a signal ended."""
+    """Return the exit code that a shell reports for a process ended by a signal."""
     return 128 + number

@@ -1,4 +1,4 @@
-"""End a process with the launcher that started it (`penstock.launch.supervise`), and report to it why it failed."""
+"""Processes started by `penstock.launch.supervise`: they end with their launcher and report failures to it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import sys
 LAUNCHER = "PENSTOCK_LAUNCHER"
 """Environment variable with the launcher's process id."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable of torch's launchers: where a process writes what made it fail. torchrun prints it."""
+"""Environment variable of torch's launchers: the file in which a process reports its failure. torchrun prints it."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def follow_launcher() -> bool:
-    """See to it that this process is killed when its launcher ends, however that ends.
+    """Make the kernel kill this process when its launcher ends, for whatever reason.
 
-    The kernel does it, so that it happens to a process that is stopped or hangs, too; only Linux can.
+    The kernel does so even if the process is stopped or hangs; only Linux can.
 
     Returns:
-        Whether there is a launcher.
+        True if there is a launcher.
     """
     launcher = os.environ.pop(LAUNCHER, None)
     if launcher is None or sys.platform != "linux":
         return launcher is not None
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not _runs(int(launcher)):  # it has ended before the kernel was told
+    if not _runs(int(launcher)):  # it ended before the kernel knew
         os._exit(1)
     return True
 
@@ -41,7 +41,7 @@ def _runs(process: int) -> bool:
 
 
 def record_failure(error: BaseException) -> None:
-    """Tell whoever started this process why it fails, if it has named a file for that."""
+    """Report an error to the launcher, if it has named a file for that."""
     if ERROR_FILE in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

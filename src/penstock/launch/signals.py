@@ -1,10 +1,9 @@
-"""Signals that ask a run to stop: the first makes it save after its step, one that comes later ends it at once.
+"""Signals that stop a run: the first makes it save after its step, a later one ends it at once.
 
-systemd, Slurm and other supervisors send a signal to every process they started, and a launcher passes on its own copy: one
-request, which reaches a process twice. So a repeat within `SAME_REQUEST` seconds changes nothing.
+systemd, Slurm and other supervisors send a signal to every process they started, and a launcher passes on its own copy, so
+one request reaches a process twice. A repeat within `SAME_REQUEST` seconds therefore changes nothing.
 
-Before the first step there is nothing to save, and what a process waits for then may be a long time coming: the first signal
-ends it.
+Before the first step there is nothing to save, and a process may have to wait long for that step: the first signal ends it.
 """
 
 from __future__ import annotations
@@ -23,33 +22,33 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: a terminal or ssh session was closed. SIGUSR1: Slurm's ``--signal=USR1@120``, 120 s before the time is up."""
 
 SAME_REQUEST = 2.0
-"""Seconds within which a further signal is a copy of the first."""
+"""Seconds within which another signal counts as a copy of the first."""
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupts:
-    """Takes `SIGNALS` within its block, in the main thread; afterwards the handlers are those from before.
+    """Context manager that turns `SIGNALS` into requests to stop, in the main thread; it restores the handlers at its end.
 
-    A SIGHUP that is ignored when the block begins stays ignored: that is what ``nohup`` is for.
+    A SIGHUP that is ignored when the block begins stays ignored, as ``nohup`` wants it.
 
-    Signals are read by a thread of their own: the main thread may be inside a wait that runs no Python for long, and the
-    second signal must end the process even then.
+    A separate thread reads the signals: the main thread may wait for long in code that runs no Python, and the second signal
+    must end the process even then.
 
     Args:
-        tells: whether this process says on stderr what a signal does; one of a run's is enough.
+        announce: whether this process says on stderr what a signal does; one process of a run is enough.
     """
 
-    def __init__(self, tells: bool) -> None:
-        self._tells = tells
-        self._asked = Event()
+    def __init__(self, announce: bool) -> None:
+        self._announce = announce
+        self._requested = Event()
         self._begun = False
-        self._first = 0.0  # when the first signal came
+        self._first_at = 0.0
 
     def asked(self) -> bool:
-        """Whether a signal has asked this process to stop; whoever asks for the first time takes care of it from now on."""
+        """Return whether a signal has asked this process to stop; the caller then has to save and stop."""
         self._begun = True
-        return self._asked.is_set()
+        return self._requested.is_set()
 
     def __enter__(self) -> Self:
         self._reader, self._writer = os.pipe()
@@ -77,36 +76,35 @@ class Interrupts:
     def _watch(self) -> None:
         while data := os.read(self._reader, 1):
             if data[0] in SIGNALS:
-                self._take(signal.Signals(data[0]))
+                self._handle(signal.Signals(data[0]))
 
-    def _take(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         if not self._begun:
-            self._leave(f"{number.name}: out at once; no step has been done", ExitCode.STOPPED)
-        if self._asked.is_set():
-            if time.monotonic() - self._first < SAME_REQUEST:
+            self._quit(f"{number.name}: quitting now; no step has been done", ExitCode.STOPPED)
+        if self._requested.is_set():
+            if time.monotonic() - self._first_at < SAME_REQUEST:
                 return
-            self._leave(
-                f"{number.name} again: out at once; earlier checkpoints are as they were", of_signal(number)
+            self._quit(
+                f"{number.name} again: quitting now; earlier checkpoints are unchanged", of_signal(number)
             )
-        self._first = time.monotonic()
-        self._asked.set()
-        later = f"{SAME_REQUEST:g} s later"
-        self._tell(
-            f"{number.name}: the step in hand is finished and saved; once more, {later}, ends the run at once"
+        self._first_at = time.monotonic()
+        self._requested.set()
+        self._say(
+            f"{number.name}: finishing this step and saving; signal again after {SAME_REQUEST:g} s to quit now"
         )
 
-    def _leave(self, text: str, code: int) -> NoReturn:
-        self._tell(text)
+    def _quit(self, text: str, code: int) -> NoReturn:
+        self._say(text)
         with suppress(OSError):
             if os.isatty(1):
                 os.write(1, _SHOW_CURSOR)  # the progress bar has hidden it
         os._exit(code)
 
-    def _tell(self, text: str) -> None:
-        if self._tells:
-            with suppress(OSError):  # nobody reads it any more
+    def _say(self, text: str) -> None:
+        if self._announce:
+            with suppress(OSError):  # its reader may be gone
                 os.write(2, f"penstock: {text}\n".encode())
 
 
 def _leave_to_thread(number: int, frame: object) -> None:
-    """Only a signal that has a handler is written to the pipe."""
+    """Do nothing; without a handler the signal would not be written to the pipe."""

@@ -1,8 +1,8 @@
-"""One process a rank on this machine, started anew from the newest checkpoint when one fails: ``penstock train --restarts``.
+"""``penstock train --restarts``: one process per rank on this machine, restarted from the newest checkpoint after a failure.
 
 A thin use of `torch.distributed.elastic`: its multiprocessing starts the processes and carries their errors. Its agent is
-not used: it counts restarts but no progress, its rendezvous listens on all interfaces, and it waits 30 s for a process that
-is stopped. The processes meet through a file, and nothing listens beyond the loopback interface.
+not used, because it counts restarts but not progress, its rendezvous listens on all interfaces, and it waits 30 s for a
+process that is stopped. The processes meet through a file, and nothing listens beyond the loopback interface.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from penstock.train.config.mesh_config import processes_of
 TRAIN = (sys.executable, "-m", "penstock", "train")
 
 GRACE = 2.0
-"""Seconds that the others have to end by themselves, and to say why, once one has failed; then they are killed. Where only
-stopped ones are left, nobody is waited for."""
+"""Seconds that the other processes have to end by themselves, and to say why, after one has failed; then they are killed.
+If only stopped ones are left, they are killed at once."""
 
 STOPPING = 30.0
-"""The same, once one has stopped in good order."""
+"""Seconds that the other processes have to end after one has stopped in good order."""
 
 _POLL = 0.05
 _FINAL = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NOT_FINITE, ExitCode.STOPPED)
-"""Ends of a run that another start would not change."""
-_SECOND = ("PeerError", "WaitTimeoutError", "TransportError")
+"""Ends of a run that a restart would not change."""
+_SECONDARY = ("PeerError", "WaitTimeoutError", "TransportError")
 """Errors by which a process says that another one failed."""
-_TORCHS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_TORCH_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 Say = Callable[[str], None]
 
@@ -63,76 +63,111 @@ def supervise(
     *,
     restarts: int,
     command: Sequence[str] = TRAIN,
-    words: Sequence[str] = (),
+    options: Sequence[str] = (),
     say: Say = to_stderr,
 ) -> ExitCode:
-    """Train in one process a rank, and start all of them anew, from the newest complete checkpoint, when one fails.
+    """Train in one process per rank, and restart all of them from the newest complete checkpoint when one fails.
 
     Call it in the main thread. A signal that asks to stop (see `signals`) is passed on to the processes as SIGTERM; they
-    save and end. A later one ends everything at once. Should this process be killed, they are, too (on Linux).
+    save and end. A later one ends everything at once. If this process is killed, the others are killed too (on Linux).
 
     Args:
-        config: of the run; ``[parallel]`` says how many processes.
-        restarts: how many starts in a row may fail without a newer complete checkpoint, after the first one.
-        command: what a process runs, with arguments of ``penstock train`` put after it: the config's file, `words`, and
-            ``--resume`` with what to go on from. Its environment has what torchrun's has of RANK, WORLD_SIZE, LOCAL_RANK,
-            LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT (0 at the first start).
-        words: further arguments.
-        say: where it is told what failed first, and what is done.
+        config: the run's config; ``[parallel]`` gives the number of processes.
+        restarts: restarts in a row that may fail without a newer complete checkpoint.
+        command: command of each process (default: ``penstock train``), to which arguments of ``penstock train`` are added:
+            the config's file, `options`, and ``--resume`` with the checkpoint to resume from. Its environment has torchrun's
+            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT (0 at the first start).
+        options: more options of ``penstock train``.
+        say: function that is called with each message about a failure or restart (default: print to stderr).
 
     Returns:
-        How it ended.
+        How the run ended.
 
     Raises:
-        ConfigError: the run's folder is already there or in use, or what to go on from is not there, or this
-            machine has not the memory for so many processes; nothing has been started then.
+        ConfigError: if the run's folder already exists or is in use, the checkpoint to resume from does not exist, or this
+            machine has too little memory for so many processes; nothing has been started then.
     """
     run = run_folder.choose(config.train)
-    if run.name in ("", ".."):  # the folder it was started in, or the one above
+    if run.name in ("", ".."):  # the current folder, or the one above
         run = run.resolve()
-    resume = config.train.resume
-    config = replace(config, train=replace(config.train, folder=str(run.parent), name=run.name, resume=""))
     ranks = processes_of(config.parallel)
     require_processes(ranks)
-    failed = attempt = 0
     with ExitStack() as stack:
         stack.enter_context(locked(run, say=say))
-        at_start = newest = _newest(run)
-        chosen = Path(resume) if resume and is_checkpoint(Path(resume)) else None
-        best = _step_of(chosen) if chosen else newest
+        policy = _RestartPolicy(run, config.train.resume, restarts)
         scratch = stack.enter_context(Scratch()).path
-        interrupts = stack.enter_context(Interrupts(tells=True))
+        interrupts = stack.enter_context(Interrupts(announce=True))
         file = scratch / "run.toml"
-        file.write_text(dump(config), "utf-8")
+        file.write_text(dump(_named(config, run)), "utf-8")
         while True:
-            going_on = ("--resume", resume) if resume else ()
-            start = Start((*command, str(file), *words, *going_on), ranks, attempt, scratch)
-            end = start.run(interrupts)
+            arguments = (*command, str(file), *options, *policy.resume_options)
+            end = Start(arguments, ranks, policy.attempt, scratch).run(interrupts)
             if end.reason:
                 say(end.reason)
             if end.code in _FINAL or interrupts.asked():
                 return end.code
-            newest = _newest(run)
-            if newest > best:
-                failed, best = 0, newest
-            if failed == restarts:
-                if not restarts:
-                    return end.code
-                say(f"gave up: {failed} restart(s) in a row without a newer checkpoint in {run / FOLDER}")
-                return ExitCode.GAVE_UP
-            failed += 1
-            attempt += 1
-            # An earlier checkpoint than the newest stays what is meant until the run has gone back to it.
-            if chosen is None or newest != at_start or newest <= _step_of(chosen):
-                resume = run_folder.AUTO
-            say(
-                f"starting again, {failed} of {restarts} without a newer checkpoint; "
-                + (f"the newest is of step {newest}" if newest >= 0 else "there is none yet")
-            )
+            if not policy.another():
+                return policy.give_up(end.code, say)
+            say(policy.progress)
+
+
+def _named(config: Config, run: Path) -> Config:
+    """Return a run's config with its folder's name; each start passes on where to resume."""
+    return replace(config, train=replace(config.train, folder=str(run.parent), name=run.name, resume=""))
+
+
+class _RestartPolicy:
+    """Decides after each failure whether to restart, and from which checkpoint.
+
+    Args:
+        run: the run's folder.
+        resume: the checkpoint, run or ``auto`` of the first start; empty for a new run.
+        restarts: restarts in a row that may fail without a newer complete checkpoint.
+    """
+
+    def __init__(self, run: Path, resume: str, restarts: int) -> None:
+        self._run = run
+        self._resume = resume
+        self._restarts = restarts
+        self._at_start = self._newest = _newest(run)
+        self._chosen = _step_of(Path(resume)) if resume and is_checkpoint(Path(resume)) else None
+        self._best = self._newest if self._chosen is None else self._chosen
+        self._failed = 0
+        self.attempt = 0
+
+    @property
+    def resume_options(self) -> tuple[str, ...]:
+        return ("--resume", self._resume) if self._resume else ()
+
+    @property
+    def progress(self) -> str:
+        """A sentence about this restart."""
+        newest = f"the newest is of step {self._newest}" if self._newest >= 0 else "there is none yet"
+        return f"restart {self._failed} of {self._restarts} without a newer checkpoint; {newest}"
+
+    def another(self) -> bool:
+        """Return whether to restart after a failure, and prepare it."""
+        self._newest = _newest(self._run)
+        if self._newest > self._best:
+            self._failed, self._best = 0, self._newest
+        if self._failed == self._restarts:
+            return False
+        self._failed += 1
+        self.attempt += 1
+        # A chosen checkpoint older than the newest remains chosen until the run has gone back to it.
+        if self._chosen is None or self._newest != self._at_start or self._newest <= self._chosen:
+            self._resume = run_folder.AUTO
+        return True
+
+    def give_up(self, code: ExitCode, say: Say) -> ExitCode:
+        if not self._restarts:
+            return code
+        say(f"gave up: {self._failed} restart(s) in a row without a newer checkpoint in {self._run / FOLDER}")
+        return ExitCode.GAVE_UP
 
 
 def _newest(run: Path) -> int:
-    """The step of a run's newest complete checkpoint; -1 if it has none."""
+    """Return the step of a run's newest complete checkpoint; -1 if it has none."""
     return next((step for step, path in steps_in(run / FOLDER) if is_whole(path)), -1)
 
 
@@ -142,7 +177,12 @@ def _step_of(checkpoint: Path) -> int:
 
 @dataclass(frozen=True)
 class End:
-    """How the processes of one start ended: an exit code for all of them, and if one failed, which first and why."""
+    """The end of one start.
+
+    Attributes:
+        code: exit code for all processes together.
+        reason: the rank that failed first, and why; empty if none did.
+    """
 
     code: ExitCode
     reason: str = ""
@@ -152,10 +192,10 @@ class Start:
     """One start of all processes.
 
     Args:
-        command: of each.
-        ranks: how many.
-        attempt: how many starts there were before.
-        scratch: a folder for what they meet through and what they say of errors.
+        command: command of each process.
+        ranks: number of processes.
+        attempt: number of starts before this one.
+        scratch: folder for the file through which they meet and the files in which they report errors.
     """
 
     def __init__(self, command: Sequence[str], ranks: int, attempt: int, scratch: Path) -> None:
@@ -167,10 +207,10 @@ class Start:
         self._killed: set[int] = set()
 
     def run(self, interrupts: Interrupts) -> End:
-        """Start them, wait until all have ended, and see that nothing of them is left if they failed."""
+        """Start the processes and wait until all have ended; after a failure, kill whatever they left running."""
         try:
             context = self._start()
-        except SignalException:  # torch's own, while it started them; it has ended them
+        except SignalException:  # torch raised it while it started the processes, and has ended them
             return End(ExitCode.STOPPED)
         pids = context.pids()
         try:
@@ -194,7 +234,7 @@ class Start:
             STORE: str(self._scratch / f"store-{self._attempt}"),
             LAUNCHER: str(os.getpid()),
         }
-        ours = {number: signal.getsignal(number) for number in _TORCHS}
+        ours = {number: signal.getsignal(number) for number in _TORCH_HANDLES}
         try:
             return start_processes(
                 "penstock",
@@ -208,61 +248,63 @@ class Start:
                 signal.signal(number, handler)
 
     def _wait(self, pids: dict[int, int], interrupts: Interrupts) -> None:
-        asked, limit = False, float("inf")
-        while True:
-            for rank, pid in pids.items():
-                if rank not in self._codes and (code := _exit_code(pid)) is not None:
-                    self._codes[rank] = code
-            running = [rank for rank in pids if rank not in self._codes]
-            if not running:
-                return
-            if interrupts.asked() and not asked:
-                asked = True
+        passed_on, deadline = False, float("inf")
+        while running := self._running(pids):
+            if interrupts.asked() and not passed_on:
+                passed_on = True
                 for rank in running:
                     os.kill(pids[rank], signal.SIGTERM)
-            bad = {code for code in self._codes.values() if code}
+            failures = {code for code in self._codes.values() if code}
             now = time.monotonic()
-            if bad:
-                limit = min(limit, now + (STOPPING if bad == {ExitCode.STOPPED} else GRACE))
-            if now > limit or (bad and all(is_stopped(pids[rank]) for rank in running)):
+            if failures:
+                deadline = min(deadline, now + (STOPPING if failures == {ExitCode.STOPPED} else GRACE))
+            if now > deadline or (failures and all(is_stopped(pids[rank]) for rank in running)):
                 self._killed.update(running)
                 _kill(pids[rank] for rank in running)
             time.sleep(_POLL)
 
+    def _running(self, pids: dict[int, int]) -> list[int]:
+        """Note the exit codes of processes that have ended, and return the ranks of the others."""
+        for rank, pid in pids.items():
+            if rank not in self._codes and (code := _exit_code(pid)) is not None:
+                self._codes[rank] = code
+        return [rank for rank in pids if rank not in self._codes]
+
     def _judge(self, asked: bool, error_files: dict[int, str]) -> End:
         codes = {rank: code for rank, code in self._codes.items() if rank not in self._killed}
-        # One that was not ready to take the signal has ended by it, with nothing done that could be saved.
+        # A process that was not ready to handle the signal was ended by it, before it had done anything to save.
         orderly = {ExitCode.DONE, ExitCode.STOPPED, *([-number for number in SIGNALS] if asked else [])}
         failed = [rank for rank, code in codes.items() if code not in orderly]
         if not failed:
             return End(ExitCode.STOPPED if any(codes.values()) or self._killed else ExitCode.DONE)
-        said = {rank: _said(Path(error_files[rank])) for rank in failed}
-        first = min(
-            failed, key=lambda rank: said[rank].startswith(_SECOND)
-        )  # of equals the one that ended first
+        messages = {rank: _message(Path(error_files[rank])) for rank in failed}
+        # Of several, the one that ended first.
+        first = min(failed, key=lambda rank: messages[rank].startswith(_SECONDARY))
         code = codes[first]
-        how = f"{signal.Signals(-code).name} ended it" if code < 0 else said[first] or f"exit code {code}"
+        reason = (
+            f"killed by {signal.Signals(-code).name}" if code < 0 else messages[first] or f"exit code {code}"
+        )
         known = code in tuple(ExitCode) and code != ExitCode.GAVE_UP
-        return End(ExitCode(code) if known else ExitCode.FAILED, f"rank {first} failed first: {how}")
+        return End(ExitCode(code) if known else ExitCode.FAILED, f"rank {first} failed first: {reason}")
 
 
 def _exit_code(pid: int) -> int | None:
-    """Of a process that has ended, negative for a signal; it stays to be waited for."""
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
+    """Return the exit code of a process that has ended, negative for a signal; the process remains to be waited for."""
+    state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if state is None:
         return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
 
 def _kill(pids: Iterable[int]) -> None:
-    """Kill processes, and all that is left of what they started: each leads a process group."""
+    """Kill processes, and everything left of what they started: each leads a process group."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
 
-def _said(error_file: Path) -> str:
-    """What a process has written there of its error; empty if nothing."""
+def _message(error_file: Path) -> str:
+    """Return the error that a process has reported in a file; empty if none."""
     try:
         message = parse_json(error_file.read_bytes())["message"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -115,7 +115,7 @@ def advise(trace: Trace, plan: PlannedStep) -> Advice:
     """
     schedule = plan.program.schedule
     memory = _memory(schedule)
-    now = _change("as it is", schedule, memory, plan.trace)
+    now = _change("unchanged", schedule, memory, plan.trace)
     moved = [
         _change(words, schedule, memory, simulate(plan.program, costs))
         for words, costs in _moved(schedule, plan.costs, _layers(trace, schedule.stages))
@@ -141,8 +141,8 @@ def _sentence(now: Change, moved: Sequence[Change], reordered: Sequence[Change])
         if 1 - change.makespan / total >= MIN_GAIN
     ]
     return " ".join(sentences) or (
-        f"None of the {len(moved) + len(reordered)} changes that were simulated, none of which needs more memory, makes "
-        f"the step {MIN_GAIN:.0%} shorter."
+        f"None of the {len(moved) + len(reordered)} changes that were simulated within the same memory makes the step "
+        f"{MIN_GAIN:.0%} shorter."
     )
 
 

@@ -1,4 +1,4 @@
-"""Everything the page and the terminal say about one step."""
+"""The analysis of one step, shared by the page and the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepAnalysis:
 
     @property
     def measured(self) -> bool:
-        """Whether the trace was recorded in a run, so that it can differ from its plan."""
+        """True if the trace was recorded in a run, so that it can differ from its plan."""
         return is_measured(self.trace)
 
     @cached_property

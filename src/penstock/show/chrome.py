@@ -1,8 +1,8 @@
 """A trace in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
 
-A process a rank; in it a track for the ops, and where there are any one for messages and one for reductions. Where events
-of one track overlap the track is continued on another, for slices of a track may not. A flow arrow leads from the op that
-gave a rank something to the op of another rank that took it; a counter shows what the rank holds.
+Every rank is a process with a track for its ops and, if it has any, one for messages and one for reductions. Slices of a
+track must not overlap, so overlapping events continue on another track. A flow arrow leads from the op that sent a value to
+the op of another rank that received it; a counter shows the rank's memory.
 
 The format: "Trace Event Format" of the Chromium project, phases M, X, s, f and C. Times are microseconds, to three decimals.
 """
@@ -40,7 +40,7 @@ def write_chrome(trace: Trace, path: str | Path) -> Path:
     """Write a trace as Chrome JSON, and return the path.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     path = Path(path)
     try:
@@ -51,10 +51,10 @@ def write_chrome(trace: Trace, path: str | Path) -> Path:
 
 
 def chrome_events(trace: Trace) -> Event:
-    """A trace as the object that the format wants; seconds (or a simulation's ticks, taken for seconds) become microseconds.
+    """Return a trace as the format's JSON object; seconds (or simulated ticks, as if seconds) become microseconds.
 
-    A message that by the ranks' clocks came before its sender began, which their error allows, has no arrow; ``otherData``
-    says how many there are.
+    Clocks of ranks have errors, by which a message may arrive before its sender began. Such messages get no arrow, and
+    ``otherData`` gives their number.
     """
     origin = trace.start.min() if len(trace) else 0
     start = np.rint((trace.start - origin).astype(np.float64) * NANOSECONDS).astype(np.int64)
@@ -77,16 +77,16 @@ def chrome_events(trace: Trace) -> Event:
     events += _slices(trace, start, end, track)
     flows, left_out = _flows(trace, start, end, track)
     events += [*flows, *_counters(trace, origin)]
-    told = {key: str(value) for key, value in trace.info.items() if isinstance(value, str | int | float)}
+    info = {key: str(value) for key, value in trace.info.items() if isinstance(value, str | int | float)}
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {**told, "arrows left out": left_out},
+        "otherData": {**info, "arrows left out": left_out},
     }
 
 
 def _lanes(trace: Trace, rows: Any, start: Any, end: Any) -> Any:
-    """The lane of every row, so that none overlaps another of its lane; a pair is one slice, in its forward's lane."""
+    """Return a lane for every row so that rows of a lane do not overlap; both halves of a pair get the same lane."""
     lanes = np.zeros(len(rows), np.int64)
     free: list[int] = []
     for n, row in enumerate(rows.tolist()):
@@ -103,16 +103,16 @@ def _slices(trace: Trace, start: Any, end: Any, track: Any) -> Iterator[Event]:
     row = 0
     while row < len(trace):
         kind = Activity(int(trace.kind[row]))
-        name, told = _name(trace, row), {"kind": KINDS[kind].meaning, **_numbers(trace, row)}
+        name, args = _name(trace, row), {"kind": KINDS[kind].meaning, **_numbers(trace, row)}
         last = row + 1 if trace.paired[row] else row
         if last > row:
             name = f"({name};{_name(trace, last)})"
-            told = {"forward": _numbers(trace, row), "backward": _numbers(trace, last)}
+            args = {"forward": _numbers(trace, row), "backward": _numbers(trace, last)}
         if trace.held is not None:
-            told["held after"] = int(trace.held[last])
+            args["held after"] = int(trace.held[last])
         yield {
             "ph": "X", "name": name, "cat": kind.name, "pid": int(trace.rank[row]), "tid": int(track[row]),
-            "ts": int(start[row]) / 1000, "dur": int(end[row] - start[row]) / 1000, "args": told,
+            "ts": int(start[row]) / 1000, "dur": int(end[row] - start[row]) / 1000, "args": args,
         }  # fmt: skip
         row = last + 1
 
@@ -130,7 +130,7 @@ def _numbers(trace: Trace, row: int) -> dict[str, int]:
 
 
 def _flows(trace: Trace, start: Any, end: Any, track: Any) -> tuple[list[Event], int]:
-    """An arrow for every message, from inside the slice that gave to the beginning of the one that took."""
+    """Return an arrow for every message, from inside the sending slice to the start of the receiving one."""
     giver = givers(trace)
     takers = np.flatnonzero((giver >= 0) & (trace.rank[giver] != trace.rank))
     arrows: list[Event] = []
@@ -141,8 +141,8 @@ def _flows(trace: Trace, start: Any, end: Any, track: Any) -> tuple[list[Event],
         if leaves > start[taker]:
             left_out += 1
             continue
-        what = "activation" if trace.kind[taker] == Activity.F else "gradient"
-        common = {"name": what, "cat": "message", "id": number}
+        name = "activation" if trace.kind[taker] == Activity.F else "gradient"
+        common = {"name": name, "cat": "message", "id": number}
         arrows.append(
             {"ph": "s", **common, "pid": int(trace.rank[row]), "tid": int(track[row]), "ts": leaves / 1000}
         )
@@ -158,22 +158,22 @@ def _flows(trace: Trace, start: Any, end: Any, track: Any) -> tuple[list[Event],
 def _counters(trace: Trace, origin: Any) -> Iterator[Event]:
     if trace.held is None:
         return
-    what = str(trace.info.get("held", "bytes"))
+    unit = str(trace.info.get("held", "bytes"))
     for rank in range(trace.ranks):
         curve = memory_curve(trace, rank)
         moments = np.rint((curve.time - origin).astype(np.float64) * NANOSECONDS).astype(np.int64).tolist()
         points = [(0, 0), *zip(moments, curve.held.tolist(), strict=True)]
-        # Of several changes at one moment the last is what remains.
+        # Of several changes at one moment, only the last counts.
         points = [a for a, b in pairwise(points) if a[0] != b[0]] + points[-1:]
         for moment, held in points:
             yield {
                 "ph": "C",
-                "name": f"held ({what})",
+                "name": f"held ({unit})",
                 "pid": rank,
                 "ts": moment / 1000,
-                "args": {what: held},
+                "args": {unit: held},
             }
 
 
-def _meta(rank: int, what: str, track: int, args: dict[str, object]) -> Event:
-    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": args}
+def _meta(rank: int, name: str, track: int, args: dict[str, object]) -> Event:
+    return {"ph": "M", "name": name, "pid": rank, "tid": track, "args": args}

@@ -1,6 +1,6 @@
-"""The report page's figures, made with Bokeh: empty, for the page's script to fill with the step that is chosen.
+"""The report page's figures, made with Bokeh: empty, until the page's script fills them with the chosen step.
 
-No text of a user's is in them; it stands in the page, escaped.
+They contain no text from users, which the page's template escapes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _TOOLTIP = (
 
 
 def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, dict[str, Any]]:
-    """The figures of a page as JSON for ``Bokeh.embed.embed_item``, by the name of their place in the page.
+    """Return a page's figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
 
     Args:
-        ranks: the most of any step.
-        unit: of the time axes.
-        planned: whether there is a plan to draw beside what was measured.
-        memory: what its axis is called; empty if memory is not known.
+        ranks: largest number of ranks of any step.
+        unit: unit of the time axes.
+        planned: whether to add a timeline of the plan below the measured one.
+        memory: name of the memory axis; empty for no memory chart.
 
     Raises:
-        ConfigError: Bokeh is not installed.
+        ConfigError: if Bokeh is not installed.
     """
     try:
         from bokeh.embed import json_item
@@ -39,7 +39,7 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
         raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
     x, y = Range1d(start=0, end=1), Range1d(start=ranks - 0.5, end=-0.5)
     row = max(7, min(34, 620 // max(1, ranks)))
-    # At least so tall that an axis has room for its name.
+    # Tall enough for the name of an axis.
     tall = max(150, 48 + min(900, row * ranks))
     rows: list[Any] = [_timeline("measured", x, y, tall, unit)]
     if planned:
@@ -52,17 +52,17 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
 
 
 def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The training curves of a run's ``metrics.jsonl`` as JSON for ``embed_item``; None if there is nothing to draw."""
+    """Return the curves of a run's ``metrics.jsonl`` as JSON for ``embed_item``; None if there is nothing to draw."""
     from bokeh.embed import json_item
     from bokeh.layouts import gridplot
 
     shown: list[Any] = []
     for title, key, kind in (
-        ("loss (nats a token)", "loss", "train"),
-        ("held-out bits a token", "held_out_bits", "held_out"),
+        ("loss (nats per token)", "loss", "train"),
+        ("held-out bits per token", "held_out_bits", "held_out"),
         ("learning rate", "lr", "train"),
         ("gradient norm", "grad_norm", "train"),
-        ("tokens a second", "tokens_per_second", "train"),
+        ("tokens per second", "tokens_per_second", "train"),
         ("idle share of the ranks", "bubble", "train"),
     ):
         points = [
@@ -99,12 +99,12 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
         x="x", y="y", text="text", text_color="colour", source=labels, text_font_size={"value": "11px"},
         text_align={"value": "center"}, text_baseline={"value": "middle"}, text_font={"value": "sans-serif"},
     )  # fmt: skip
-    said = _says("kind", "stage", "microbatch", "start", "end", "length", "held")
+    formatters = _formatters("kind", "stage", "microbatch", "start", "end", "length", "held")
     plot.add_tools(
         HoverTool(
             renderers=[quads],
             tooltips=_TOOLTIP,
-            formatters=said,
+            formatters=formatters,
             point_policy="follow_mouse",
             name=f"{name}-hover",
         )
@@ -113,7 +113,7 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
 
 
 def _gaps(plot: Any) -> None:
-    """The idle stretches, pale in the colour of their cause, under the blocks."""
+    """Draw idle spans below the blocks, pale in the colour of their cause."""
     from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.transform import linear_cmap
 
@@ -124,12 +124,12 @@ def _gaps(plot: Any) -> None:
         left="start", right="end", top="top", bottom="bottom", source=source, line_color=None, fill_alpha=0.3,
         fill_color=linear_cmap("cause", colours, -0.5, len(colours) - 0.5),
     )  # fmt: skip
-    said = _says("cause", "length")
+    formatters = _formatters("cause", "length")
     plot.add_tools(
         HoverTool(
             renderers=[spans],
             tooltips='<div class="tip">rank @rank idle: <b>@cause{custom}</b><br>for @length{custom}</div>',
-            formatters=said,
+            formatters=formatters,
             point_policy="follow_mouse",
             visible=False,
         )
@@ -148,7 +148,7 @@ def _memory(x: Any, unit: Unit, label: str) -> Any:
         min_interval=1,
         desired_num_ticks=4,
     )
-    plot.yaxis.formatter = CustomJSTickFormatter()  # by the page's script, as `_says`
+    plot.yaxis.formatter = CustomJSTickFormatter()  # implemented by the page's script, as in `_formatters`
     empty: dict[str, list[Any]] = {"xs": [], "ys": [], "rank": [], "colour": []}
     for name, dash, width in (("memory-planned", "4 3", 1.0), ("memory", "solid", 1.4)):
         source = ColumnDataSource(dict(empty), name=name)
@@ -177,12 +177,12 @@ def _bars(y: Any, height: int, unit: Unit) -> Any:
         y="rank", left="left", right="right", height=0.8, source=source, line_color=None,
         fill_color=linear_cmap("cause", colours, -0.5, len(colours) - 0.5),
     )  # fmt: skip
-    said = _says("cause", "share")
+    formatters = _formatters("cause", "share")
     plot.add_tools(
         HoverTool(
             renderers=[bars],
             tooltips='<div class="tip"><b>@cause{custom}</b><br>rank @rank<br>@share{custom} of the step</div>',
-            formatters=said,
+            formatters=formatters,
             point_policy="follow_mouse",
         )
     )
@@ -190,7 +190,7 @@ def _bars(y: Any, height: int, unit: Unit) -> Any:
 
 
 def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
-    """A figure in which only the tools that suit a time axis are: drag to pan, ctrl and wheel to zoom."""
+    """Return a figure with tools for a time axis: drag to pan, ctrl and wheel to zoom."""
     from bokeh.models import BoxZoomTool, PanTool, ResetTool, SaveTool, WheelZoomTool
 
     tall = name in ("measured", "planned") and y.start > 64
@@ -201,7 +201,7 @@ def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> 
         name=f"{name}-figure", x_range=x, y_range=y, height=height, sizing_mode="stretch_width", tools=tools,
         active_drag=pan, active_scroll=wheel, toolbar_location="right", background_fill_color=None, border_fill_color=None,
         outline_line_color=None, min_border_left=70,
-        # Of very many blocks every fifth is drawn while they are moved, and all as soon as they rest.
+        # Of very many blocks, every fifth is drawn while they are moved, and all of them afterwards.
         lod_threshold=12_000, lod_factor=5, lod_interval=150, lod_timeout=150,
     )  # fmt: skip
     plot.toolbar.logo = None
@@ -238,7 +238,7 @@ def _curve(name: str, title: str, points: list[tuple[float, float]]) -> Any:
 
 
 def rank_colours(ranks: int) -> list[str]:
-    """A colour a rank, from dark to light in their order, legible on both backgrounds."""
+    """Return one colour per rank, from dark to light, legible on both backgrounds."""
     from bokeh.palettes import viridis
 
     scale = viridis(256)[60:215]
@@ -246,16 +246,16 @@ def rank_colours(ranks: int) -> list[str]:
 
 
 def library() -> list[str]:
-    """Bokeh's own scripts; the core alone, without widgets, tables, WebGL and mathematics."""
+    """Return the scripts of Bokeh's core, without widgets, tables, WebGL and mathematics."""
     from bokeh.resources import Resources
 
     return list(Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw)
 
 
-def _says(*columns: str) -> Any:
-    """What a tooltip says of columns is up to the page's script, which knows them by name.
+def _formatters(*columns: str) -> Any:
+    """Return formatters of a tooltip's columns, which the page's script implements by their names.
 
-    Bokeh's own way, code in a text, is one that the page's policy does not let run.
+    Bokeh's own way, code in a string, is blocked by the page's policy.
     """
     from bokeh.models import CustomJSHover
 

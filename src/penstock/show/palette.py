@@ -51,66 +51,39 @@ class CauseStyle(NamedTuple):
 KINDS: dict[Activity, KindStyle] = {
     Activity.F: KindStyle("#1f5fa8", "#7fb2e5", "forward", "F", ("black on bright_blue", "black on blue")),
     Activity.B: KindStyle("#a65300", "#f0a04b", "backward", "B", ("black on bright_green", "black on green")),
-    Activity.I: KindStyle(
-        "#a3123f", "#ee7f95", "input gradient", "I", ("black on bright_cyan", "black on cyan")
-    ),
-    Activity.W: KindStyle(
-        "#007a5a", "#86e0bd", "weight gradient", "W", ("black on bright_yellow", "black on yellow")
-    ),
-    Activity.R: KindStyle(
-        "#35104f", "#e6d6fa", "recompute", "R", ("black on bright_magenta", "black on magenta")
-    ),
+    Activity.I: KindStyle("#a3123f", "#ee7f95", "input gradient", "I", ("black on bright_cyan", "black on cyan")),
+    Activity.W: KindStyle("#007a5a", "#86e0bd", "weight gradient", "W", ("black on bright_yellow", "black on yellow")),
+    Activity.R: KindStyle("#35104f", "#e6d6fa", "recompute", "R", ("black on bright_magenta", "black on magenta")),
     Activity.SEND: KindStyle("#5f6b73", "#aab4ba", "send", "S", ("bright_black", "bright_black")),
     Activity.RECV: KindStyle("#5f6b73", "#aab4ba", "receive", "V", ("bright_black", "bright_black")),
     Activity.REDUCE: KindStyle("#9c1f8a", "#e58ad8", "reduction", "=", ("red", "red")),
     Activity.OPTIMIZER: KindStyle("#3b3b3b", "#cfcfcf", "optimizer", "O", ("white on red", "white on red")),
-}
+}  # fmt: skip
 """Every `Activity`, in the order of its numbers: the page's script looks styles up by number."""
 
-WITHOUT_MESSAGES: dict[Activity, KindStyle] = {
-    kind: style for kind, style in KINDS.items() if kind not in (Activity.SEND, Activity.RECV)
-}
+_MESSAGES = (Activity.SEND, Activity.RECV)
+WITHOUT_MESSAGES = {kind: style for kind, style in KINDS.items() if kind not in _MESSAGES}
 
 BUSY = "#4a5a6a"
 CAUSES = {
     "warm_up": CauseStyle("#88ccee", "warm-up", "warm-up: the pipeline fills", "warm-up", "warm-up"),
-    "cool_down": CauseStyle(
-        "#4477aa", "cool-down", "cool-down: the pipeline drains", "cool-down", "cool-\ndown"
-    ),
+    "cool_down": CauseStyle("#4477aa", "cool-down", "cool-down: the pipeline drains", "cool-down", "cool-\ndown"),
     "activation": CauseStyle(
-        "#ddcc77",
-        "waiting for an activation",
-        "waiting for an activation",
-        "wait for\nactivation",
+        "#ddcc77", "waiting for an activation", "waiting for an activation", "wait for\nactivation",
         "wait for\nacti-\nvation",
     ),
     "gradient": CauseStyle(
-        "#cc6677",
-        "waiting for a gradient",
-        "waiting for a gradient",
-        "wait for\ngradient",
-        "wait for\ngradient",
+        "#cc6677", "waiting for a gradient", "waiting for a gradient", "wait for\ngradient", "wait for\ngradient",
     ),
     "communication": CauseStyle(
-        "#aa4499",
-        "exposed communication",
-        "communication that no computation hides",
-        "commu-\nnication",
+        "#aa4499", "exposed communication", "communication that no computation hides", "commu-\nnication",
         "commu-\nnication",
     ),
     "overhead": CauseStyle(
-        "#117733",
-        "overhead",
-        "overhead between ops: everything an op needed was there",
-        "overhead",
-        "over-\nhead",
+        "#117733", "overhead", "overhead between ops, whose inputs were all there", "overhead", "over-\nhead",
     ),
     "imbalance": CauseStyle(
-        "#bbbbbb",
-        "imbalance",
-        "imbalance: some ranks have less work than the busiest one",
-        "imbalance",
-        "imbal-\nance",
+        "#bbbbbb", "imbalance", "imbalance: some ranks have less work than the busiest one", "imbalance", "imbal-\nance",
     ),
-}
+}  # fmt: skip
 """Every cause of `penstock.trace.bubbles.CAUSES`, in that order."""

@@ -23,17 +23,17 @@ RASTERIZED = 100_000
 
 
 def draw_picture(trace: Trace, path: str | Path) -> None:
-    """Draw a trace into a file: a row a rank, time from left to right, a colour a kind of op.
+    """Draw a trace to a file: one row per rank, time from left to right, one colour per kind of op.
 
-    The lighter shade marks every second of a rank's stages; the halves of a fused pair lie over each other. Ops carry their
-    microbatch when there are at most `LABELLED`; from `RASTERIZED` on they are pixels in a vector file, too.
+    The lighter shade marks every second stage of a rank; the halves of a fused pair are above each other. Up to `LABELLED`
+    ops show their microbatch; more than `RASTERIZED` ops are pixels even in a vector file.
 
     Args:
-        trace: what to draw; its messages are left out.
-        path: where to; its ending, one of `FORMATS`, says the format.
+        trace: the trace to draw; its messages are left out.
+        path: file to write; its ending, one of `FORMATS`, sets the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, the ending is another one, or the file cannot be written.
+        ConfigError: if matplotlib is not installed, the ending is not allowed, or the file cannot be written.
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
@@ -63,7 +63,7 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     keys = [Patch(color=WITHOUT_MESSAGES[kind].full, label=WITHOUT_MESSAGES[kind].meaning) for kind in drawn]
     figure.legend(handles=keys, loc="outside lower center", ncols=len(WITHOUT_MESSAGES), frameon=False)
-    # Fixed identifiers and no date: the same trace gives the same file.
+    # Without random identifiers and dates, the same trace gives the same file.
     with matplotlib.rc_context({"svg.hashsalt": "penstock"}):
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
@@ -72,7 +72,7 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
 
 
 def _bars(axes: Axes, trace: Trace, kind: Activity) -> None:
-    """All ops of one kind as one collection of rectangles; a pair's forward fills the upper half."""
+    """Draw all ops of one kind as one collection of rectangles; a pair's forward fills the upper half."""
     from matplotlib.collections import PolyCollection
 
     rows = np.flatnonzero(trace.kind == kind)

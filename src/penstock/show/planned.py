@@ -1,7 +1,6 @@
-"""The step as it would have gone had every op taken its usual time: simulated from what a trace says its ops cost.
+"""The plan of a step: a simulation in which every op takes its usual time, which is its median in a trace.
 
-What the trace has besides is what the plan does not know: ops that took longer than usual, ranks that waited for a core,
-time between ops.
+The trace differs from its plan by ops that took longer than usual, ranks that waited for a core, and time between ops.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _OPS = tuple(Activity(kind) for kind in Kind)
 
 
 class PlannedStep(NamedTuple):
-    """A step taken apart and put together again.
+    """A simulated step.
 
     Attributes:
-        program: what the trace shows to have run.
-        costs: the median of every op's times, by stage and kind, and of the messages'.
-        trace: `program` simulated with `costs`; what it says to be held is what the ops usually take and give back.
+        program: ops of the step.
+        costs: costs of ops and messages; for a plan, the medians by stage and kind.
+        trace: `program` simulated with `costs`; for a plan, memory changes by the median of each op.
     """
 
     program: Program
@@ -41,10 +40,10 @@ class PlannedStep(NamedTuple):
 
 
 def plan(trace: Trace) -> PlannedStep:
-    """Simulate the step of a trace from its own costs.
+    """Simulate the step of a trace with its own costs.
 
     Raises:
-        ScheduleError: the trace is not of a whole step: a rank is missing, or ops are.
+        ScheduleError: if the trace lacks ranks or ops of the step.
     """
     work = trace.only(_OPS)
     program = check(_schedule(work)).program
@@ -56,11 +55,11 @@ def plan(trace: Trace) -> PlannedStep:
 
 
 def costs_of(work: Trace) -> Costs:
-    """What the ops of a trace cost: medians in the trace's unit of time.
+    """Return the costs of a trace's ops: medians, in the trace's unit of time.
 
-    Where halves of a backward, or a full one, did not run, a full backward is its two halves and a half is half of it. An
-    op that ran in fused pairs only is taken for half of a pair. A message takes the median time from the end of the op that
-    gave to the start of an op that had to wait for it.
+    A full backward that never ran costs its two halves; a half that never ran costs half of the full one. An op that ran in
+    fused pairs only costs half a pair. A message takes the median time from the end of the op that sent it to the start of
+    an op that waited for it.
     """
     stages = int(work.stage.max(initial=0)) + 1
     spent = (work.end - work.start).astype(np.float64)
@@ -70,11 +69,11 @@ def costs_of(work: Trace) -> Costs:
     for stage in range(stages):
         mine = work.stage == stage
         for kind in Kind:
-            of = mine & (work.kind == kind)
-            if (of & alone).any():
-                table[stage, kind] = np.median(spent[of & alone])
-            elif of.any():
-                table[stage, kind] = np.median(spent[of]) / 2
+            same = mine & (work.kind == kind)
+            if (same & alone).any():
+                table[stage, kind] = np.median(spent[same & alone])
+            elif same.any():
+                table[stage, kind] = np.median(spent[same]) / 2
         if (mine & work.paired).any():
             pairs[stage] = np.median(spent[mine & work.paired])
     _fill(table)
@@ -86,7 +85,7 @@ def costs_of(work: Trace) -> Costs:
 
 
 def _fill(table: Table) -> None:
-    """Put what did not run in the place of NaN."""
+    """Replace NaN, the cost of ops that did not run."""
     f, b, i, w, r = (table[:, kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R))
     for column, other in ((i, w), (w, i)):
         column[:] = np.where(np.isnan(column), np.where(np.isnan(other), b / 2, b - other), column)
@@ -100,10 +99,10 @@ def _latency(work: Trace) -> float:
     giver = givers(work)
     taker = np.flatnonzero(giver >= 0)
     taker = taker[work.rank[giver[taker]] != work.rank[taker]]
-    given = work.end[giver[taker]]
+    sent = work.end[giver[taker]]
     first = (taker == 0) | (work.rank[taker - 1] != work.rank[taker])
-    waited = first | (work.end[taker - 1] <= given)
-    delays = (work.start[taker] - given)[waited]
+    waited = first | (work.end[taker - 1] <= sent)
+    delays = (work.start[taker] - sent)[waited]
     return max(0.0, float(np.median(delays))) if len(delays) else 0.0
 
 
@@ -111,13 +110,13 @@ def _schedule(work: Trace) -> Schedule:
     stages, microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
     if stages > len(work) or microbatches > len(work):
         raise ScheduleError(
-            f"this is no whole step: {len(work)} ops of {stages} stages and {microbatches} microbatches"
+            f"the step is incomplete: {len(work)} ops of {stages} stages and {microbatches} microbatches"
         )
     slices = work.rank_slices()
     missing = [rank for rank, rows in enumerate(slices) if rows.start == rows.stop]
     if missing or not stages or not microbatches:
         raise ScheduleError(
-            f"this is no whole step: rank {missing[0]} has no events" if missing else "there are no ops"
+            f"the step is incomplete: rank {missing[0]} has no events" if missing else "there are no ops"
         )
     holders = [tuple(np.unique(work.rank[work.stage == stage]).tolist()) for stage in range(stages)]
     columns = [Columns(work.stage[r], work.kind[r], work.microbatch[r], work.paired[r]) for r in slices]
@@ -126,14 +125,14 @@ def _schedule(work: Trace) -> Schedule:
 
 
 def _held(work: Trace, held: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """What every rank should hold after each of its ops, had each changed it by its median."""
+    """Return the memory of every rank after each of its ops if each op changes it by its median, shape (ops,)."""
     total = np.zeros(len(work), np.int64)
     for rows in work.rank_slices():
         change = np.diff(held[rows], prepend=np.int64(0))
         usual: npt.NDArray[Any] = np.zeros(len(change))
         stage, kind = work.stage[rows], work.kind[rows]
         for cell in np.unique(np.stack([stage, kind]), axis=1).T:
-            of = (stage == cell[0]) & (kind == cell[1])
-            usual[of] = np.median(change[of])
+            same = (stage == cell[0]) & (kind == cell[1])
+            usual[same] = np.median(change[same])
         total[rows] = np.maximum(np.cumsum(usual), 0).astype(np.int64)
     return total

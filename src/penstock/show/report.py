@@ -60,7 +60,7 @@ def write(
 def _chosen(
     steps: Sequence[StepAnalysis], problems: Sequence[str]
 ) -> tuple[Sequence[StepAnalysis], Sequence[str]]:
-    """Return the first step, the last, and as many in between as fit, with what there is to say about that."""
+    """Return the first step, the last, and as many in between as fit, and the problems with a word on that."""
     count, total = len(steps), sum(len(step.trace) for step in steps)
     keep = max(2, int(count * MAX_EVENTS / total)) if total > MAX_EVENTS else count
     if keep >= count:

@@ -1,4 +1,4 @@
-// Before Bokeh: gives the style elements that it makes the page's own nonce, without which the browser does not apply them.
+// Runs before Bokeh, and gives the page's nonce to the style elements that Bokeh makes: browsers ignore others.
 "use strict";
 (() => {
   const nonce = document.querySelector("style").nonce;

@@ -1,4 +1,4 @@
-// The report page at work: fills Bokeh's empty figures with the chosen step, writes labels where they fit, follows dark mode.
+// The report page's script: fills Bokeh's figures with the chosen step, labels blocks that have room, and follows dark mode.
 "use strict";
 window.penstock = (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
@@ -7,7 +7,7 @@ window.penstock = (() => {
   const ARRAYS = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
   const MESSAGES = new Set(styles.messages);
   const ROWS = { top: 0.42, strip: 0.16 };
-  const MOST_LABELS = 3000;
+  const MAX_LABELS = 3000;
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const decoded = new Map();
   let shown = 0;
@@ -19,30 +19,30 @@ window.penstock = (() => {
     return new ARRAYS[packed.type](bytes.buffer);
   }
 
-  // The columns of a timeline. The halves of a pair share the height of a block, messages have a strip below the ops.
+  // Returns the columns of a timeline. The halves of a pair share the height of a block; messages have a strip below the ops.
   function blocks(packed) {
-    const own = {};
-    for (const name of ["start", "end", "rank", "stage", "microbatch", "kind", "shade", "half"]) own[name] = column(packed[name]);
-    const count = own.start.length;
+    const columns = {};
+    for (const name of ["start", "end", "rank", "stage", "microbatch", "kind", "shade", "half"]) columns[name] = column(packed[name]);
+    const count = columns.start.length;
     const top = new Float64Array(count), bottom = new Float64Array(count), length = new Float64Array(count);
     const fill = new Uint8Array(count);
     const low = packed.strip ? ROWS.top - ROWS.strip : ROWS.top;
     for (let n = 0; n < count; n++) {
-      const message = MESSAGES.has(own.kind[n]);
+      const message = MESSAGES.has(columns.kind[n]);
       const a = message ? low : -ROWS.top, b = message ? ROWS.top : low, middle = (a + b) / 2;
-      top[n] = own.rank[n] + (own.half[n] === 2 ? middle : a);
-      bottom[n] = own.rank[n] + (own.half[n] === 1 ? middle : b);
-      length[n] = own.end[n] - own.start[n];
-      fill[n] = 2 * own.kind[n] + own.shade[n];
+      top[n] = columns.rank[n] + (columns.half[n] === 2 ? middle : a);
+      bottom[n] = columns.rank[n] + (columns.half[n] === 1 ? middle : b);
+      length[n] = columns.end[n] - columns.start[n];
+      fill[n] = 2 * columns.kind[n] + columns.shade[n];
     }
     const held = packed.held ? column(packed.held) : new Float64Array(count).fill(NaN);
-    return { ...own, top, bottom, length, fill, held, several: packed.several, usual: length.slice().sort()[count >> 1] ?? 0 };
+    return { ...columns, top, bottom, length, fill, held, several: packed.several, usual: length.slice().sort()[count >> 1] ?? 0 };
   }
 
   function gaps(packed) {
-    const own = Object.fromEntries(Object.entries(packed).map(([name, values]) => [name, column(values)]));
-    const offset = (by) => Float64Array.from(own.rank, (rank) => rank + by);
-    return { ...own, top: offset(-ROWS.top), bottom: offset(ROWS.top), length: own.end.map((end, n) => end - own.start[n]) };
+    const columns = Object.fromEntries(Object.entries(packed).map(([name, values]) => [name, column(values)]));
+    const offset = (by) => Float64Array.from(columns.rank, (rank) => rank + by);
+    return { ...columns, top: offset(-ROWS.top), bottom: offset(ROWS.top), length: columns.end.map((end, n) => end - columns.start[n]) };
   }
 
   function step(index) {
@@ -68,69 +68,68 @@ window.penstock = (() => {
 
   function show(index) {
     shown = index;
-    const packed = page.steps[index], own = step(index);
-    for (const [name, columns] of Object.entries(own)) {
-      const given = columns ?? { several: false };
-      const wanted = ["start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held"];
-      fill(name, Object.fromEntries(wanted.map((key) => [key, given[key] ?? []])));
+    const packed = page.steps[index], timelines = step(index);
+    for (const [name, columns] of Object.entries(timelines)) {
+      const data = columns ?? {};
+      const names = ["start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held"];
+      fill(name, Object.fromEntries(names.map((key) => [key, data[key] ?? []])));
     }
-    const end = Math.max(last(own.measured.end), own.planned ? last(own.planned.end) : 0) || 1;
-    const timeline = find("measured"), bars = find("bars-figure");
+    const end = Math.max(last(timelines.measured.end), timelines.planned ? last(timelines.planned.end) : 0) || 1;
+    const bars = find("bars-figure");
     window_of(find("measured-figure").x_range, 0, end * 1.005);
     window_of(find("measured-figure").y_range, packed.ranks - 0.5, -0.5);
     fill("bars", packed.bars);
     fill("gaps", gaps(packed.gaps));
     window_of(bars.x_range, 0, last(packed.bars.right) || 1);
     window_of(bars.y_range, packed.ranks - 0.5, -0.5);
-    memory(packed);
-    for (const part of document.querySelectorAll("[data-steps]")) {
-      part.hidden = !part.dataset.steps.split(" ").includes(String(index));
+    show_memory(packed);
+    for (const section of document.querySelectorAll("[data-steps]")) {
+      section.hidden = !section.dataset.steps.split(" ").includes(String(index));
     }
     label();
-    return timeline;
   }
 
-  function memory(packed) {
+  function show_memory(packed) {
     const plot = find("memory-figure");
     if (!plot) return;
-    const given = packed.memory ?? { ranks: [], measured: [], planned: [], limit: null };
-    let most = given.limit ?? 0;
-    for (const [name, curves] of [["memory", given.measured], ["memory-planned", given.planned]]) {
+    const memory = packed.memory ?? { ranks: [], measured: [], planned: [], limit: null };
+    let max = memory.limit ?? 0;
+    for (const [name, curves] of [["memory", memory.measured], ["memory-planned", memory.planned]]) {
       const xs = curves.map((curve) => column(curve.x)), ys = curves.map((curve) => column(curve.y));
-      for (const y of ys) most = Math.max(most, last(y));
-      const ranks = given.ranks.slice(0, curves.length);
+      for (const y of ys) max = Math.max(max, last(y));
+      const ranks = memory.ranks.slice(0, curves.length);
       fill(name, { xs, ys, rank: ranks, colour: ranks.map((rank) => page.ranks[rank]) });
     }
-    fill("limit", { y: given.limit === null ? [] : [given.limit] });
-    window_of(plot.y_range, 0, most * 1.08 || 1);
+    fill("limit", { y: memory.limit === null ? [] : [memory.limit] });
+    window_of(plot.y_range, 0, max * 1.08 || 1);
   }
 
-  // Text on the blocks that are in sight and wide enough for it.
+  // Labels the blocks that are in sight and wide enough.
   function label() {
     for (const name of ["measured", "planned"]) {
       const plot = find(`${name}-figure`), columns = step(shown)[name];
       if (!plot || !columns) { fill(`${name}-labels`, { x: [], y: [], text: [], colour: [] }); continue; }
       const { start, end } = plot.x_range, across = plot.inner_width / (end - start);
-      // Edges between blocks only where blocks are wider than edges.
+      // Blocks get edges only if they are wider than edges.
       find(`${name}-blocks`).glyph.line_alpha = across * columns.usual > 5 ? 1 : 0;
       const high = (plot.inner_height / Math.abs(plot.y_range.end - plot.y_range.start)) * 2 * ROWS.top;
       const x = [], y = [], text = [], colour = [];
-      for (let n = 0; n < columns.start.length && high >= 11 && x.length < MOST_LABELS; n++) {
+      for (let n = 0; n < columns.start.length && high >= 11 && x.length < MAX_LABELS; n++) {
         const left = Math.max(columns.start[n], start), right = Math.min(columns.end[n], end);
         const room = (right - left) * across;
         if (room < 9 || MESSAGES.has(columns.kind[n]) || (columns.half[n] && high < 24)) continue;
-        const said = words(columns, n).find((word) => word.length * 6.6 + 2 <= room);
-        if (said === undefined) continue;
+        const text_that_fits = labels_of(columns, n).find((label) => label.length * 6.6 + 2 <= room);
+        if (text_that_fits === undefined) continue;
         x.push((left + right) / 2);
         y.push((columns.top[n] + columns.bottom[n]) / 2);
-        text.push(said);
+        text.push(text_that_fits);
         colour.push(columns.shade[n] ? "#000000" : "#ffffff");
       }
       fill(`${name}-labels`, { x, y, text, colour });
     }
   }
 
-  function words(columns, n) {
+  function labels_of(columns, n) {
     const letter = styles.kinds[columns.kind[n]].letter, number = columns.microbatch[n];
     if (number < 0) return [letter];
     const all = [`${letter}${number}`, `${number}`];
@@ -148,8 +147,8 @@ window.penstock = (() => {
     return `${Number(value.toPrecision(4))} ${sizes[size]}`;
   }
 
-  // What a tooltip says of a column's value.
-  function tell(name, value) {
+  // Returns the text of a column's value in a tooltip.
+  function describe(name, value) {
     if (name === "kind") return styles.kinds[value].meaning;
     if (name === "cause") return styles.causes[value].meaning;
     if (name === "share") return `${(100 * value).toFixed(2)}%`;
@@ -159,7 +158,7 @@ window.penstock = (() => {
     return page.held === "bytes" ? `then ${amount(value)} held (${value.toLocaleString("en")} B)` : `then ${value} activations held`;
   }
 
-  function dress() {
+  function follow_scheme() {
     const style = getComputedStyle(document.documentElement);
     const text = style.getPropertyValue("--text").trim(), line = style.getPropertyValue("--line").trim();
     for (const name of page.figures) {
@@ -175,14 +174,14 @@ window.penstock = (() => {
     }
   }
 
-  // Bokeh would make code of texts here, which the page's policy forbids.
-  function speak() {
-    Bokeh.Models.get("CustomJSHover").prototype.format = function (value) { return tell(this.name.replace("say-", ""), value); };
+  // Bokeh would turn text into code here, which the page's policy forbids.
+  function set_formatters() {
+    Bokeh.Models.get("CustomJSHover").prototype.format = function (value) { return describe(this.name.replace("say-", ""), value); };
     Bokeh.Models.get("CustomJSTickFormatter").prototype.doFormat = (ticks) => ticks.map(amount);
   }
 
   async function begin() {
-    speak();
+    set_formatters();
     for (const swatch of document.querySelectorAll("[data-colour]")) swatch.style.background = swatch.dataset.colour;
     for (const [place, item] of Object.entries(read("penstock-figures"))) {
       await Bokeh.embed.embed_item(item, place);
@@ -192,8 +191,8 @@ window.penstock = (() => {
     const later = () => { clearTimeout(due); due = setTimeout(label, 60); };
     for (const range of [plot.x_range, plot.y_range]) range.change.connect(later);
     plot.properties.inner_width.change.connect(later);
-    dark.addEventListener("change", dress);
-    dress();
+    dark.addEventListener("change", follow_scheme);
+    follow_scheme();
     const chosen = document.getElementById("step");
     chosen?.addEventListener("change", () => show(Number(chosen.value)));
     show(chosen ? Number(chosen.value) : 0);
