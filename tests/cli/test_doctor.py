@@ -1,4 +1,4 @@
-"""``penstock doctor`` as a person calls it."""
+"""``penstock doctor`` on the command line."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyP
     assert call("--timeout", "nan").exit_code != 0
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    found = call("--ranks", 3).exception
-    assert isinstance(found, ConfigError)
-    assert "leave --ranks out" in str(found)
+    error = call("--ranks", 3).exception
+    assert isinstance(error, ConfigError)
+    assert "leave --ranks out" in str(error)
     monkeypatch.setenv("RANK", "7")
     assert "are not a rank below" in str(call().exception)

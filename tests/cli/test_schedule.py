@@ -20,7 +20,7 @@ def run(*words: object) -> Result:
 
 
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> str:
-    """What the command says when it refuses; it must be one line and exit code 2."""
+    """Return the error of a command, which must be one line with exit code 2."""
     monkeypatch.setattr("sys.argv", ["penstock", "schedule", *map(str, words)])
     with pytest.raises(SystemExit) as caught:
         main()
@@ -43,9 +43,9 @@ def test_the_list_has_source_needs_bubble_and_peak_of_every_family():
 
 
 def test_the_list_for_a_program_has_formulas_and_what_was_measured():
-    found = json.loads(run("list", "-p", 4, "-m", 8, "-v", 4, "--json").output)
-    assert (found["ranks"], found["microbatches"]) == (4, 8)
-    rows = {row["name"]: row for row in found["families"]}
+    report = json.loads(run("list", "-p", 4, "-m", 8, "-v", 4, "--json").output)
+    assert (report["ranks"], report["microbatches"]) == (4, 8)
+    rows = {row["name"]: row for row in report["families"]}
     assert list(rows) == list(FAMILIES)
     assert rows["interleaved-1f1b"]["virtual_stages"] == 4
     assert rows["interleaved-1f1b"]["bubble"] == {"formula": "(p-1)(F+B+W)/v, m ≥ p", "value": 2.25}
@@ -90,9 +90,9 @@ def test_options_of_a_family_are_passed_on():
     shown = run("show", "interleaved-1f1b", "-p", 2, "-m", 5, "-v", 2, "-o", "group_size=3").output
     schedule = build_schedule("interleaved-1f1b", 2, 5, 2, group_size=3)
     assert shown.splitlines()[2:] == [f"rank {r}  {schedule.text(r)}" for r in range(2)]
-    found = run("show", "zb-auto", "-p", 2, "-m", 2, "-o", "costs=[1,2,1]", "-o", "objective=makespan").output
+    shown = run("show", "zb-auto", "-p", 2, "-m", 2, "-o", "costs=[1,2,1]", "-o", "objective=makespan").output
     wanted = build_schedule("zb-auto", 2, 2, costs=(1, 2, 1), objective="makespan")
-    assert found.splitlines()[2:] == [f"rank {r}  {wanted.text(r)}" for r in range(2)]
+    assert shown.splitlines()[2:] == [f"rank {r}  {wanted.text(r)}" for r in range(2)]
 
 
 def test_check_says_what_was_proved():
@@ -102,10 +102,10 @@ def test_check_says_what_was_proved():
         "8 messages between ranks; no deadlock, with at most 2 receives posted ahead on an edge\n"
         "peak chunks per rank: 2 2\n"
     )
-    found = json.loads(run("check", "dualpipe", "-p", 4, "-m", 8, "--json").output)
-    assert found["valid"] is True
-    assert found["peak"] == [5, 5, 5, 5]
-    assert found["reduced_over"] == {"0": [0, 3], "1": [1, 2], "2": [2, 1], "3": [3, 0]}
+    report = json.loads(run("check", "dualpipe", "-p", 4, "-m", 8, "--json").output)
+    assert report["valid"] is True
+    assert report["peak"] == [5, 5, 5, 5]
+    assert report["reduced_over"] == {"0": [0, 3], "1": [1, 2], "2": [2, 1], "3": [3, 0]}
     assert (
         "every copied stage is reduced once on each of its ranks"
         in run("check", "dualpipe", "-p", 2, "-m", 4).output

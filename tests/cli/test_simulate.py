@@ -15,9 +15,9 @@ from penstock.schedule.text import write_csv
 
 
 def run(*words: str) -> str:
-    result = CliRunner().invoke(command, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+    outcome = CliRunner().invoke(command, words, catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    return outcome.output
 
 
 def figures(*words: str) -> dict:
@@ -25,18 +25,18 @@ def figures(*words: str) -> dict:
 
 
 def test_json_gives_exact_figures_for_whole_costs():
-    found = figures("1f1b", "-p", "4", "-m", "8", "--costs", "1,1,1")
-    assert found["makespan"] == found["longest"] == found["lower_bound"] == 33
-    assert isinstance(found["makespan"], int)
-    assert (found["busy"], found["bubble"], found["peak_activations"]) == ([24] * 4, [9] * 4, [4, 3, 2, 1])
+    result = figures("1f1b", "-p", "4", "-m", "8", "--costs", "1,1,1")
+    assert result["makespan"] == result["longest"] == result["lower_bound"] == 33
+    assert isinstance(result["makespan"], int)
+    assert (result["busy"], result["bubble"], result["peak_activations"]) == ([24] * 4, [9] * 4, [4, 3, 2, 1])
 
 
 def test_a_stage_takes_its_share_and_messages_their_latency():
-    found = figures(
+    result = figures(
         "interleaved-1f1b", "-p", "2", "-m", "4", "-v", "2", "--costs", "20,20,20", "--latency", "1"
     )
-    assert found["makespan"] == 4 * 60 + 60 // 2 + 2 * (2 * 2 - 1)
-    assert found["stages"] == 4
+    assert result["makespan"] == 4 * 60 + 60 // 2 + 2 * (2 * 2 - 1)
+    assert result["stages"] == 4
 
 
 def test_the_page_says_what_each_percentage_is_of_and_draws_the_timeline():
@@ -62,13 +62,13 @@ def test_families_stand_side_by_side():
     assert rows["interleaved-1f1b"][:4] == ["4", "105", "105", "0.0%"]
     assert rows["zb-v"] == ["2", "102", "96", "0.0%", "5.9%", "0.0%", "8", "4"]
     assert any("idle share of ranks x makespan" in line for line in lines)
-    found = figures(*words)["schedules"]
-    assert [one["schedule"] for one in found] == ["1f1b", "interleaved-1f1b", "zb-v"]
+    result = figures(*words)["schedules"]
+    assert [one["schedule"] for one in result] == ["1f1b", "interleaved-1f1b", "zb-v"]
 
 
 def test_the_argument_is_compared_with_the_others():
-    found = figures("gpipe", "--compare", "1f1b", "-p", "2", "-m", "2")["schedules"]
-    assert [one["schedule"] for one in found] == ["gpipe", "1f1b"]
+    result = figures("gpipe", "--compare", "1f1b", "-p", "2", "-m", "2")["schedules"]
+    assert [one["schedule"] for one in result] == ["gpipe", "1f1b"]
 
 
 def test_a_csv_file_brings_its_own_counts(tmp_path: Path):
@@ -89,10 +89,10 @@ def test_a_csv_file_with_an_op_nobody_knows_is_refused_by_line_and_column(tmp_pa
 def test_costs_may_come_from_a_file(tmp_path: Path):
     path = tmp_path / "costs.toml"
     path.write_text("F = [1, 3]\nB = 1\nW = 1\nlatency = 2\n")
-    found = figures("1f1b", "-p", "2", "-m", "2", "--costs", str(path))
-    assert found["busy"] == [6, 10]
+    result = figures("1f1b", "-p", "2", "-m", "2", "--costs", str(path))
+    assert result["busy"] == [6, 10]
     slower = figures("1f1b", "-p", "2", "-m", "2", "--costs", str(path), "--latency", "5")
-    assert slower["makespan"] == found["makespan"] + 2 * 3
+    assert slower["makespan"] == result["makespan"] + 2 * 3
 
 
 def test_the_costs_and_the_limit_reach_a_family_that_adapts():
@@ -105,8 +105,8 @@ def test_the_costs_and_the_limit_reach_a_family_that_adapts():
 def test_options_reach_the_families_that_have_them():
     words = ("-p", "4", "-m", "8", "-o", "group_size=8")
     assert max(figures("interleaved-1f1b", *words)["peak_activations"]) == 15
-    found = figures("--compare", "1f1b,interleaved-1f1b", *words)["schedules"]
-    assert [max(one["peak_activations"]) for one in found] == [4, 15]
+    result = figures("--compare", "1f1b,interleaved-1f1b", *words)["schedules"]
+    assert [max(one["peak_activations"]) for one in result] == [4, 15]
     with pytest.raises(
         ConfigError, match=r"none of these schedules has an option 'group_siz' \(did you mean"
     ):
@@ -143,9 +143,9 @@ def test_bad_input_is_refused_in_one_line(words: tuple[str, ...], message: str):
 
 
 def test_no_schedule_at_all_is_a_usage_error():
-    result = CliRunner().invoke(command, ["-p", "4", "-m", "4"])
-    assert result.exit_code == 2
-    assert "name a schedule, or several with --compare" in result.output
+    outcome = CliRunner().invoke(command, ["-p", "4", "-m", "4"])
+    assert outcome.exit_code == 2
+    assert "name a schedule, or several with --compare" in outcome.output
 
 
 def test_many_ranks_keep_the_page_short():
@@ -176,13 +176,13 @@ def test_a_page_is_written_with_every_schedule(tmp_path: Path):
 
 
 def test_what_of_the_gradients_reduction_is_exposed():
-    found = figures("interleaved-1f1b", "-p", "4", "-m", "8", "-v", "2", "--reduce", "4")["reduction"]
-    assert found["exposed_in_one_bucket"] == [2.0] * 4
+    result = figures("interleaved-1f1b", "-p", "4", "-m", "8", "-v", "2", "--reduce", "4")["reduction"]
+    assert result["exposed_in_one_bucket"] == [2.0] * 4
     assert (
-        found["buckets"] == [16] * 4 + [1] * 4
+        result["buckets"] == [16] * 4 + [1] * 4
     )  # the later stage of each rank is reduced while the earlier one works
-    assert found["exposed"] == [1.0625] * 4
+    assert result["exposed"] == [1.0625] * 4
     text = run("interleaved-1f1b", "-p", "4", "-m", "8", "-v", "2", "--reduce", "4")
     assert "2 exposed after the last op" in text
-    result = CliRunner().invoke(command, ["--compare", "1f1b,zb-h1", "-p", "2", "-m", "4", "--reduce", "1"])
-    assert result.exit_code == 2
+    outcome = CliRunner().invoke(command, ["--compare", "1f1b,zb-h1", "-p", "2", "-m", "4", "--reduce", "1"])
+    assert outcome.exit_code == 2

@@ -39,13 +39,13 @@ def test_a_step_is_chosen(tmp_path: Path):
 
 
 def test_json_gives_the_figures(tmp_path: Path):
-    found = json.loads(run(kept_run(tmp_path), "--json").stdout)
-    assert (found["step"], found["steps"], found["ranks_present"]) == (10, [1, 10], [0, 1])
-    assert found["makespan"] == pytest.approx(0.12)
-    assert found["bubble_of_makespan"] == pytest.approx(0.25)
-    assert found["bubble_causes"]["warm_up"] == pytest.approx([0.02, 0.01])
-    assert found["planned_makespan"] == pytest.approx(0.12)
-    assert found["changes"][0]["schedule"] == "1f1b"
+    report = json.loads(run(kept_run(tmp_path), "--json").stdout)
+    assert (report["step"], report["steps"], report["ranks_present"]) == (10, [1, 10], [0, 1])
+    assert report["makespan"] == pytest.approx(0.12)
+    assert report["bubble_of_makespan"] == pytest.approx(0.25)
+    assert report["bubble_causes"]["warm_up"] == pytest.approx([0.02, 0.01])
+    assert report["planned_makespan"] == pytest.approx(0.12)
+    assert report["changes"][0]["schedule"] == "1f1b"
 
 
 def test_everything_asked_for_is_written_and_named(tmp_path: Path):

@@ -14,7 +14,7 @@ from tests.runtime.start.test_launch_environment import SRUN, free_port
 from tests.train.tiny import text_folder
 
 LONG = "n" * 5000
-"""No file system takes such a name, and asks about it with an error of its own."""
+"""A name too long for any file system; even to look for it is an error."""
 
 TINY = [
     "model.width=16",

@@ -1,4 +1,4 @@
-"""`penstock verify`: zeros for what is right, exit code 1 for what is not, 2 for what cannot be used."""
+"""`penstock verify`: zeros for a correct model, exit code 1 for a wrong one, 2 for bad input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_it_prints_zeros_in_threads_and_processes():
 
 
 class Counting(torch.nn.Module):
-    """Not the same twice: what no pipeline can reproduce."""
+    """A model that never computes the same twice, which no pipeline can reproduce."""
 
     seen = 0
 

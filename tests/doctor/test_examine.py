@@ -1,4 +1,4 @@
-"""The doctor's checks on real processes: what is sound is called so, and what is not is named by rank."""
+"""The doctor's checks on real processes: sound ones pass, and problems are named by rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 
 
 def examined(rank: int, ranks: int, place: Path, folder: Path | None, change: str = "") -> Report:
-    """All checks, on a rank that may be changed in some way first."""
+    """Make all checks on a rank, after a change to it."""
     if change == "no shared memory":
         os.environ[SWITCH] = "0"
     if change == "rank 1 sees another folder" and rank == 1:
@@ -67,8 +67,8 @@ def test_a_folder_that_cannot_be_written_is_named_by_every_rank(tmp_path: Path, 
 def test_a_folder_that_is_another_one_elsewhere_is_found(tmp_path: Path, processes: LocalProcesses):
     (tmp_path / "runs" / "other").mkdir(parents=True)
     report, _ = processes.run(2, examined, 2, tmp_path, tmp_path / "runs", "rank 1 sees another folder")
-    (found,) = [f for f in report.findings if f.subject == "folder"]
-    assert found.what.startswith("rank 1: cannot write in")
+    (finding,) = [f for f in report.findings if f.subject == "folder"]
+    assert finding.what.startswith("rank 1: cannot write in")
     assert [path.name for path in (tmp_path / "runs").rglob("*")] == ["other"]
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_answer_and_one_that_fails_are_told_apart(
 
 @pytest.fixture
 def store():
-    """What torchrun's agent does for its processes: a store on a free port of this machine."""
+    """A store on a free port of this machine, as torchrun's agent opens for its processes."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

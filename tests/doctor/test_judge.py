@@ -1,4 +1,4 @@
-"""What the doctor says of facts that a test machine does not have: each finding from plain values."""
+"""Findings from plain values, for facts that a test machine does not have."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def gpu(name: str, count: int = 2) -> list[dict[str, Any]]:
 
 
 def said(findings: Any) -> list[tuple[str, str]]:
-    found = list(findings)
-    assert all(f.what and f.why and f.do for f in found)
-    return [(f.level, f.what) for f in found]
+    listed = list(findings)
+    assert all(f.what and f.why and f.do for f in listed)
+    return [(f.level, f.what) for f in listed]
 
 
 def test_equal_ranks_with_enough_of_everything_are_sound():
@@ -59,19 +59,22 @@ def test_gpus_that_differ_or_are_too_few_and_a_small_shm_are_told():
         ("warning", "the GPUs differ: H100 on rank 0; A100 on rank 1"),
     ]
     facts = {rank: fact(devices=gpu("H100", 1)) for rank in range(2)}
-    assert said(judge.judge_machines(facts)) == [("warning", "a has 1 GPUs for 2 ranks")]
+    assert said(judge.judge_machines(facts)) == [("warning", "a has 1 GPU for 2 ranks")]
 
 
 def test_a_limit_of_open_files_below_what_a_run_needs_is_a_problem():
-    (found,) = judge.judge_files({0: fact(open_files=256)}, {0: 200})
-    assert (found.level, found.what) == ("problem", "rank 0 on a may open 256 files; a run needs about 500")
-    assert found.do == "ulimit -n 4096"
-    (found,) = judge.judge_files({0: fact(open_files=256, open_files_most=256)}, {0: 200})
-    assert "the hard limit is 256" in found.do
+    (finding,) = judge.judge_files({0: fact(open_files=256)}, {0: 200})
+    assert (finding.level, finding.what) == (
+        "problem",
+        "rank 0 on a may open 256 files; a run needs about 500",
+    )
+    assert finding.do == "ulimit -n 4096"
+    (finding,) = judge.judge_files({0: fact(open_files=256, open_files_most=256)}, {0: 200})
+    assert "the hard limit is 256" in finding.do
 
 
 def links(size: int, **odd: Any) -> dict[int, list[dict[str, Any]]]:
-    """All alike but the one from 1 to 2."""
+    """Return equal links, except for the one from 1 to 2."""
     usual = {"way": "process group", "latency": 50e-6, "bandwidth": 2e9}
     return {
         a: [usual | {"to": b} | (odd if (a, b) == (1, 2) else {}) for b in range(size) if b != a]
@@ -92,11 +95,11 @@ def test_the_slow_link_is_flagged_and_no_other():
 
 
 def test_ranks_of_one_machine_that_do_not_share_memory_are_told_why():
-    (found,) = judge.judge_links({0: fact(), 1: fact()}, links(2))
-    assert (found.level, found.subject) == ("warning", "transport")
-    assert "one container" in found.do
-    (found,) = judge.judge_links({0: fact(), 1: fact(shared_memory="it needs Linux on x86-64")}, links(2))
-    assert found.do == "remove the reason: it needs Linux on x86-64"
+    (finding,) = judge.judge_links({0: fact(), 1: fact()}, links(2))
+    assert (finding.level, finding.subject) == ("warning", "transport")
+    assert "one container" in finding.do
+    (finding,) = judge.judge_links({0: fact(), 1: fact(shared_memory="it needs Linux on x86-64")}, links(2))
+    assert finding.do == "remove the reason: it needs Linux on x86-64"
 
 
 def test_a_clock_that_is_off_by_more_than_its_error_is_told():

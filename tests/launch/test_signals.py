@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: saved and told how to go on, and what goes on is the run that was never stopped."""
+"""SIGTERM and Ctrl-C: the run is saved, and after resuming it equals one that was never stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.victim import PLAN
 def started(
     config: Config, plan: str, *launcher: str, words: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """The command in processes of its own, in which happens what `plan` says."""
+    """Run the command in separate processes, with the faults of a plan."""
     file = Path(config.train.folder).parent / f"{config.train.name}.toml"
     file.write_text(config_file.dump(config))
     command = [*(launcher or [sys.executable]), "-m", "tests.train.victim", "train", str(file), *words]
@@ -33,7 +33,7 @@ def started(
 
 
 class Counted(Interrupts):
-    """Keeps which signals it has dealt with."""
+    """Interrupts that record the signals they have handled."""
 
     def __init__(self, announce: bool) -> None:
         super().__init__(announce)

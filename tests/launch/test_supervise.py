@@ -1,4 +1,4 @@
-"""``penstock train --restarts``: what fails is started again from the newest checkpoint, and nothing is left behind."""
+"""``penstock train --restarts``: a failed run restarts from the newest checkpoint, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_signal_to_the_launcher_and_its_ranks_together_is_one_and_saves(
 
 
 def script(*lines: str) -> tuple[str, ...]:
-    """A command for processes that are up in a moment."""
+    """Return a command for processes that start quickly."""
     ready = (
         "import os, signal, sys; from penstock.launch.parent_death import follow_launcher; follow_launcher()"
     )
@@ -103,7 +103,7 @@ def test_what_another_start_would_not_change_ends_it(config: Config, code: ExitC
 def test_newer_checkpoints_make_the_restarts_count_anew(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each start fails, and each but the last three has come further than those before."""
+    """Each start fails, and all but the last three save a newer checkpoint first."""
     said: list[str] = []
     command = script(
         "step = int(os.environ['TORCHELASTIC_RESTART_COUNT']) + 1",
@@ -139,7 +139,7 @@ def test_the_first_failure_is_told_and_a_stopped_process_is_killed(
 
 
 def test_with_the_launcher_its_processes_end(tmp_path: Path, config: Config):
-    """However it ends, and stopped ones, too."""
+    """Whatever ends the launcher, and even if they are stopped."""
     names = [tmp_path / "pid-0", tmp_path / "pid-1"]
     command = script(
         f"path = {str(tmp_path)!r} + '/pid-' + os.environ['RANK']",
@@ -159,7 +159,7 @@ def test_with_the_launcher_its_processes_end(tmp_path: Path, config: Config):
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there, and is no zombie that its new parent has yet to wait for."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

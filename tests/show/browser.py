@@ -1,4 +1,4 @@
-"""A headless Chromium that opens pages from files and tells what it did."""
+"""A headless Chromium for tests that opens pages from files and reports its requests and errors."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ SIZE = (1300, 1500)
 
 
 def missing() -> str:
-    """Why there can be no browser here; empty if there can."""
+    """Return why there can be no browser here; empty if there can."""
     there = all(shutil.which(name) for name in ("chromium", "chromedriver"))
     return "" if there else "no Chromium here: apt-get install chromium chromium-driver"
 
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """One browser; where Chromium is missing the test is skipped, and under ``CI`` it fails."""
+    """Start a browser; if Chromium is missing, the test is skipped, and under ``CI`` it fails."""
     if reason := missing():
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
     options = webdriver.ChromeOptions()
-    # As root, and in containers with little shared memory, it does not start otherwise.
+    # Needed as root, and in containers with little shared memory.
     for argument in (
         "--headless=new",
         "--no-sandbox",
@@ -56,7 +56,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Browser:
-    """What the tests ask of a browser."""
+    """A browser and everything that tests do with it."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -83,24 +83,24 @@ class Browser:
         )
 
     def complaints(self) -> list[str]:
-        """Console messages above information."""
+        """Return console messages above the level of information."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
 
     def requests(self) -> list[str]:
-        """What was asked for since the page was opened, beside what the page carries itself."""
+        """Return the URLs requested since the page was opened, except data inside the page."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
         return [url for url in asked if not url.startswith(("data:", "blob:"))]
 
     def screenshot(self) -> np.ndarray:
-        """What is in sight, uint8, shape (height, width, 3)."""
+        """Return the visible part of the page, uint8, shape (height, width, 3)."""
         return np.round(imread(io.BytesIO(self.driver.get_screenshot_as_png()))[..., :3] * 255).astype(
             np.uint8
         )
 
     def frame(self, figure: str) -> Frame:
-        """Where a figure's inside is on the screen, and which part of the data it shows."""
-        told = self.run(
+        """Return the place of a figure's inside on the screen, and the range of data that it shows."""
+        values = self.run(
             "const plot = penstock.find(arguments[0] + '-figure');"
             "const view = Bokeh.index.find_one(plot);"
             "view.el.scrollIntoView();"
@@ -109,24 +109,24 @@ class Browser:
             " plot.x_range.start, plot.x_range.end, plot.y_range.start, plot.y_range.end]",
             figure,
         )
-        return Frame(*told)
+        return Frame(*values)
 
     def move(self, x: float, y: float) -> None:
-        """Put the pointer somewhere, from somewhere else."""
+        """Move the pointer to a place from beside it."""
         actions = ActionChains(self.driver, duration=0)
         actions.w3c_actions.pointer_action.move_to_location(int(x) - 3, int(y))
         actions.w3c_actions.pointer_action.move_to_location(int(x), int(y))
         actions.perform()
 
     def wheel(self, x: float, y: float, clicks: int) -> None:
-        """Turn the wheel forward over a place while the control key is down."""
+        """Turn the wheel forward over a place with the control key pressed."""
         origin = ScrollOrigin.from_viewport(int(x), int(y))
-        for _ in range(clicks):  # each for itself: Chromium makes one event of several at once
+        for _ in range(clicks):  # one by one, since Chromium merges several at once
             actions = ActionChains(self.driver, duration=0).key_down(Keys.CONTROL)
             actions.scroll_from_origin(origin, 0, -240).key_up(Keys.CONTROL).perform()
 
     def frame_milliseconds(self) -> float:
-        """Drag the timeline, and return the median time from one picture to the next meanwhile."""
+        """Drag the timeline, and return the median milliseconds between two frames."""
         frame = self.frame("measured")
         x, y = int(frame.left + frame.width / 2), int(frame.top + frame.height / 2)
         self.run(
@@ -146,7 +146,7 @@ class Browser:
         return float(np.median(seen))
 
     def tooltip(self) -> str:
-        """The text of the tooltip that is there; empty without one."""
+        """Return the text of the visible tooltip; empty without one."""
         return str(
             self.run(
                 "const all = [];"
@@ -159,7 +159,7 @@ class Browser:
 
 
 class Frame:
-    """From data to the screen and back, by nothing but proportion."""
+    """A figure's coordinates on the screen, in proportion to its data."""
 
     def __init__(self, left: float, top: float, width: float, height: float, *ranges: float) -> None:
         self.left, self.top, self.width, self.height = left, top, width, height

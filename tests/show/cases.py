@@ -14,7 +14,7 @@ from tests.simulate.cases import built, timed
 def measured(
     family: str = "1f1b", ranks: int = 2, microbatches: int = 3, scale: float = 0.01, **info: object
 ) -> Trace:
-    """A simulated step in seconds, said to be measured: what a run without any irregularity leaves."""
+    """Return a simulated step as if measured in seconds, without any irregularity."""
     trace = timed(built(family, ranks, microbatches), 1, 1, 1)
     told = {"source": "measured", "schedule": family, "held": "bytes", **info}
     return replace(
@@ -23,7 +23,7 @@ def measured(
 
 
 def kept_run(folder: Path, name: str = "my-run") -> Path:
-    """A run's folder with steps 1 and 10, metrics and a config."""
+    """Write a run's folder with traces of steps 1 and 10, metrics and a config, and return it."""
     run = folder / name
     save_step(run, 1, measured(scale=0.05))
     save_step(run, 10, measured())

@@ -31,20 +31,20 @@ def test_ranks_without_events_are_not_idle():
 
 
 def test_another_schedule_is_proposed_with_what_simulating_it_gives():
-    found = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
+    advised = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
     zbv = timed(built("zb-v", 4, 8), 4, 4, 4)
-    (change,) = [c for c in found.changes if c.schedule == "zb-v"]
+    (change,) = [c for c in advised.changes if c.schedule == "zb-v"]
     assert change.makespan == zbv.end.max()
     assert change.words == "with zb-v in the same memory"
-    assert found.changes[0].makespan == 132
-    assert "the step would be 23% shorter and 5.9% idle instead of 27.3% (simulated)" in found.sentence
+    assert advised.changes[0].makespan == 132
+    assert "the step would be 23% shorter and 5.9% idle instead of 27.3% (simulated)" in advised.sentence
 
 
 def test_no_proposal_holds_more_than_now():
-    found = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
-    assert found.changes[0].memory == peak(build_schedule("1f1b", 4, 8)).max()
-    assert all(change.memory <= found.changes[0].memory for change in found.changes)
-    assert {"gpipe", "zb-h2"}.isdisjoint(change.schedule for change in found.changes)
+    advised = advice(timed(built("1f1b", 4, 8), 4, 4, 4))
+    assert advised.changes[0].memory == peak(build_schedule("1f1b", 4, 8)).max()
+    assert all(change.memory <= advised.changes[0].memory for change in advised.changes)
+    assert {"gpipe", "zb-h2"}.isdisjoint(change.schedule for change in advised.changes)
 
 
 def slow(layers: list[int]):
@@ -56,9 +56,9 @@ def slow(layers: list[int]):
 
 
 def test_a_layer_is_moved_off_a_slow_stage():
-    found = advice(slow([2, 2, 4, 2]))
-    assert "Stage 2 takes 2.00 times the median; with one of its 4 layers moved to stage" in found.sentence
-    moved = [change for change in found.changes if "moved" in change.words]
+    advised = advice(slow([2, 2, 4, 2]))
+    assert "Stage 2 takes 2.00 times the median; with one of its 4 layers moved to stage" in advised.sentence
+    moved = [change for change in advised.changes if "moved" in change.words]
     assert {change.words[-1] for change in moved} == {"1", "3"}
     better = timed(built("1f1b", 4, 8), [2, 2, 3, 3], [2, 2, 3, 3], [2, 2, 3, 3])
     (there,) = [change for change in moved if change.words.endswith("stage 3")]
@@ -66,14 +66,14 @@ def test_a_layer_is_moved_off_a_slow_stage():
 
 
 def test_without_layers_to_move_even_stages_are_simulated():
-    found = advice(slow([1, 1, 1, 1]))
-    assert any(c.words == "stage 2 takes 2.00 times the median; with equal stages" for c in found.changes)
+    advised = advice(slow([1, 1, 1, 1]))
+    assert any(c.words == "stage 2 takes 2.00 times the median; with equal stages" for c in advised.changes)
 
 
 def test_where_nothing_helps_this_is_said():
-    found = advice(timed(built("zb-v", 4, 16), 4, 4, 4))
-    assert found.sentence.startswith("None of the ")
-    assert found.sentence.endswith("simulated within the same memory makes the step 2% shorter.")
+    advised = advice(timed(built("zb-v", 4, 16), 4, 4, 4))
+    assert advised.sentence.startswith("None of the ")
+    assert advised.sentence.endswith("simulated within the same memory makes the step 2% shorter.")
     alone = advice(timed(built("chimera", 4, 4), 4, 4, 4))
     assert alone.sentence.startswith("No change was simulated")
 

@@ -1,4 +1,4 @@
-"""The report page in a real browser: nothing is asked of the network, and what is on the screen is the trace."""
+"""The report page in a real browser: it shows the trace, and requests nothing from the network."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def expected(trace: Trace, row: int) -> tuple[int, ...]:
 
 
 def assert_drawn(chromium: Browser, figure: str, trace: Trace, each: float = 1.0) -> None:
-    """Every block's colour is at its place, and along the upper edge of every row are as many blocks as there are."""
+    """Check the colour in the middle of every block, and the number of blocks along every row."""
     frame = chromium.frame(figure)
     screen = chromium.screenshot()
     height = abs(frame.y(1) - frame.y(0))
@@ -145,7 +145,7 @@ def test_an_idle_stretch_has_its_causes_colour_and_tells_it(chromium: Browser, t
 
 
 def zoomed(before: Frame, after: Frame, x: float) -> bool:
-    """Whether less is shown, with the same moment under the pointer."""
+    """Return whether less is shown, with the same moment under the pointer."""
     there = before.x0 + (x - before.left) / before.width * (before.x1 - before.x0)
     return after.x1 - after.x0 < 0.95 * (before.x1 - before.x0) and abs(after.x(there) - x) < 5
 

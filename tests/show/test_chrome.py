@@ -1,4 +1,4 @@
-"""Chrome JSON by the format's rules: slices of a track nest or are apart, every flow has both ends, inside slices."""
+"""Chrome JSON follows the format: slices of a track do not overlap, and flows begin and end inside slices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trace.cases import trace_of
 
 
 def validated(trace: Trace) -> dict[str, list[dict]]:
-    """The events by phase, after all that the format asks for."""
+    """Check everything that the format requires, and return the events by phase."""
     told = json.loads(json.dumps(chrome_events(trace)))
     events = defaultdict(list)
     for event in told["traceEvents"]:

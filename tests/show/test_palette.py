@@ -1,4 +1,4 @@
-"""The colours can be told apart, and the text on them read, by people who see fewer of them."""
+"""Colours differ, and the text on them is legible, also for people who see fewer colours."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def linear(colour: str) -> np.ndarray:
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:
-    """CIE L*a*b* (D65) of linear sRGB."""
+    """Convert linear sRGB to CIE L*a*b* (D65)."""
     xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb
     x, y, z = np.cbrt(np.maximum(xyz / [0.9505, 1.0, 1.089], 0.008856))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def contrast(a: str, b: str) -> float:
-    """WCAG 2.1's ratio."""
+    """Return the contrast ratio of WCAG 2.1."""
     light, dark = sorted((linear(c) @ [0.2126, 0.7152, 0.0722] for c in (a, b)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 

@@ -26,7 +26,7 @@ EVIL = '</script><script>document.title="owned"</script>&amp;<img src=x onerror=
 
 
 class Reader(HTMLParser):
-    """What a browser would make of a page: its elements, and the text that is shown."""
+    """A page as a browser parses it: its elements, and the text that is shown."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ def test_all_text_from_outside_is_text_in_the_page(tmp_path: Path):
     split = [[EVIL], [EVIL, "b"]]
     trace = measured(schedule=EVIL, split=split)
     plain = page(tmp_path, {"step": measured(split=[["a"], ["a", "b"]])})
-    found = page(tmp_path, {EVIL: trace, "two": trace}, title=EVIL, settings=EVIL, problems=[EVIL])
-    tags = [tag for tag, _ in found.elements]
+    reader = page(tmp_path, {EVIL: trace, "two": trace}, title=EVIL, settings=EVIL, problems=[EVIL])
+    tags = [tag for tag, _ in reader.elements]
     assert "img" not in tags
     assert tags.count("script") == [tag for tag, _ in plain.elements].count("script")
     # Title, heading, selector, counts, problems, settings, two layers.
-    assert found.text.count(EVIL.replace("&amp;", "&amp;")) == 8
+    assert reader.text.count(EVIL.replace("&amp;", "&amp;")) == 8
 
 
 def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
@@ -106,8 +106,8 @@ def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
 
 
 def test_the_page_refers_to_nothing_outside(tmp_path: Path):
-    found = page(tmp_path, {"step 1": measured()})
-    for tag, attributes in found.elements:
+    reader = page(tmp_path, {"step 1": measured()})
+    for tag, attributes in reader.elements:
         for name in ("src", "href", "action", "data"):
             assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
     style = Path(report.__file__).with_name("templates").joinpath("page.css").read_text()
@@ -145,9 +145,9 @@ def test_measured_is_shown_over_planned_with_the_difference_named(tmp_path: Path
     trace = measured("1f1b", 2, 4)
     end = trace.end.copy()
     end[trace.rank_slices()[0].stop - 1] += 0.075
-    found = page(tmp_path, {"a": replace(trace, end=end)})
-    assert "The step took 50.0% longer than planned" in found.text
-    step = json.loads(found.scripts["penstock-data"])["steps"][0]
+    reader = page(tmp_path, {"a": replace(trace, end=end)})
+    assert "The step took 50.0% longer than planned" in reader.text
+    step = json.loads(reader.scripts["penstock-data"])["steps"][0]
     assert column(step["planned"]["end"]) == pytest.approx((trace.end * 1000).tolist())
     assert len(step["memory"]["measured"]) == len(step["memory"]["planned"]) == 2
 
@@ -157,12 +157,12 @@ def test_of_many_ranks_the_memory_of_some_is_drawn_and_of_the_one_that_holds_mos
     most = trace.rank_slices()[22]
     held = trace.held.copy()
     held[most] *= 2
-    found = page(tmp_path, {"a": replace(trace, held=held)})
-    memory = json.loads(found.scripts["penstock-data"])["steps"][0]["memory"]
+    reader = page(tmp_path, {"a": replace(trace, held=held)})
+    memory = json.loads(reader.scripts["penstock-data"])["steps"][0]["memory"]
     assert len(memory["ranks"]) == len(memory["measured"]) == 12
     assert {0, 22, 39} <= set(memory["ranks"])
     assert max(column(memory["measured"][memory["ranks"].index(22)]["y"])) == 6
-    assert "Of more than 12 ranks, the one that holds most" in found.text
+    assert "Of more than 12 ranks, the one that holds most" in reader.text
 
 
 def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
@@ -173,20 +173,20 @@ def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
 
 
 def test_values_of_any_kind_are_shown_or_left_out(tmp_path: Path):
-    """What a file says may be NaN, no number, or text that is no Unicode."""
+    """Values from files may be NaN, of another type, or text that is not Unicode."""
     trace = measured(limit=float("nan"), clock_error="soon", split=[["\udcff"], [1, None]])
-    found = page(
+    reader = page(
         tmp_path, {"a": trace}, title="\udcff", metrics=[{"kind": "train", "step": 1, "loss": 10**400}]
     )
-    assert json.loads(found.scripts["penstock-data"])["steps"][0]["memory"]["limit"] is None
-    assert "curves" not in json.loads(found.scripts["penstock-figures"])
-    assert "clocks" not in found.text
-    assert "1, None" in found.text
+    assert json.loads(reader.scripts["penstock-data"])["steps"][0]["memory"]["limit"] is None
+    assert "curves" not in json.loads(reader.scripts["penstock-figures"])
+    assert "clocks" not in reader.text
+    assert "1, None" in reader.text
 
 
 def test_a_trace_that_is_no_whole_step_is_shown_without_a_plan(tmp_path: Path):
-    found = page(tmp_path, {"a": trace_of("", "1F0@1.0-2.0 1B0@2.0-4.0")})
-    assert "There is no plan to compare with: the step is incomplete: rank 0 has no events." in found.text
+    reader = page(tmp_path, {"a": trace_of("", "1F0@1.0-2.0 1B0@2.0-4.0")})
+    assert "There is no plan to compare with: the step is incomplete: rank 0 has no events." in reader.text
 
 
 def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path):
@@ -197,8 +197,8 @@ def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path)
         {"kind": "held_out", "step": 3, "held_out_bits": 2.0},
         {"kind": "final"},
     ]
-    found = page(tmp_path, {"a": measured()}, metrics=rows)
-    curves = json.dumps(json.loads(found.scripts["penstock-figures"])["curves"])
+    reader = page(tmp_path, {"a": measured()}, metrics=rows)
+    curves = json.dumps(json.loads(reader.scripts["penstock-figures"])["curves"])
     assert "[4.0, 3.0]" in curves
     assert "held-out bits" in curves
     assert "learning rate" not in curves
@@ -207,10 +207,10 @@ def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path)
 
 def test_of_too_many_traces_the_first_and_the_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(report, "MAX_EVENTS", 50)
-    found = page(tmp_path, {f"step {n}": measured() for n in range(1, 12)})
-    labels = [step["label"] for step in json.loads(found.scripts["penstock-data"])["steps"]]
+    reader = page(tmp_path, {f"step {n}": measured() for n in range(1, 12)})
+    labels = [step["label"] for step in json.loads(reader.scripts["penstock-data"])["steps"]]
     assert labels == ["step 1", "step 4", "step 8", "step 11"]
-    assert "The page has no room for all 11 traces with 132 events; it shows 4 of them" in found.text
+    assert "The page has no room for all 11 traces with 132 events; it shows 4 of them" in reader.text
 
 
 @pytest.mark.parametrize(("scale", "name"), [(1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")])

@@ -62,7 +62,10 @@ def list_(run: Path, as_json: bool) -> None:
 @click.argument("path", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def verify(path: Path, as_json: bool) -> None:
-    """Read a checkpoint, or all of a run, and compare digests. Exit code 1 if one is damaged."""
+    """Read checkpoints and compare digests.
+
+    Exit code 1 if one is damaged.
+    """
     from penstock.checkpoint.find import damage, folder_of, is_checkpoint, read_manifest, steps_in
     from penstock.errors import DataError
 
@@ -102,10 +105,10 @@ def verify(path: Path, as_json: bool) -> None:
 def convert(
     source: Path, target: Path, stages: int | None, to_dcp: bool, from_dcp: bool, like: Path | None
 ) -> None:
-    """Write a CHECKPOINT in another form to the folder TARGET, which must not exist.
+    """Write a CHECKPOINT in another form.
 
-    Another split needs no conversion: every checkpoint loads at any split. A TARGET that a run will load must have the
-    checkpoint's name, step-NUMBER.
+    The folder TARGET must not exist. If a run will load it, it must have the checkpoint's name, step-NUMBER. Another split
+    needs no conversion: every checkpoint loads at any split.
     """
     from penstock.checkpoint.convert import resplit
     from penstock.checkpoint.dcp.dcp import export
@@ -131,7 +134,10 @@ def convert(
 @click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 def export_hf(source: Path, target: Path) -> None:
-    """Write the weights of a Hugging Face model's CHECKPOINT to the folder TARGET, for from_pretrained."""
+    """Export the weights of a Hugging Face model.
+
+    Writes those of a CHECKPOINT to the folder TARGET, from which from_pretrained loads them.
+    """
     from penstock.checkpoint.convert import export_transformers
 
     export_transformers(source, target)

@@ -71,11 +71,12 @@ def command(ranks: int | None, folder: Path | None, timeout: float, as_json: boo
 
 
 def _show(report: Report, *, started: bool) -> None:
+    from penstock.doctor.judge import plural
+
     machines = report.machines
     hosts = len({one["machine"] for one in machines.values()})
     here = ", started for this check" if started else ""
-    count = f"{report.ranks} rank{'s' if report.ranks != 1 else ''}"
-    click.echo(f"{count} on {hosts} machine{'s' if hosts != 1 else ''}{here}\n")
+    click.echo(f"{plural(report.ranks, 'rank')} on {plural(hosts, 'machine')}{here}\n")
     for versions in dict.fromkeys(
         ", ".join(f"{name} {version}" for name, version in one["versions"].items())
         for one in machines.values()
@@ -103,7 +104,7 @@ def _show(report: Report, *, started: bool) -> None:
         )
         click.echo(f"  why: {finding.why}\n  do:  {finding.do}")
     problems = sum(finding.level == "problem" for finding in report.findings)
-    click.echo("sound" if not problems else f"{problems} problem{'s' if problems != 1 else ''}")
+    click.echo("sound" if not problems else plural(problems, "problem"))
 
 
 def _machines(report: Report) -> None:

@@ -43,11 +43,11 @@ def command() -> None:
 @VIRTUAL_STAGES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_families(ranks: int, microbatches: int, virtual_stages: int | None, as_json: bool) -> None:
-    """List the families with their sources, requirements, bubbles and peak memory.
+    """List the families of schedules.
 
-    Bubble and peak are given as formulas and, for these counts, as simulated with F = B = W = 1 per rank and microbatch (B
-    is the input gradient) and free communication. The bubble is the idle time of a rank; the peak is the most activations
-    that each rank holds, in chunks (one microbatch on one stage).
+    Prints their sources, requirements, bubbles (idle time of a rank) and peaks (most activations that each rank holds, in
+    chunks of one microbatch on one stage). Bubbles and peaks are given as formulas and, for these counts, as simulated with
+    F = B = W = 1 per rank and microbatch (B is the input gradient) and free communication.
     """
     from penstock.schedule.families import FAMILIES
 
@@ -172,10 +172,10 @@ def show(program: bool, **arguments: Any) -> None:
 def check(
     memory_limit: int | None, saved: str, waiting: str, freed_at: str, as_json: bool, **arguments: Any
 ) -> None:
-    """Prove that a schedule is complete, ordered along its data, free of deadlock, and within its memory.
+    """Prove that a schedule is valid.
 
-    The proof covers sends that block until their receive is posted. An invalid schedule is rejected with the smallest
-    counter-example, and exit code 2.
+    A valid schedule is complete, ordered along its data, free of deadlock even if every send blocks until its receive is
+    posted, and within its memory. An invalid one is rejected with the smallest counter-example and exit code 2.
     """
     from penstock.schedule.check import check as prove
 
@@ -258,9 +258,9 @@ def draw(out: str | None, **arguments: Any) -> None:
 @schedule_options
 @click.option("--out", type=click.Path(dir_okay=False), help="File to write. Default: print to the terminal.")
 def to_csv(out: str | None, **arguments: Any) -> None:
-    """Write a schedule as CSV for PyTorch's pipelining, one line per rank.
+    """Write a schedule as CSV, one line per rank.
 
-    Every command that takes a SCHEDULE also reads a CSV file.
+    PyTorch's pipelining reads these files, and so does every command that takes a SCHEDULE.
     """
     from penstock.schedule.text import csv_line, write_csv
 

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 VIRTUAL_STAGES = click.option(
-    "--virtual-stages",
-    "-v",
-    type=click.IntRange(1),
+    "--virtual-stages", "-v", type=click.IntRange(1),
     help="Stages per rank, for families that leave it open. Default: the family's own.",
-)
+)  # fmt: skip
 
 
 def schedule_options(function: Command) -> Command:

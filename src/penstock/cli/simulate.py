@@ -30,36 +30,26 @@ if TYPE_CHECKING:
 @click.argument("schedule", required=False)
 @schedule_options
 @click.option(
-    "--costs",
-    default="1,1,1",
-    show_default=True,
-    metavar="FILE|F,B,W",
+    "--costs", default="1,1,1", show_default=True, metavar="FILE|F,B,W",
     help="Seconds that a rank spends on one microbatch's forward, input gradient and weight gradient, shared out over its "
     "stages (a full backward takes B+W), or a TOML or JSON file with the costs of every stage.",
-)
+)  # fmt: skip
 @click.option("--latency", metavar="C", help="Seconds per message between ranks. Default: the file's, or 0.")
 @click.option(
-    "--memory-limit",
-    type=int,
-    metavar="N",
+    "--memory-limit", type=int, metavar="N",
     help="Activations (one microbatch on one stage each) that a rank may hold. Families that adapt stay within the limit; "
     "any other schedule that needs more is rejected. Default: no limit.",
-)
+)  # fmt: skip
 @click.option(
-    "--reduce",
-    "reduction",
-    type=click.FloatRange(0),
-    metavar="R",
+    "--reduce", "reduction", type=click.FloatRange(0), metavar="R",
     help="Seconds that a rank spends on reducing its gradients over replicas, shared out over its stages; prints how much "
-    "of that is exposed.",
-)
+    "of that is exposed. Default: no reduction.",
+)  # fmt: skip
 @click.option("--compare", metavar="A,B,C", help="Schedules to compare side by side.")
 @click.option(
-    "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="PATH",
+    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
     help="Write a page with timelines, memory, and changes that would shorten the step.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     schedule: str | None,

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     is_flag=False,
     flag_value="auto",
     metavar="[RUN]",
-    help="Resume RUN, a run's folder, with its config, from its newest sound checkpoint, or from one that is named, "
-    "RUN/checkpoints/step-NUMBER. Without RUN: resume the run train.name if it has a checkpoint, or else start it.",
+    help="Resume a run from its newest sound checkpoint, with its config. RUN is the run's folder, or one checkpoint in it "
+    "(RUN/checkpoints/step-NUMBER). Without RUN: the run train.name, which is started if it does not exist.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the outcome as one JSON object, and progress to stderr."

@@ -77,14 +77,14 @@ def _machine(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
     cores = min(one["cores"], one["core_quota"] or math.inf)
     if count > cores:
         yield Finding(
-            WARNING, "cores", f"{_count(count)} on {cores:g} cores of {host}",
+            WARNING, "cores", f"{plural(count, 'rank')} on {cores:g} cores of {host}",
             "ranks that wait for a core look like slow ranks, and every wait gets longer",
             "start fewer ranks on it, or give it more cores",
         )  # fmt: skip
     free = one["memory_available"]
     if free is not None and free < count * GIB:
         yield Finding(
-            WARNING, "memory", f"{host} has {free / GIB:.1f} GiB free for {_count(count)}",
+            WARNING, "memory", f"{host} has {free / GIB:.1f} GiB free for {plural(count, 'rank')}",
             "the system kills a process that needs more, without a message",
             "end other processes there; penstock simulate --json shows how much a schedule holds",
         )  # fmt: skip
@@ -122,8 +122,8 @@ def _devices(facts: Facts, beside: Mapping[int, Sequence[int]]) -> Iterator[Find
         count = len(facts[ranks[0]]["devices"])
         if 0 < count < len(ranks):
             yield Finding(
-                WARNING, "devices", f"{facts[ranks[0]]['host']} has {count} GPUs for {len(ranks)} ranks",
-                "the ranks would train on the CPU", f"start {count} ranks there (--nproc-per-node {count})",
+                WARNING, "devices", f"{facts[ranks[0]]['host']} has {plural(count, 'GPU')} for {plural(len(ranks), 'rank')}",
+                "the ranks would train on the CPU", f"start {plural(count, 'rank')} there (--nproc-per-node {count})",
             )  # fmt: skip
 
 
@@ -248,8 +248,9 @@ def judge_folder(
         )  # fmt: skip
 
 
-def _count(ranks: int) -> str:
-    return f"{ranks} rank{'s' if ranks != 1 else ''}"
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "2 ranks"."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -67,8 +67,8 @@ def read_run(path: str | Path) -> RunView:
     """
     path = Path(path)
     if os.path.isfile(path):
-        trace, problems = read_file(path)
-        return RunView(path.name, {0: trace}, "", (), problems)
+        trace, missing = read_file(path)
+        return RunView(path.name, {0: trace}, "", (), missing)
     if not os.path.isdir(path):
         raise DataError(f"{path} is neither a run's folder nor a trace file")
     traces = read_folder(path)
