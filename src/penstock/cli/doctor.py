@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.output import table_console
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,7 +109,6 @@ def _show(report: Report, *, started: bool) -> None:
 
 
 def _machines(report: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -132,16 +132,12 @@ def _machines(report: Report) -> None:
             "no limit" if one["open_files"] is None else str(one["open_files"]), _gib(one["shm"]),
             ", ".join(f"{n} x {name}" for name, n in gpus.items()) or "none",
         )  # fmt: skip
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=110)
     click.echo()
-    console.print(table)
+    table_console().print(table)
 
 
 def _links(report: Report, title: str, show: Callable[[Mapping[str, Any]], str]) -> None:
     """Print a table with senders as rows and receivers as columns; with too many ranks, neighbours only."""
-    from rich.console import Console
     from rich.table import Table
 
     ranks = sorted(report.links)
@@ -165,7 +161,7 @@ def _links(report: Report, title: str, show: Callable[[Mapping[str, Any]], str])
                 *(cells.get(pair, "-") for pair in ((rank, rank + 1), (rank + 1, rank))),
             )
     click.echo()
-    Console(highlight=False, width=110).print(table)
+    table_console().print(table)
 
 
 def _folder(report: Report) -> None:

@@ -6,10 +6,21 @@ import errno
 import os
 import sys
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _GONE = (errno.EPIPE, errno.EIO)
 """Errors after which no reader will return: its end of the pipe, or the terminal, was closed."""
+
+
+def table_console() -> Console:
+    """Return a console for wide tables: the terminal, or 110 columns if the output goes elsewhere."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=110)
 
 
 def outlive_readers() -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.cli.output import table_console
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -107,7 +109,6 @@ def command(
 
 def _show(rows: Iterator[Difference], as_json: bool) -> int:
     """Print every row as it comes, and return how many differ by more than is allowed."""
-    from rich.console import Console
     from rich.live import Live
     from rich.table import Table
 
@@ -122,9 +123,7 @@ def _show(rows: Iterator[Difference], as_json: bool) -> int:
         table.add_column(column, no_wrap=True)
     for column in ("loss", "weights", "gradients", "allowed"):
         table.add_column(column, justify="right", no_wrap=True)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=110)
+    console = table_console()
     with Live(table, console=console, auto_refresh=False) as live:
         for row in rows:
             bad += not row.good
