@@ -96,7 +96,10 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
             ("convert", newest, tmp_path / "x", "--stages", 2, "--to-dcp"),
             "give exactly one of --stages, --to-dcp and --from-dcp",
         ),
-        (("convert", newest, tmp_path / "x", "--from-dcp"), "--from-dcp needs --like, and --like needs --from-dcp"),
+        (
+            ("convert", newest, tmp_path / "x", "--from-dcp"),
+            "--from-dcp needs --like, and --like needs --from-dcp",
+        ),
         (("convert", newest, tmp_path / "step-00000002", "--from-dcp", "--like", newest), "no .metadata"),
         (("list", tmp_path / "none"), "holds no checkpoints"),
     ]:

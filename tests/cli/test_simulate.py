@@ -12,6 +12,7 @@ from penstock.cli.simulate import command
 from penstock.errors import ConfigError
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
+from penstock.show import analysis
 
 
 def run(*words: str) -> str:
@@ -173,6 +174,15 @@ def test_a_page_is_written_with_every_schedule(tmp_path: Path):
     assert '"limit":6' in text
     assert "memory-limit = 6" in text
     assert figures(*words)["schedules"][0]["schedule"] == "1f1b"
+
+
+def test_the_page_of_a_simulation_needs_no_other_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Sizes of messages differ by boundary, and still fit schedules with other boundaries."""
+    monkeypatch.setattr(analysis, "plan", None)
+    costs, path = tmp_path / "costs.toml", tmp_path / "a.html"
+    costs.write_text("F = 4\nB = 4\nW = 4\nlatency = 1\nbandwidth = 8\nmessage_bytes = [1, 2, 4]\n")
+    run("1f1b", "-p", "4", "-m", "8", "--costs", str(costs), "--html", str(path))
+    assert "With zb-v in the same memory, the step would be" in path.read_text()
 
 
 def test_what_of_the_gradients_reduction_is_exposed():

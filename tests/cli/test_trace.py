@@ -8,6 +8,9 @@ from click.testing import CliRunner, Result
 
 from penstock.cli.trace import command
 from penstock.errors import ConfigError, DataError
+from penstock.show import analysis
+from penstock.show.planned import plan
+from penstock.trace.events import Trace
 from penstock.trace.folder import step_path
 from tests.show.cases import kept_run
 
@@ -60,6 +63,13 @@ def test_everything_asked_for_is_written_and_named(tmp_path: Path):
     assert all(path.stat().st_size > 1000 for path in files.values())
     with pytest.raises(ConfigError, match=r"--png .*a\.svg: the name must end in \.png"):
         run(kept_run(tmp_path, "other"), "--png", files["svg"])
+
+
+def test_page_and_table_plan_a_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    planned: list[Trace] = []
+    monkeypatch.setattr(analysis, "plan", lambda trace: planned.append(trace) or plan(trace))
+    run(kept_run(tmp_path), "--html", tmp_path / "a.html")
+    assert len(planned) == 2
 
 
 def test_what_is_broken_is_told_beside_what_can_be_shown(tmp_path: Path):

@@ -98,7 +98,9 @@ def supervise(
         scratch = stack.enter_context(Scratch()).path
         interrupts = stack.enter_context(Interrupts(announce=True))
         file = scratch / "run.toml"
-        file.write_text(dump(_named(config, run)), "utf-8")
+        # Each start passes on where to resume.
+        named = replace(config.train, folder=str(run.parent), name=run.name, resume="")
+        file.write_text(dump(replace(config, train=named)), "utf-8")
         while True:
             arguments = (*command, str(file), *options, *policy.resume_options)
             end = Start(arguments, ranks, policy.attempt, scratch).run(interrupts)
@@ -106,14 +108,8 @@ def supervise(
                 say(end.reason)
             if end.code in _FINAL or interrupts.asked():
                 return end.code
-            if not policy.another():
-                return policy.give_up(end.code, say)
-            say(policy.progress)
-
-
-def _named(config: Config, run: Path) -> Config:
-    """Return a run's config with its folder's name; each start passes on where to resume."""
-    return replace(config, train=replace(config.train, folder=str(run.parent), name=run.name, resume=""))
+            if not policy.restart(say):
+                return ExitCode.GAVE_UP if restarts else end.code
 
 
 class _RestartPolicy:
@@ -129,9 +125,9 @@ class _RestartPolicy:
         self._run = run
         self._resume = resume
         self._restarts = restarts
-        self._at_start = self._newest = _newest(run)
+        self._at_start = _newest(run)
         self._chosen = _step_of(Path(resume)) if resume and is_checkpoint(Path(resume)) else None
-        self._best = self._newest if self._chosen is None else self._chosen
+        self._best = self._at_start if self._chosen is None else self._chosen
         self._failed = 0
         self.attempt = 0
 
@@ -139,31 +135,26 @@ class _RestartPolicy:
     def resume_options(self) -> tuple[str, ...]:
         return ("--resume", self._resume) if self._resume else ()
 
-    @property
-    def progress(self) -> str:
-        """A sentence about this restart."""
-        newest = f"the newest is of step {self._newest}" if self._newest >= 0 else "there is none yet"
-        return f"restart {self._failed} of {self._restarts} without a newer checkpoint; {newest}"
-
-    def another(self) -> bool:
-        """Return whether to restart after a failure, and prepare it."""
-        self._newest = _newest(self._run)
-        if self._newest > self._best:
-            self._failed, self._best = 0, self._newest
+    def restart(self, say: Say) -> bool:
+        """Return whether to restart after a failure; prepare it, and say so."""
+        newest = _newest(self._run)
+        if newest > self._best:
+            self._failed, self._best = 0, newest
         if self._failed == self._restarts:
+            if self._restarts:
+                checkpoints = self._run / FOLDER
+                say(
+                    f"gave up: {self._failed} restart(s) in a row without a newer checkpoint in {checkpoints}"
+                )
             return False
         self._failed += 1
         self.attempt += 1
         # A chosen checkpoint older than the newest remains chosen until the run has gone back to it.
-        if self._chosen is None or self._newest != self._at_start or self._newest <= self._chosen:
+        if self._chosen is None or newest != self._at_start or newest <= self._chosen:
             self._resume = run_folder.AUTO
+        state = f"the newest is of step {newest}" if newest >= 0 else "there is none yet"
+        say(f"restart {self._failed} of {self._restarts} without a newer checkpoint; {state}")
         return True
-
-    def give_up(self, code: ExitCode, say: Say) -> ExitCode:
-        if not self._restarts:
-            return code
-        say(f"gave up: {self._failed} restart(s) in a row without a newer checkpoint in {self._run / FOLDER}")
-        return ExitCode.GAVE_UP
 
 
 def _newest(run: Path) -> int:
