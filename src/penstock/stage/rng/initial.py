@@ -1,11 +1,10 @@
-"""Initial weights that depend on a seed and a parameter's name, and on nothing else.
+"""Initial weights that depend only on a seed and a name.
 
-A model cut into any number of stages, built in any order, in any number of processes, starts from the same weights.
+A model starts from the same weights with any number of stages, built in any order, in any number of processes.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from threading import RLock
 from typing import TypeVar
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.stage.rng.default_generators import cuda_generators
-from penstock.stage.rng.seeds import seed_of
+from penstock.stage.rng.seeds import digest_seed, seed_of
 
 T = TypeVar("T")
 
@@ -22,19 +21,18 @@ Rule = Callable[[str, torch.Tensor, torch.Generator], None]
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator of this seed and name alone."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    """Return a CPU generator that depends only on the seed and the name."""
+    return torch.Generator().manual_seed(digest_seed(f"{seed}:{name}".encode()))
 
 
 def build_with_weights(build: Callable[[], nn.Module], prefix: str, seed: int, rule: Rule) -> nn.Module:
-    """Build a module without drawing from torch's default generator, and fill its parameters by `rule`.
+    """Build a module without drawing from torch's default generator, and fill its parameters with `rule`.
 
     Args:
-        build: makes the module; it must be all parameters, for buffers are not filled.
-        prefix: the layer's name; a parameter's whole name is ``prefix.name``.
-        seed: of all the weights.
-        rule: ``rule(name, parameter, generator)`` fills a parameter in place; `name` is within the layer.
+        build: function that makes the module; the module must have no buffers, since these are not filled.
+        prefix: name of the layer; a parameter's full name is ``prefix.name``.
+        seed: random seed of the weights.
+        rule: function ``rule(name, parameter, generator)`` that fills a parameter in place; `name` is within the layer.
     """
     with torch.device("meta"):
         module = build()
@@ -45,24 +43,24 @@ def build_with_weights(build: Callable[[], nn.Module], prefix: str, seed: int, r
     return module
 
 
-_BUILDING = RLock()  # the default generators are the process's, and so is the right to set them
+_BUILDING = RLock()  # all threads share the default generators, so only one may seed them at a time
 
 
 def build_seeded(build: Callable[[], T], seed: int, name: str) -> T:
-    """Build a layer whose initial weights depend on the seed and its name alone.
+    """Build a layer whose initial weights depend only on the seed and the layer's name.
 
-    torch's default generators (of the CPU and, where CUDA is in use, of every device) are seeded for the call, and set
-    back after it. One thread at a time; nothing else should draw from them meanwhile.
+    torch's default generators (of the CPU and, where CUDA is in use, of every device) are seeded for the call, and restored
+    after it. Only one thread builds at a time; nothing else should draw from the default generators meanwhile.
 
     Args:
-        build: makes the layer.
-        seed: of the model.
-        name: the layer's name in the whole model.
+        build: function that makes the layer.
+        seed: random seed of the model.
+        name: name of the layer in the whole model.
     """
-    own = seed_of(seed, name)
+    layer_seed = seed_of(seed, name)
     generators = cuda_generators()
     with _BUILDING, torch.random.fork_rng(range(len(generators))):
-        # Not torch.manual_seed, which would also seed devices that are not in use yet, for good.
+        # torch.manual_seed would also seed devices that are not in use yet, and nothing would restore those.
         for generator in (torch.default_generator, *generators):
-            generator.manual_seed(own)
+            generator.manual_seed(layer_seed)
         return build()

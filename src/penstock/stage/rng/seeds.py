@@ -1,7 +1,7 @@
-"""Seeds from names: one number for each (seed, step, microbatch, layer), the same on every rank.
+"""Seeds computed from names: one for each (seed, step, microbatch, layer), the same on every rank.
 
-Nothing that is random in a layer may depend on how the model is cut or in which order its layers are run, so every
-stream of random numbers starts from a seed that is computed from what it is for.
+A layer's random numbers must not depend on the split or on the order in which layers run. So every stream of random
+numbers starts from a seed that is computed from its key.
 """
 
 from __future__ import annotations
@@ -11,20 +11,27 @@ from operator import index
 
 
 def seed_of(*parts: object) -> int:
-    """A seed from 0 to 2**64 - 1: the first 8 bytes, little end first, of the SHA-256 digest of the parts.
+    """Return the seed of a key.
 
-    Every part is written with its kind and its length before it, so different parts never read the same. torch's CPU
-    generator uses the low 32 bits of a seed only, its CUDA generator all 64.
+    Each part is hashed with its kind and its length before it, so that different keys never give the same bytes.
 
     Args:
-        parts: strings, and whatever counts as an integer.
+        parts: parts of the key: strings and integers (or objects with ``__index__``).
 
     Raises:
-        TypeError: a part is neither.
+        TypeError: if a part is neither a string nor an integer.
     """
-    digest = hashlib.sha256()
+    data = b""
     for part in parts:
         kind, text = ("s", part) if isinstance(part, str) else ("i", str(index(part)))  # type: ignore[arg-type]
         encoded = text.encode()
-        digest.update(f"{kind}{len(encoded)}:".encode() + encoded)
-    return int.from_bytes(digest.digest()[:8], "little")
+        data += f"{kind}{len(encoded)}:".encode() + encoded
+    return digest_seed(data)
+
+
+def digest_seed(data: bytes) -> int:
+    """Return a seed from 0 to 2**64 - 1: the first 8 bytes, little-endian, of the SHA-256 digest of the data.
+
+    torch's CPU generator uses only the low 32 bits of a seed, its CUDA generator all 64.
+    """
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
