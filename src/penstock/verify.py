@@ -23,7 +23,7 @@ from penstock.schedule.size import require_size
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import as_layers
 from penstock.stage.module import StageModule
-from penstock.stage.values import slices
+from penstock.stage.values import split_batch
 
 LEARNING_RATE, MAX_NORM = 1e-2, 1.0
 SLACK = 4.0
@@ -176,7 +176,7 @@ def _plain(
         optimizer.zero_grad()
         x, y = subject.batch(step, microbatches)
         for part, target in zip(
-            *(slices(_as(v, dtype), microbatches, "a batch")[0] for v in (x, y)), strict=True
+            *(split_batch(_as(v, dtype), microbatches, "a batch")[0] for v in (x, y)), strict=True
         ):
             found = subject.loss_fn(model(part), target)
             loss = found if isinstance(found, Tensor) else torch.stack(list(found.values())).sum()

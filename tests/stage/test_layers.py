@@ -221,7 +221,7 @@ def replaced() -> nn.Sequential:
     ],
 )
 def test_a_container_that_does_more_than_hold_its_layers_is_refused(make, own: str):
-    with pytest.raises(SplitError, match=rf"has {own} of its own, which would be lost"):
+    with pytest.raises(SplitError, match=rf"also has {own}, which would be lost"):
         as_layers(make())
     assert len(as_layers(list(make()))) == 1
 

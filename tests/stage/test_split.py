@@ -65,7 +65,7 @@ def test_a_split_that_does_not_fit_is_refused(split, message):
 
 def test_a_head_between_blocks_is_refused():
     layers = [Layer("a", nn.Identity), Layer("h", nn.Identity, "head"), Layer("b", nn.Identity)]
-    with pytest.raises(SplitError, match="'h' stands between"):
+    with pytest.raises(SplitError, match="'h' is between"):
         split_layers(layers, 2)
 
 

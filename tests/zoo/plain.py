@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.named import Context, enter, names_taken
+from penstock.stage.named import Context, names_taken, set_context
 from penstock.stage.rng.seeds import seed_of
 from tests.zoo.case import Case
 from tests.zoo.habits import HABITS, LOSSES
@@ -81,7 +81,7 @@ class Plain:
         )
         context = Context({}, {}, gives)
         value, target = part[0].clone(), part[1]
-        before = enter(context)
+        before = set_context(context)
         try:
             with torch.autocast("cpu", dtype=torch.bfloat16) if self.case.autocast else nullcontext():
                 for name, layer in zip(self.names, layers, strict=True):
@@ -94,7 +94,7 @@ class Plain:
                 parts[name] = loss
             return sum(list(parts.values())[1:], next(iter(parts.values())))
         finally:
-            enter(before)
+            set_context(before)
 
     def begin(self, number: int) -> None:
         """What comes before a step."""

@@ -95,8 +95,8 @@ def find_nonfinite(
     counting = {n: loss for n, loss in losses.total.items() if losses.weights.get(n, 1.0)}
     found += [Refusal(_LOSS, 0, n) for n in _nonfinite(counting.items())]
     for s, stage in stages.items():
-        found += [Refusal(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.suspects)]
-        stage.suspects.clear()
+        found += [Refusal(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.finite_sums)]
+        stage.finite_sums.clear()
         grads = [numbers_of(local(p.grad)) for p in stage.module.parameters() if p.grad is not None]
         grads += sharded_grads(s) if sharded_grads is not None else []
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):

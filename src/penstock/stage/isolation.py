@@ -1,8 +1,8 @@
-"""The state that a stage must not share with the stages of other ranks.
+"""State that a stage must not share with the stages of other ranks.
 
 A parameter that a layer uses without owning it, such as one kept in a plain list, would be trained by one rank and used
-by another. A buffer of a module that is used on two ranks has a copy on each. Neither can give what plain PyTorch gives,
-so both are refused by name, in the first step in which they matter.
+by another. A buffer of a module that is used on two ranks has a copy on each. Neither can give the results of plain
+PyTorch, so both raise an error with the name, in the first step in which they matter.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.errors import PenstockError
 
 
 class Isolation:
-    """Checks that a stage trains its own parameters only, and does not change shared buffers.
+    """Checks that a stage trains only its own parameters, and does not change shared buffers.
 
     Args:
-        foreign: id → name of the model's parameters that the stage does not own.
-        buffers: (name in the whole model, owner, name there) of the buffers that other ranks have copies of.
+        foreign: names of the model's parameters that the stage does not own, by id (default none).
+        buffers: (name in the whole model, owner, name in the owner) of buffers that other ranks have copies of.
 
     Attributes:
-        copied: (name, parameter) of the parameters that other ranks or replicas have copies of.
-        loss: (name, owner, name there) of the buffers of a loss function that other ranks or replicas call, too.
+        copied: (name, parameter) pairs of parameters that other ranks or replicas have copies of.
+        loss: (name, owner, name in the owner) of the buffers of a loss function that other ranks or replicas call, too.
     """
 
     def __init__(
@@ -47,23 +47,23 @@ class Isolation:
         self._loss_before = [(buffer, buffer._version) for buffer in buffers]
 
     def require_constant(self) -> None:
-        """Refuse a forward that has changed a shared buffer, or written into a parameter with copies, in this step.
+        """Check that no forward of this step changed a shared buffer or wrote into a parameter with copies.
 
         Raises:
-            PenstockError: it has, or the loss function has changed a buffer; names the buffer or the parameter.
+            PenstockError: if one did, or the loss function changed a buffer; names the buffer or the parameter.
         """
         for (name, owner, inner), (buffer, version) in zip(self.loss, self._loss_before, strict=True):
             now = owner.get_buffer(inner)
             if now is not buffer or now._version != version:
                 raise PenstockError(
                     f"the loss function changes its buffer {name}, and each replica or copy of the last stage calls it with "
-                    "microbatches of its own; make it part of the last layer, or use a schedule and mesh without copies"
+                    "other microbatches; make it part of the last layer, or use a schedule and mesh without copies"
                 )
         for (name, parameter), version in zip(self.copied, self._versions, strict=True):
             if parameter._version != version:
                 raise PenstockError(
-                    f"the forward writes into parameter {name} (nn.Embedding(max_norm=...) does so), of which other ranks "
-                    "or replicas have copies that would differ; do it after the optimizer's step, on all of them"
+                    f"the forward writes into parameter {name} (nn.Embedding(max_norm=...) does so), and its copies on "
+                    "other ranks or replicas would differ; do it after the optimizer's step, on all of them"
                 )
         for (name, owner, inner), before in zip(self._buffers, self._before, strict=True):
             if not torch.equal(owner.get_buffer(inner), before):
@@ -72,17 +72,17 @@ class Isolation:
                     "rank's copy would differ. Keep these places on one rank (split=...), or put the module in eval mode"
                 )
 
-    def require_own_leaves(self, graph: Iterable[Any]) -> None:
-        """Refuse a graph that ends in a parameter of another stage.
+    def require_own_leaves(self, nodes: Iterable[Any]) -> None:
+        """Check that a graph does not end in a parameter of another stage.
 
         Args:
-            graph: its nodes.
+            nodes: all nodes of the graph.
 
         Raises:
-            PenstockError: there is such a parameter; names it.
+            PenstockError: if there is such a parameter; names it.
         """
-        for node in graph if self._foreign else ():
-            leaf = getattr(node, "variable", None)  # of the node that accumulates into a leaf
+        for node in nodes if self._foreign else ():
+            leaf = getattr(node, "variable", None)  # only nodes that accumulate into a leaf have one
             if leaf is not None and (name := self._foreign.get(id(leaf))) is not None:
                 raise PenstockError(
                     f"a layer uses the parameter {name} of another stage without owning it; register it in the layer, too "
@@ -90,13 +90,13 @@ class Isolation:
                 )
 
 
-def graph_of(roots: Iterable[Tensor]) -> set[Any]:
-    """The nodes of the autograd graph behind some tensors."""
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    found: set[Any] = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                waiting.append(node)
-    return found
+def graph_nodes(roots: Iterable[Tensor]) -> set[Any]:
+    """Return the nodes of the autograd graph behind some tensors."""
+    pending = [root.grad_fn for root in roots if root.grad_fn is not None]
+    nodes: set[Any] = set(pending)
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                pending.append(node)
+    return nodes

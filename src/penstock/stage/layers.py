@@ -1,8 +1,8 @@
 """A model as an ordered list of named layers, built only where they are needed.
 
-Whatever a user hands over (an ``nn.Sequential``, a list of modules, functions or builders, named or not) becomes a list
-of `Layer`, and from here on nothing else is looked at. A parameter's name is the layer's name, a dot, and its name
-within the layer, whatever the split.
+Every model that a user passes (an ``nn.Sequential``, a list of modules, functions or builders, named or not) becomes a list
+of `Layer`; the rest of Penstock sees only these. A parameter's name is the layer's name, a dot, and its name within the
+layer, whatever the split.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ class Layer:
     """One layer of a model.
 
     Attributes:
-        name: unique; the prefix of its parameters' names. Dots are allowed, as in ``blocks.3``.
-        build: makes the module; called once, and only in a process that holds the layer.
-        role: blocks are what an even split counts; an embedding rides along with the first block and a head
-            with the last.
-        tied: own parameter names (within the layer) that are one with a parameter of an earlier layer: → that one's
-            name in the whole model.
-        module: what `build` returns, if it is there already.
+        name: unique prefix of its parameters' names. Dots are allowed, as in ``blocks.3``.
+        build: function that makes the module; called once, and only in a process that holds the layer.
+        role: role in an even split, which counts blocks; an embedding goes with the first block and a head with the
+            last (default "block").
+        tied: ties with parameters of earlier layers: parameter name within this layer → name in the whole model.
+        module: result of `build`, if it exists already.
     """
 
     name: str
@@ -44,18 +43,18 @@ class Layer:
 
 
 def as_layers(model: object) -> list[Layer]:
-    """Turn what the user gave into layers.
+    """Return the layers of a user's model.
 
     Args:
         model: an ``nn.Sequential`` or ``nn.ModuleList``; or a list of modules, of functions of the value, of builders
             (callables that need no argument and return a module), of ``(name, one of these)`` pairs, or of `Layer`.
 
     Raises:
-        SplitError: it is none of these, is empty, has a name twice, or has parameters that are not initialized yet.
+        SplitError: if it is none of these, is empty, has a name twice, or has parameters that are not initialized yet.
     """
     if isinstance(model, nn.Sequential | nn.ModuleList):
         _require_plain(model)
-        # named_children would leave out a layer that stands twice.
+        # named_children would leave out a layer that appears twice.
         everything = model.named_modules(remove_duplicate=False)
         layers = [_layer(name, module) for name, module in everything if name and "." not in name]
     elif isinstance(model, Sequence) and not isinstance(model, str | bytes):
@@ -71,26 +70,26 @@ def as_layers(model: object) -> list[Layer]:
 
 
 class Container:
-    """The module whose children are a model's layers; what changes in it later does not reach the pipeline.
+    """The module whose children are a model's layers; later changes in it do not reach the pipeline.
 
     Args:
-        model: as the user gave it.
+        model: model as the user gave it.
     """
 
     def __init__(self, model: object) -> None:
         self._model = model if isinstance(model, nn.Sequential | nn.ModuleList) else None
-        self._layers = self._found()
+        self._layers = self._children()
 
-    def _found(self) -> list[tuple[str, int]]:
+    def _children(self) -> list[tuple[str, int]]:
         return [] if self._model is None else [(n, id(m)) for n, m in self._model._modules.items()]
 
     def require_unchanged(self) -> None:
-        """Refuse a model to which layers were added, or in which they were replaced or removed.
+        """Check that no layer of the model was added, replaced or removed.
 
         Raises:
-            SplitError: that is so; names the first one.
+            SplitError: if one was; names one of them.
         """
-        now = self._found()
+        now = self._children()
         if now != self._layers:
             differs = next((n for n, _ in {*now} ^ {*self._layers}), "?")
             raise SplitError(
@@ -100,10 +99,10 @@ class Container:
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Refuse a container that does more than hold its layers, which would be lost when they are cut apart.
+    """Check that a container only holds layers; anything else in it would be lost in the split.
 
     Raises:
-        SplitError: it has a forward, hooks, parameters or buffers of its own.
+        SplitError: if the container itself has a forward, hooks, parameters or buffers.
     """
     base = nn.Sequential if isinstance(model, nn.Sequential) else nn.ModuleList
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -116,8 +115,8 @@ def _require_plain(model: nn.Module) -> None:
     ]
     if own:
         raise SplitError(
-            f"the {type(model).__name__} that holds the layers has {', '.join(own)} of its own, which would be lost when it "
-            "is cut; put that into a layer, or give list(model) to leave it out"
+            f"the {type(model).__name__} that holds the layers also has {', '.join(own)}, which would be lost when it "
+            "is split; put that into a layer, or give list(model) to leave it out"
         )
 
 
@@ -159,13 +158,13 @@ def _layer(name: str, item: object) -> Layer:
 
 
 def require_initialized(name: str, module: nn.Module) -> None:
-    """Refuse a layer whose parameters get their shape from the first batch.
+    """Check that all parameters and buffers of a layer have a shape.
 
     Raises:
-        SplitError: it has such a parameter or buffer; names it.
+        SplitError: if one gets its shape from the first batch (a lazy module); names it.
     """
-    own = (*module.named_parameters(), *module.named_buffers())
-    if lazy := [inner for inner, tensor in own if is_lazy(tensor)]:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if lazy := [inner for inner, tensor in tensors if is_lazy(tensor)]:
         raise SplitError(
             f"layer {name!r} ({type(module).__name__}) has parameters without a shape yet: {', '.join(lazy)}; run one batch "
             "through the model before it is cut, as model(x[:1]), or use modules that are told their sizes"

@@ -11,20 +11,20 @@ from torch import nn
 
 from penstock.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer, require_initialized
-from penstock.stage.named import Context, Draw, enter, names_given, names_taken
+from penstock.stage.named import Context, IsolatedCall, names_given, names_taken, set_context
 from penstock.stage.rng.initial import build_seeded
 
 
 class StageModule(nn.Module):
-    """The layers of one stage, run one after the other, as ``nn.Sequential`` does.
+    """The layers of one stage, run one after the other as in ``nn.Sequential``.
 
     Attributes:
-        names: the layers' names in the whole model.
-        takes: for each layer the named values it takes: name → whether it must have it.
-        gives_by_layer: for each layer the named values it gives.
-        gives: those of all layers.
-        together: the layers compiled as one, if they are.
-        before: for each layer what is called before it runs, if anything is: it waits for the layer's parameters.
+        names: names of the layers in the whole model.
+        takes: named values that each layer takes: name → whether it is required.
+        gives_by_layer: named values that each layer gives.
+        gives: named values that any layer gives.
+        together: module that runs the layers as one compiled call; None if they are not compiled.
+        before: functions to call before each layer, which wait for the layer's parameters; empty if there are none.
     """
 
     def __init__(self, layers: Sequence[Layer], device: torch.device | None = None, seed: int = 0) -> None:
@@ -32,8 +32,8 @@ class StageModule(nn.Module):
         self.names = tuple(layer.name for layer in layers)
         self.layers = nn.ModuleList()
         for layer in layers:
-            there = layer.module is not None
-            module = layer.module if there else build_seeded(layer.build, seed, layer.name)
+            built = layer.module is not None
+            module = layer.module if built else build_seeded(layer.build, seed, layer.name)
             if not isinstance(module, nn.Module):
                 raise SplitError(
                     f"layer {layer.name!r}: its builder returned a {type(module).__name__}, not an nn.Module; a builder "
@@ -48,45 +48,45 @@ class StageModule(nn.Module):
         self.gives = frozenset(name for names in self.gives_by_layer for name in names)
 
     def forward(self, value: Any, **named: Any) -> Any:
-        """All layers, with the named values they take; auxiliary losses are not looked at."""
+        """Run all layers, with the named values they take; auxiliary losses are ignored."""
         context = Context(dict(named), {}, self.gives)
-        before = enter(context)
+        previous = set_context(context)
         try:
             return self.run(value, context, 0, len(self.layers))
         finally:
-            enter(before)
+            set_context(previous)
 
     def run(self, value: Any, context: Context, start: int, stop: int) -> Any:
-        """Layers `start` to `stop` - 1, in a context that has been entered."""
-        named, draw = context.named, context.draw
+        """Run layers `start` to `stop` - 1; `context` must be this thread's current one."""
+        named, isolated_call = context.named, context.isolated_call
         if self.together is not None:
             for wait in self.before:
                 wait()
-            return _drawing(draw, "all layers", self.together, partial(self.together, value, named))
-        quiet = context.quiet
+            return _call(isolated_call, "all layers", self.together, partial(self.together, value, named))
+        rng_free = context.rng_free
         for n, layer in enumerate(self.layers):
             if not start <= n < stop:
                 continue
             if self.before:
                 self.before[n]()
             takes, name = self.takes[n], self.names[n]
-            given = {k: named[k] for k in takes if k in named} if takes and named else {}
-            call = partial(layer, value, **given)
-            value = call() if name in quiet else _drawing(draw, name, layer, call)
+            kwargs = {k: named[k] for k in takes if k in named} if takes and named else {}
+            call = partial(layer, value, **kwargs)
+            value = call() if name in rng_free else _call(isolated_call, name, layer, call)
         return value
 
     def compile_run(self) -> None:
-        """Give the layers to ``torch.compile`` as one; from then on `run` runs all of them."""
+        """Compile the layers as one with ``torch.compile``; from then on `run` runs all of them."""
         self.together = _Together(self.layers, self.takes)
         self.together.compile()
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """(name in the whole model, layer)."""
+        """Yield (name in the whole model, layer) pairs."""
         yield from zip(self.names, self.layers, strict=True)
 
     @cached_property
     def compiled(self) -> str | None:
-        """The name of a module that ``torch.compile`` made; None if there is none."""
+        """Name of a compiled module in the stage; None if there is none."""
         for name, module in self.named_modules():
             if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                 return str(name)
@@ -94,31 +94,31 @@ class StageModule(nn.Module):
 
     @property
     def trains_any(self) -> bool:
-        """Whether any parameter requires a gradient now."""
+        """True if any parameter requires a gradient now."""
         return any(p.requires_grad for p in self.parameters())
 
     def whole_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in the whole model, parameter)."""
+        """Yield (name in the whole model, parameter) pairs."""
         for name, layer in self.named_layers():
             for inner, parameter in layer.named_parameters():
                 yield f"{name}.{inner}" if inner else name, parameter
 
     def whole_model_state(self) -> dict[str, Any]:
-        """Parameters and buffers by their names in the whole model."""
+        """Return parameters and buffers by their names in the whole model."""
         state: dict[str, Any] = {}
         for name, layer in self.named_layers():
             state.update(layer.state_dict(prefix=f"{name}."))
         return state
 
     def has(self, name: str) -> bool:
-        """Whether a parameter has this name in the whole model, as its only or as one of its names."""
+        """Return whether a parameter of this stage has the name in the whole model, alone or among others."""
         return self._owner(name) is not None
 
     def find(self, name: str) -> tuple[nn.Module, str]:
-        """The module that owns the parameter of this name in the whole model, and the parameter's name there.
+        """Return the module that owns a parameter, by its name in the whole model, and the parameter's name in it.
 
         Raises:
-            PenstockError: no layer here has it.
+            PenstockError: if no layer of this stage has the parameter.
         """
         owner = self._owner(name)
         if owner is None:
@@ -135,7 +135,7 @@ class StageModule(nn.Module):
 
 
 class _Together(nn.Module):
-    """A stage's layers as one call, for ``torch.compile``."""
+    """All layers of a stage as one call, for ``torch.compile``."""
 
     def __init__(self, layers: nn.ModuleList, takes: Sequence[dict[str, bool]]) -> None:
         super().__init__()
@@ -148,22 +148,22 @@ class _Together(nn.Module):
         return value
 
 
-def _drawing(draw: Draw | None, name: str, layer: nn.Module, call: Callable[[], Any]) -> Any:
-    return call() if draw is None else draw(name, layer, call)
+def _call(isolated_call: IsolatedCall | None, name: str, layer: nn.Module, call: Callable[[], Any]) -> Any:
+    return call() if isolated_call is None else isolated_call(name, layer, call)
 
 
-def kept_buffers(module: nn.Module) -> Callable[[], None]:
-    """Return a function that puts a module's buffers back as they are now, so that its forward can run again."""
+def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
+    """Copy a module's buffers; return a function that restores them, so that a forward can run again."""
     buffers = [
         (owner, name, buffer, buffer.clone())
         for owner in module.modules()
         for name, buffer in owner.named_buffers(recurse=False)
     ]
 
-    def put_back() -> None:
+    def restore() -> None:
         with torch.no_grad():
             for owner, name, buffer, value in buffers:
                 setattr(owner, name, buffer)
                 buffer.copy_(value)
 
-    return put_back
+    return restore

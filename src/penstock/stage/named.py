@@ -1,7 +1,7 @@
-"""What a layer can reach besides the value the layer before it returned: named values, and the loss.
+"""Values that a layer can reach besides the previous layer's output: named values, and the loss.
 
 A layer takes a named value by listing its name in its ``forward``, after the first parameter. Named values are the keyword
-inputs of the step, cut into microbatches like the batch; and what an earlier layer handed on with `give`.
+inputs of the step, split into microbatches like the batch, and the values that earlier layers passed to `give`.
 """
 
 from __future__ import annotations
@@ -16,41 +16,42 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError, SplitError
 from penstock.stage.values import leaves_of
 
-Draw = Callable[[str, Any, Callable[[], Any]], Any]
+IsolatedCall = Callable[[str, Any, Callable[[], Any]], Any]
+"""``isolated_call(name, layer, call)`` calls a layer within `isolated_rng` and returns its output."""
 
 
 class Context:
-    """What the layers of one stage share while one microbatch goes through them.
+    """State that the layers of one stage share while they run on one microbatch.
 
     Attributes:
         named: named values, by name.
         losses: auxiliary losses so far, by name: 0-d tensors.
-        gives: the names that the stage's layers say they give.
-        draw: calls a layer so that its random numbers are its own: ``draw(name, layer, call)``; None leaves them.
-        quiet: names of layers that are known to draw nothing in this step, and are called as they are.
+        gives: names that the stage's layers declare in ``gives``.
+        isolated_call: calls a layer with random numbers of its key; None leaves torch's default generators.
+        rng_free: names of layers that are known to draw nothing in this step, and are called directly.
     """
 
-    __slots__ = ("_versions", "draw", "gives", "losses", "named", "quiet")
+    __slots__ = ("_versions", "gives", "isolated_call", "losses", "named", "rng_free")
 
     def __init__(
         self,
         named: dict[str, Any],
         losses: dict[str, Tensor],
         gives: frozenset[str] = frozenset(),
-        draw: Draw | None = None,
-        quiet: Collection[str] = (),
+        isolated_call: IsolatedCall | None = None,
+        rng_free: Collection[str] = (),
     ) -> None:
         self.named = named
         self.losses = losses
         self.gives = gives
-        self.draw = draw
-        self.quiet = quiet
+        self.isolated_call = isolated_call
+        self.rng_free = rng_free
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, value in named.items():
             self.watch(name, value)
 
     def watch(self, name: str, value: object) -> None:
-        """Remember a named value as it is now."""
+        """Record the version counters of a named value's tensors."""
         self._versions += [
             (name, leaf, leaf._version)
             for leaf in leaves_of(value)
@@ -58,10 +59,10 @@ class Context:
         ]
 
     def require_unwritten(self) -> None:
-        """Refuse layers that have written into a named value: others would see it or not, as the model is cut.
+        """Check that no layer has written into a named value: the split would decide which layers see the write.
 
         Raises:
-            PenstockError: one has; says which value.
+            PenstockError: if a layer has; names the value.
         """
         for name, leaf, version in self._versions:
             if leaf._version != version:
@@ -72,31 +73,31 @@ class Context:
 
     def add(self, name: str, value: Tensor) -> None:
         """Add to a named loss."""
-        before = self.losses.get(name)
-        self.losses[name] = value if before is None else before + value
+        total = self.losses.get(name)
+        self.losses[name] = value if total is None else total + value
 
 
-_here = threading.local()
+_thread = threading.local()
 
 
-def enter(context: Context | None) -> Context | None:
-    """Make this the context of `give` and `add_loss` on this thread; returns what was, to be put back."""
-    before: Context | None = getattr(_here, "context", None)
-    _here.context = context
-    return before
+def set_context(context: Context | None) -> Context | None:
+    """Set the context of `give` and `add_loss` on this thread; return the previous one, to be restored."""
+    previous: Context | None = getattr(_thread, "context", None)
+    _thread.context = context
+    return previous
 
 
 def give(name: str, value: object) -> None:
-    """Hand a value on to the later layers whose ``forward`` names it, past the layers between; gradients come back.
+    """Pass a value to the later layers whose ``forward`` names it, past the layers between; gradients flow back.
 
-    To be called in the ``forward`` of a layer that says so: its attribute ``gives`` is a tuple with the name.
+    Call it in the ``forward`` of a layer that declares it: the layer's attribute ``gives`` is a tuple with the name.
 
     Args:
-        name: under which later layers take it.
+        name: name of the value, as later layers take it.
         value: tensors, None, bool, int, float and str in tuples, lists and dicts.
 
     Raises:
-        PenstockError: called outside a stage's forward, or the layer does not say that it gives this.
+        PenstockError: if it is called outside a stage's forward, or the layer does not declare the name.
     """
     context = _context("give")
     if name not in context.gives:
@@ -110,14 +111,14 @@ def give(name: str, value: object) -> None:
 def add_loss(value: Tensor, name: str = "auxiliary") -> None:
     """Add a scalar to the microbatch's loss, from any layer of any stage.
 
-    It is weighed like the loss itself and reported in ``StepResult.parts[name]``.
+    It is weighted like the loss itself and reported in ``StepResult.parts[name]``.
 
     Args:
-        value: 0-d tensor, floating point.
-        name: what is reported together; several of one name in a microbatch are summed.
+        value: 0-d tensor of a floating-point dtype.
+        name: name of the loss in the report (default "auxiliary"); losses of one name in a microbatch are summed.
 
     Raises:
-        PenstockError: called outside a stage's forward, or `value` is no scalar tensor.
+        PenstockError: if it is called outside a stage's forward, or `value` is not a scalar tensor.
     """
     context = _context("add_loss")
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
@@ -133,35 +134,35 @@ def _kind(value: object) -> str:
     )
 
 
-def _context(what: str) -> Context:
-    context: Context | None = getattr(_here, "context", None)
+def _context(function: str) -> Context:
+    context: Context | None = getattr(_thread, "context", None)
     if context is None:
-        raise PenstockError(f"penstock.{what} was called outside the forward of a pipeline's layer")
+        raise PenstockError(f"penstock.{function} was called outside the forward of a pipeline's layer")
     return context
 
 
 def names_taken(layer: nn.Module) -> dict[str, bool]:
-    """The named values a layer takes: name → whether it must have it (its parameter has no default)."""
+    """Return the named values a layer takes: name → whether it is required (its parameter has no default)."""
     try:
         parameters = list(inspect.signature(layer.forward).parameters.values())
-    except (TypeError, ValueError):  # a forward in C has no signature, and so no names
+    except (TypeError, ValueError):  # a forward written in C has no signature, and so no names
         return {}
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {p.name: p.default is p.empty for p in parameters[1:] if p.kind in kinds}
 
 
 def names_given(layer: nn.Module) -> tuple[str, ...]:
-    """The named values a layer, or a layer within it, says it gives.
+    """Return the names that a layer and the modules within it declare in ``gives``.
 
     Raises:
-        SplitError: ``gives`` is no tuple of names.
+        SplitError: if ``gives`` is not a tuple of names.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for module in layer.modules():
         gives = getattr(module, "gives", ())
         if not isinstance(gives, tuple) or not all(isinstance(name, str) for name in gives):
             raise SplitError(
                 f"{type(module).__name__}.gives must be a tuple of names, as ('mask',), not {gives!r}"
             )
-        found.update(dict.fromkeys(gives))
-    return tuple(found)
+        names.update(dict.fromkeys(gives))
+    return tuple(names)

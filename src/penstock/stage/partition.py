@@ -1,4 +1,4 @@
-"""How many layers each stage gets: contiguous ranges, evenly, by count, by range, or by weight."""
+"""Partitions of layers into contiguous ranges, one a stage: evenly, by count, by range, or by weight."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def even(blocks: int, stages: int) -> Ranges:
-    """Equal counts, the remainder to the earliest stages: 10 blocks on 3 stages is 4, 3, 3.
+    """Partition into equal counts, the remainder to the earliest stages: 10 blocks on 3 stages is 4, 3, 3.
 
     Raises:
-        SplitError: fewer blocks than stages, or no stage.
+        SplitError: if there are fewer blocks than stages, or no stage.
     """
-    _enough(blocks, stages)
+    _require_enough(blocks, stages)
     base, extra = divmod(blocks, stages)
     return _from_counts([base + (s < extra) for s in range(stages)])
 
 
 def by_counts(counts: Sequence[int], blocks: int) -> Ranges:
-    """The given number of blocks a stage.
+    """Partition by the number of blocks of each stage.
 
     Raises:
-        SplitError: a count below 1, or counts that do not add up to `blocks`.
+        SplitError: if a count is below 1, or the counts do not add up to `blocks`.
     """
     if any(count < 1 for count in counts) or not counts:
         raise SplitError(f"every stage needs at least one block; the counts are {list(counts)}")
@@ -39,42 +39,41 @@ def by_counts(counts: Sequence[int], blocks: int) -> Ranges:
 
 
 def by_ranges(ranges: Sequence[tuple[int, int]], blocks: int) -> Ranges:
-    """The given (start, stop) ranges, checked: consecutive, none empty, every block owned exactly once.
+    """Partition by the (start, stop) range of each stage.
 
     Raises:
-        SplitError: a gap, an overlap, an empty range, or blocks left over.
+        SplitError: if there is a gap, an overlap, or an empty range, or blocks are left over.
     """
-    given = tuple((int(start), int(stop)) for start, stop in ranges)
-    if not given:
+    partition = tuple((int(start), int(stop)) for start, stop in ranges)
+    if not partition:
         raise SplitError("no ranges; give one (start, stop) a stage")
-    if any(stop <= start for start, stop in given):
-        raise SplitError(f"an empty range in {list(given)}; every stage needs at least one block")
-    joined = all(a[1] == b[0] for a, b in pairwise(given))
-    if given[0][0] != 0 or given[-1][1] != blocks or not joined:
+    if any(stop <= start for start, stop in partition):
+        raise SplitError(f"an empty range in {list(partition)}; every stage needs at least one block")
+    consecutive = all(a[1] == b[0] for a, b in pairwise(partition))
+    if partition[0][0] != 0 or partition[-1][1] != blocks or not consecutive:
         raise SplitError(
-            f"the ranges {list(given)} do not cover blocks 0..{blocks - 1} exactly once, in order"
+            f"the ranges {list(partition)} do not cover blocks 0..{blocks - 1} exactly once, in order"
         )
-    return given
+    return partition
 
 
 def by_weights(weights: Sequence[float], stages: int) -> Ranges:
-    """The contiguous split whose heaviest stage is lightest; exact.
+    """Partition so that the heaviest stage is as light as possible; exact.
 
-    Of the splits with that heaviest stage it takes one that fills the early stages no more than needed: later
-    stages are cut as late as the bound allows, so that the early ones, which hold most activations, stay light.
-    Dynamic programming, O(layers² · stages).
+    Among the partitions with that heaviest stage, the early stages get as few layers as the bound allows, since they
+    hold the most activations. Dynamic programming, O(layers² · stages).
 
     Args:
         weights: cost of each layer (seconds, bytes, parameters; any one unit), finite and not negative.
-        stages: number of stages.
+        stages: number of stages, at most the number of layers.
 
     Raises:
-        SplitError: a weight that is negative or not finite, or fewer layers than stages.
+        SplitError: if a weight is negative or not finite, or there are fewer layers than stages.
     """
     if bad := [w for w in weights if not (math.isfinite(w) and w >= 0)]:
         raise SplitError(f"weights must be finite and not negative; given {bad[0]!r}")
     n = len(weights)
-    _enough(n, stages)
+    _require_enough(n, stages)
     prefix = [0.0]
     for weight in weights:
         prefix.append(prefix[-1] + weight)
@@ -96,7 +95,7 @@ def by_weights(weights: Sequence[float], stages: int) -> Ranges:
     return _from_counts(counts)
 
 
-def _enough(blocks: int, stages: int) -> None:
+def _require_enough(blocks: int, stages: int) -> None:
     if stages < 1:
         raise SplitError(f"the number of stages must be at least 1, not {stages}")
     if blocks < stages:

@@ -1,8 +1,8 @@
-"""The structure of a value (a pytree spec) as text, and back: classes travel as names, which are looked up, not imported.
+"""Structures of values (pytree specs) as text, and back: classes travel as names, which are looked up, not imported.
 
-What may be handed over between stages is the same for threads as for processes: tuples, lists, dicts and their kin in
-`collections`; named tuples; and every class that is registered as a pytree node. A class must be found by its name in its
-module, for that is how another process finds it.
+Stages may send the same values between threads as between processes: tuples, lists, dicts and their kin in `collections`;
+named tuples; and every class that is registered as a pytree node. A class must be reachable by its name in its module,
+since another process looks it up by that name.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _portable: set[object] = {tuple, list}
 
 
 def require_portable(structure: Any) -> None:
-    """Refuse a structure that another process could not put together.
+    """Check that another process can assemble values of a structure.
 
     Raises:
-        StageShapeError: a class that is not found by its name, or a key or an option that is no plain value.
+        StageShapeError: if a class is not reachable by its name, or a key or an option is not a plain value.
     """
     kind = structure.type
     if kind is dict:
         for key in structure.context:
             if type(key) not in _PLAIN:
-                _encoded(key)
+                _encode(key)
     elif kind not in _portable:
         kinds = (kind, structure.context) if kind is namedtuple else kind
         if kinds not in _portable:
-            _encoded(kind)
-            _encoded(structure.context)
+            _encode(kind)
+            _encode(structure.context)
             # A context may differ from value to value; a named tuple's is its class.
             if kind is namedtuple:
                 _portable.add(kinds)
@@ -47,19 +47,20 @@ def require_portable(structure: Any) -> None:
 
 
 def dumps(structure: Any) -> str:
-    """A structure as JSON text.
+    """Return a structure as JSON text.
 
     Raises:
-        StageShapeError: as `require_portable`.
+        StageShapeError: if `require_portable` would raise it.
     """
     return json.dumps(_node(structure))
 
 
 def loads(text: str) -> Any:
-    """The structure of a JSON text.
+    """Return the structure of a JSON text.
 
     Raises:
-        TransportError: it names a module that is not loaded here, or a class that is not there or is no container.
+        TransportError: if it names a module that is not loaded in this process, or a class that does not exist or is not
+            a container.
     """
     return _structure(json.loads(text))
 
@@ -68,8 +69,8 @@ def _node(structure: Any) -> Any:
     if structure.type is None:
         return None
     return [
-        _encoded(structure.type),
-        _encoded(structure.context),
+        _encode(structure.type),
+        _encode(structure.context),
         [_node(child) for child in _children(structure)],
     ]
 
@@ -77,7 +78,7 @@ def _node(structure: Any) -> Any:
 def _structure(node: Any) -> Any:
     if node is None:
         return _LEAF
-    kind, context, children = _decoded(node[0]), _decoded(node[1]), node[2]
+    kind, context, children = _decode(node[0]), _decode(node[1]), node[2]
     known = kind in _pytree.SUPPORTED_NODES
     if not known or (kind is namedtuple and not _pytree.is_namedtuple_class(context)):
         raise TransportError(
@@ -87,54 +88,54 @@ def _structure(node: Any) -> Any:
 
 
 def _children(structure: Any) -> list[Any]:
-    # Older PyTorch has the attribute only, newer warns of it.
+    # Older PyTorch has only the attribute, which newer versions deprecate.
     children: list[Any] = structure.children() if hasattr(structure, "children") else structure.children_specs
     return children
 
 
-def _encoded(value: Any) -> Any:
-    """A class, a key or a node's options: plain values as they are, all else as a list that begins with what it is."""
+def _encode(value: Any) -> Any:
+    """Encode a class, a key or a node's options: plain values unchanged, others as a list that begins with the kind."""
     if type(value) in _PLAIN:
         return value
     if type(value) in (list, tuple):
-        return [type(value).__name__, *map(_encoded, value)]
+        return [type(value).__name__, *map(_encode, value)]
     if type(value) is dict:
-        return ["dict", *([_encoded(key), _encoded(one)] for key, one in value.items())]
+        return ["dict", *([_encode(key), _encode(item)] for key, item in value.items())]
     if isinstance(value, Enum):
-        return ["enum", _named(type(value)), value.name]
+        return ["enum", _name_of(type(value)), value.name]
     if isinstance(value, type) or value is namedtuple:
-        return ["class", _named(value)]
+        return ["class", _name_of(value)]
     raise StageShapeError(
         f"a value between stages has a {type(value).__name__} for a key or an option of a container: {value!r:.80}; keys "
         "are None, bool, int, float, str, members of an Enum, or tuples of these"
     )
 
 
-def _decoded(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     kind, *rest = value
     match kind:
         case "list":
-            return [_decoded(one) for one in rest]
+            return [_decode(item) for item in rest]
         case "tuple":
-            return tuple(_decoded(one) for one in rest)
+            return tuple(_decode(item) for item in rest)
         case "dict":
-            return {_decoded(key): _decoded(one) for key, one in rest}
+            return {_decode(key): _decode(item) for key, item in rest}
         case "enum":
-            found = _found(rest[0])
-            if isinstance(found, type) and issubclass(found, Enum) and rest[1] in found.__members__:
-                return found[rest[1]]
+            cls = _look_up(rest[0])
+            if isinstance(cls, type) and issubclass(cls, Enum) and rest[1] in cls.__members__:
+                return cls[rest[1]]
         case "class":
-            found = _found(rest[0])
-            if isinstance(found, type) or found is namedtuple:
-                return found
+            cls = _look_up(rest[0])
+            if isinstance(cls, type) or cls is namedtuple:
+                return cls
     raise TransportError(
         f"a value has {value!r:.200} in it, which is not found here; the ranks run different code"
     )
 
 
-def _named(kind: Any) -> str:
+def _name_of(kind: Any) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
     module = sys.modules.get(kind.__module__)
     if module is None or _attribute(module, kind.__qualname__) is not kind:
@@ -145,7 +146,7 @@ def _named(kind: Any) -> str:
     return name
 
 
-def _found(name: str) -> Any:
+def _look_up(name: str) -> Any:
     module, _, path = name.partition(":")
     if module not in sys.modules:
         raise TransportError(
@@ -155,6 +156,6 @@ def _found(name: str) -> Any:
 
 
 def _attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part, None)
+    for name in path.split("."):
+        module = getattr(module, name, None)
     return module

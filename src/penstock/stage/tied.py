@@ -12,12 +12,12 @@ from penstock.stage.module import StageModule
 
 
 def find_ties(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
-    """Groups of whole-model names that are one parameter, each in model order; the first name is the parameter's.
+    """Return groups of whole-model names that are one parameter, each in model order; the first is the parameter's name.
 
-    Found by identity among layers given as modules, and by what `Layer.tied` declares.
+    Ties are detected by identity among layers given as modules, and declared by `Layer.tied`.
 
     Raises:
-        SplitError: a layer declares a tie with itself alone, or with a name no layer before it can have.
+        SplitError: if a layer declares a tie with a name that no earlier layer can have.
     """
     place = {layer.name: n for n, layer in enumerate(layers)}
     group: dict[str, list[str]] = {}
@@ -42,29 +42,28 @@ def find_ties(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
                     f"layer {layer.name!r} says that its {inner} is tied to {other!r}, which no layer before it has"
                 )
             join(other, f"{layer.name}.{inner}")
-    unique = {id(found): found for found in group.values() if len(found) > 1}
-    return [tuple(sorted(found, key=lambda n: place[owner_of(n, layers) or ""])) for found in unique.values()]
+    unique = {id(tied): tied for tied in group.values() if len(tied) > 1}
+    return [tuple(sorted(tied, key=lambda n: place[owner_of(n, layers) or ""])) for tied in unique.values()]
 
 
 def owner_of(name: str, layers: Sequence[Layer]) -> str | None:
-    """The name of the layer that a parameter of this whole-model name belongs to: the longest that fits."""
+    """Return the name of the layer that owns a parameter, by its whole-model name: the longest that fits."""
     fitting = [layer.name for layer in layers if name == layer.name or name.startswith(f"{layer.name}.")]
     return max(fitting, key=len, default=None)
 
 
 def set_parameter(module: StageModule, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Put a parameter in the place of the one of this whole-model name; returns what was there.
+    """Replace the parameter of this whole-model name; return the replaced one.
 
     Raises:
-        SplitError: they differ in shape or dtype, so they cannot be one.
+        SplitError: if they differ in shape or dtype, so that they cannot be tied.
     """
     owner, inner = module.find(name)
-    before = getattr(owner, inner)
+    before: nn.Parameter = getattr(owner, inner)
     if before.shape != parameter.shape or before.dtype != parameter.dtype:
         raise SplitError(
-            f"{name} cannot be tied: it is {before.dtype} of shape {tuple(before.shape)}, and what it is tied to is "
+            f"{name} cannot be tied: it is {before.dtype} of shape {tuple(before.shape)}, and its owner's parameter is "
             f"{parameter.dtype} of shape {tuple(parameter.shape)}"
         )
     setattr(owner, inner, parameter)
-    found: nn.Parameter = before
-    return found
+    return before

@@ -1,7 +1,7 @@
-"""What stages hand to each other: a value taken apart into leaves, so that any transport can carry it.
+"""Messages between stages: values flattened into leaves, so that any transport can carry them.
 
-`torch.utils._pytree` is private, but it is the registry in which other libraries enter their output types; this and
-`structures` are the places that use it.
+`torch.utils._pytree` is private, but other libraries register their output types in it. Only this module and `structures`
+use it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 class Message(NamedTuple):
-    """A value between two stages, detached from any graph.
+    """A value sent between two stages, detached from any graph.
 
     Attributes:
         leaves: tensors and plain values; for a gradient, a tensor or None for each leaf that needed one.
-        structure: how to put the leaves together (a pytree spec); None for one bare leaf, and for gradients.
-        needs_grad: for every leaf, whether a gradient for it is to come back; of a gradient, whether a layer has set a hook
-            on what it belongs to.
+        structure: pytree spec that assembles the leaves; None for one bare leaf, and for gradients.
+        needs_grad: for every leaf, whether a gradient for it must come back; for a gradient, whether a layer has registered
+            a hook on the tensor it belongs to.
     """
 
     leaves: tuple[Any, ...]
@@ -39,15 +39,15 @@ class Message(NamedTuple):
 
 
 def pack(value: object, *, travels: bool = True) -> tuple[Message, tuple[Tensor, ...]]:
-    """Take a stage's output apart; returns the message to hand over and the leaves that have a graph.
+    """Flatten a stage's output; return the message to send, and the leaves that have a graph.
 
     Args:
-        value: the output.
-        travels: whether it is to be handed over, so that its containers must be such as another process can make.
+        value: output of a stage or a segment.
+        travels: whether it is sent to another stage, so that another process must be able to build its containers.
 
     Raises:
-        StageShapeError: a leaf is neither a tensor nor None, bool, int, float or str (of a subclass, if it travels); or it
-            is in a container that another process could not put together.
+        StageShapeError: if a leaf is neither a tensor nor None, bool, int, float or str (or, if it travels, of a subclass
+            of these); or if it is in a container that another process could not build.
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
@@ -78,55 +78,56 @@ def pack(value: object, *, travels: bool = True) -> tuple[Message, tuple[Tensor,
     )
 
 
-class Collecting:
-    """The tensors of a stage's input that collect a gradient.
+class InputGrads:
+    """Input tensors of a stage that collect a gradient.
 
     Attributes:
-        leaves: as they came.
-        caught: by a leaf's id, the gradient on its way to it. A leaf's own ``.grad`` is laid out as the leaf is, and the
-            kernels of the backward that goes on from there, and so its last bits, depend on the layout.
-        nodes: for each leaf, the node of what the layers were handed in its place, or None; empty if nothing was.
-        hooked: for each leaf, whether a layer has set a hook on it; empty if no layer has.
+        leaves: input leaves that need a gradient.
+        caught: gradients by leaf id, caught before they reach the leaf. A leaf's ``.grad`` gets the layout of the leaf, and
+            the kernels of the earlier stages' backwards, and so the last bits, depend on the layout.
+        replacements: tensors that the layers get in place of the leaves; kept only while the layers run.
+        nodes: graph node of each replacement, or None; empty if there are no replacements.
+        hooked: whether a layer has registered a hook, for each leaf; empty if no layer has.
     """
 
-    __slots__ = ("caught", "handed", "hooked", "leaves", "nodes")
+    __slots__ = ("caught", "hooked", "leaves", "nodes", "replacements")
 
     def __init__(self) -> None:
         self.leaves: tuple[Tensor, ...] = ()
         self.caught: dict[int, Tensor] = {}
-        self.handed: list[Tensor] = []
+        self.replacements: list[Tensor] = []
         self.nodes: tuple[Any, ...] = ()
         self.hooked: tuple[bool, ...] = ()
 
-    def ran(self) -> None:
-        """The layers have run: look for hooks, and keep nothing of what they were handed but its nodes."""
-        given = self.handed or self.leaves
-        for tensor in given:
+    def after_forward(self) -> None:
+        """Record the hooks that the layers have registered, and keep only the nodes of the replacements."""
+        inputs = self.replacements or self.leaves
+        for tensor in inputs:
             if tensor._backward_hooks:
-                self.hooked = tuple(bool(each._backward_hooks) for each in given)
+                self.hooked = tuple(bool(each._backward_hooks) for each in inputs)
                 break
-        if self.handed:
-            self.nodes = tuple(tensor.grad_fn for tensor in self.handed)
-            self.handed.clear()
+        if self.replacements:
+            self.nodes = tuple(tensor.grad_fn for tensor in self.replacements)
+            self.replacements.clear()
 
     @property
     def grads(self) -> list[Tensor | None]:
-        """The gradients; None where there is none."""
+        """Gradients of the leaves; None for a leaf without one."""
         caught = self.caught
         if not caught:
             return [leaf.grad for leaf in self.leaves]
         return [caught.get(id(leaf), leaf.grad) for leaf in self.leaves]
 
     @property
-    def laid_out_alike(self) -> bool:
-        """Whether every leaf's own ``.grad`` would have the layout of its gradient."""
+    def layouts_match(self) -> bool:
+        """True if every leaf's ``.grad`` would have the layout of the gradient that reaches it."""
         return all(
             g is None or _strides(g) == _strides(x) for x, g in zip(self.leaves, self.grads, strict=True)
         )
 
 
 def _strides(tensor: Tensor) -> object:
-    """The strides that matter, those of dimensions with several elements."""
+    """Return the strides of the dimensions with several elements; the others have no effect."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.layout
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
@@ -142,33 +143,32 @@ def _subclass(leaf: object) -> StageShapeError:
 
 
 def unpack(
-    message: Message, hand: Callable[[Tensor], Tensor] | None = None, into: Collecting | None = None
+    message: Message,
+    transform: Callable[[Tensor], Tensor] | None = None,
+    input_grads: InputGrads | None = None,
 ) -> object:
-    """Put a message together.
+    """Assemble the value of a message.
 
     Args:
-        message: what it is made of.
-        hand: makes of each tensor the one that the value has; by default it is the message's own.
-        into: is told of the tensors that collect a gradient.
-
-    Returns:
-        The value.
+        message: message to unpack.
+        transform: function applied to each tensor (default None: the value has the message's own tensors).
+        input_grads: record of the tensors that collect a gradient; filled in.
     """
     leaves = message.leaves
-    collecting = [
-        leaf.requires_grad_() for leaf, needed in zip(leaves, message.needs_grad, strict=True) if needed
-    ]
-    if into is not None:
-        into.leaves += tuple(collecting)
-    if hand is not None:
-        handed = tuple(hand(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        if into is not None:
-            for leaf, other, needed in zip(leaves, handed, message.needs_grad, strict=True):
-                if isinstance(other, Tensor) and other is not leaf and other.grad_fn is not None:
-                    other.grad_fn.register_prehook(partial(_catch, into.caught, id(leaf)))
+    need_grad = tuple(
+        [leaf.requires_grad_() for leaf, needed in zip(leaves, message.needs_grad, strict=True) if needed]
+    )
+    if input_grads is not None:
+        input_grads.leaves += need_grad
+    if transform is not None:
+        replacements = tuple(transform(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if input_grads is not None:
+            for leaf, new, needed in zip(leaves, replacements, message.needs_grad, strict=True):
+                if isinstance(new, Tensor) and new is not leaf and new.grad_fn is not None:
+                    new.grad_fn.register_prehook(partial(_catch, input_grads.caught, id(leaf)))
                 if needed:
-                    into.handed.append(other)
-        leaves = handed
+                    input_grads.replacements.append(new)
+        leaves = replacements
     if message.structure is None:
         return leaves[0]
     return _pytree.tree_unflatten(list(leaves), message.structure)
@@ -179,11 +179,11 @@ def _catch(caught: dict[int, Tensor], leaf: int, grads: tuple[Tensor | None, ...
     if grad is not None:
         before = caught.get(leaf)
         caught[leaf] = grad if before is None else before + grad
-    return (None,)  # nothing comes to the leaf itself
+    return (None,)  # the leaf itself gets no gradient
 
 
 def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
-    """A value's leaves and its structure; None for one bare tensor."""
+    """Return a value's leaves and its structure; the structure of a bare tensor is None."""
     if isinstance(value, Tensor):
         return (value,), None
     leaves, structure = _pytree.tree_flatten(value)
@@ -191,19 +191,19 @@ def flatten(value: object) -> tuple[tuple[Any, ...], Any]:
 
 
 def leaves_of(value: object) -> list[Any]:
-    """A value's leaves, those of all its microbatches if it is cut already."""
+    """Return a value's leaves; of `Microbatches`, those of all parts."""
     return _pytree.tree_leaves(list(value.parts) if isinstance(value, Microbatches) else value)
 
 
 def has_tensor(value: object) -> bool:
-    """Whether there is a tensor among a value's leaves, or it is cut into microbatches already."""
+    """Return whether a value has a tensor among its leaves, or is `Microbatches`."""
     if isinstance(value, Microbatches):
         return True
     return any(isinstance(leaf, Tensor) for leaf in _pytree.tree_leaves(value))
 
 
 def describe(message: Message) -> str:
-    """The leaves in a few words, as ``float32 (4, 16)``."""
+    """Describe the leaves briefly, as in ``float32 (4, 16)``."""
     return ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
         if isinstance(leaf, Tensor)
@@ -212,27 +212,28 @@ def describe(message: Message) -> str:
     )
 
 
-def gradients(
+def grad_messages(
     grads: Sequence[Tensor | None], routes: Sequence[int], hooked: Sequence[bool] = ()
 ) -> tuple[Message, ...]:
-    """The gradients that a stage's inputs have collected, as messages for the stages that made them.
+    """Return the gradients of a stage's inputs as messages to the stages that made the inputs.
 
     Args:
-        grads: by input that needs one.
-        routes: how many of them came through each route, in order.
-        hooked: whether a layer has set a hook on the input, which travels as the messages' `needs_grad`; empty if none has.
+        grads: gradient of each input that needs one.
+        routes: number of these inputs from each route, in order.
+        hooked: for each input, whether a layer has registered a hook on it; sent as the messages' `needs_grad`. Empty if
+            no layer has.
     """
-    rest, there = iter(grads), iter(hooked)
+    grad, hook = iter(grads), iter(hooked)
     if not hooked:
-        return tuple(Message(tuple(islice(rest, n)), None, (False,) * n) for n in routes)
-    return tuple(Message(tuple(islice(rest, n)), None, tuple(islice(there, n))) for n in routes)
+        return tuple(Message(tuple(islice(grad, n)), None, (False,) * n) for n in routes)
+    return tuple(Message(tuple(islice(grad, n)), None, tuple(islice(hook, n))) for n in routes)
 
 
 class StageState(NamedTuple):
-    """What travels from a stage to the next where that is more than the last layer's output.
+    """State that travels from a stage to the next, where there is more than the last layer's output.
 
     Attributes:
-        value: the last layer's output.
+        value: output of the last layer.
         named: named values that later stages take, by name.
         losses: auxiliary losses so far, by name.
     """
@@ -244,81 +245,80 @@ class StageState(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatches:
-    """A batch that is cut already: one value a microbatch, which may differ in shape.
+    """A batch already split into microbatches, which may differ in shape.
 
     Attributes:
-        parts: by microbatch id.
+        parts: one value for each microbatch, in order.
     """
 
     parts: Sequence[object]
 
 
-def slices(
+def split_batch(
     value: object, microbatches: int, what: str, device: torch.device | None = None
 ) -> tuple[list[object], list[int]]:
-    """Cut a batch along dimension 0 into microbatches: every tensor in it; other leaves go to all.
+    """Split every tensor of a batch along dimension 0 into microbatches; other leaves go to all of them.
 
     Where `microbatches` does not divide the batch, the first ones are larger by one row.
 
     Args:
         value: a tensor, or tensors in tuples, lists and dicts; or `Microbatches`.
-        microbatches: how many.
-        what: the value is, for the error.
-        device: where the tensors are to be; None leaves them.
+        microbatches: number of microbatches.
+        what: name of the value in error messages.
+        device: target device of the tensors; None leaves them where they are.
 
     Returns:
-        The parts, and the rows (the size of dimension 0) of each.
+        The microbatches, and the rows (the size of dimension 0) of each.
 
     Raises:
-        BatchError: no tensor, tensors of different batch sizes, fewer rows than microbatches, or a wrong number of parts.
+        BatchError: if there is no tensor, tensors differ in batch size, there are fewer rows than microbatches, or
+            `Microbatches` has another number of parts.
     """
     if isinstance(value, Microbatches):
         if len(value.parts) != microbatches:
             raise BatchError(
                 f"{what}: {len(value.parts)} microbatches were given, but there are {microbatches}"
             )
-        found = [_placed(part, f"{what}, microbatch {n}", device) for n, part in enumerate(value.parts)]
-        return [part for part, _ in found], [rows for _, rows in found]
-    whole, size = _placed(value, what, device)
+        moved = [_detach_to(part, f"{what}, microbatch {n}", device) for n, part in enumerate(value.parts)]
+        return [part for part, _ in moved], [rows for _, rows in moved]
+    batch, size = _detach_to(value, what, device)
     if size < microbatches:
         raise BatchError(
             f"{what}: a batch of {size} is too small for {microbatches} microbatches; every one needs at least one row"
         )
-    leaves, structure = _pytree.tree_flatten(whole)
-    parts = [
+    leaves, structure = _pytree.tree_flatten(batch)
+    split_leaves = [
         torch.tensor_split(leaf, microbatches) if isinstance(leaf, Tensor) else (leaf,) * microbatches
         for leaf in leaves
     ]
-    small, larger = divmod(size, microbatches)
+    rows, extra = divmod(size, microbatches)
     return (
-        [_pytree.tree_unflatten([part[n] for part in parts], structure) for n in range(microbatches)],
-        [small + (n < larger) for n in range(microbatches)],
+        [_pytree.tree_unflatten([leaf[n] for leaf in split_leaves], structure) for n in range(microbatches)],
+        [rows + (n < extra) for n in range(microbatches)],
     )
 
 
-def _placed(value: object, what: str, device: torch.device | None) -> tuple[object, int]:
-    """The value without a graph, on the device, and the rows of its tensors."""
+def _detach_to(value: object, what: str, device: torch.device | None) -> tuple[object, int]:
+    """Return the value without a graph, on the device, and the rows of its tensors."""
     leaves, structure = _pytree.tree_flatten(value)
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves if isinstance(leaf, Tensor)}
     if len(sizes) != 1 or None in sizes:
-        found = "no tensor" if not sizes else f"batch sizes {sorted(map(str, sizes))}"
-        raise BatchError(f"{what}: {found}; it needs tensors that share dimension 0, the batch")
+        reason = "no tensor" if not sizes else f"batch sizes {sorted(map(str, sizes))}"
+        raise BatchError(f"{what}: {reason}; it needs tensors that share dimension 0, the batch")
     (size,) = sizes
     assert size is not None
-    moved = [_at(leaf.detach(), device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    # ``to(None)`` leaves a tensor where it is.
+    moved = [leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return _pytree.tree_unflatten(moved, structure), size
 
 
-def _at(tensor: Tensor, device: torch.device | None) -> Tensor:
-    return tensor if device is None else tensor.to(device)
-
-
-def same_numbers(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:
-    """Whether two tensors are the same numbers.
+def same_values(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:
+    """Return whether two tensors have the same shape, dtype and values.
 
     Args:
-        one, other: of any shape and dtype.
-        exact: bit for bit, or up to rounding; by default bit for bit on a CPU, whose kernels are deterministic.
+        one, other: tensors of any shape and dtype.
+        exact: True to compare bit for bit, False up to rounding; by default bit for bit on a CPU, whose kernels are
+            deterministic.
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -331,7 +331,7 @@ def same_numbers(one: Tensor, other: Tensor, exact: bool | None = None) -> bool:
 
 
 def finite_sum(gradient: Tensor) -> Tensor:
-    """A real number that is finite if the gradient is, as good as ever: half precision would overflow on the way."""
+    """Return a real sum that is finite only if the whole gradient is; half precision, which would overflow, in float32."""
     if gradient.dtype is torch.float32:
         return gradient.sum()
     if gradient.is_complex():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from penstock.errors import StageError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.compute.inplace import own
+from penstock.stage.compute.inplace import clone_with_strides
 from tests.runtime import plain
 
 WIDTH = plain.WIDTH
@@ -213,7 +213,7 @@ def test_what_is_held_is_counted_without_the_copies_of_the_first_microbatch():
 )
 def test_a_copy_has_the_strides_and_hands_back_the_gradient(tensor):
     leaf = tensor.requires_grad_() if tensor.is_floating_point() else tensor
-    copy = own(leaf)
+    copy = clone_with_strides(leaf)
     if tensor.layout is torch.strided:
         assert copy.stride() == tensor.stride()
         assert torch.equal(copy, tensor)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.stage.named import Context, enter
+from penstock.stage.named import Context, set_context
 
 WIDTH = 6
 
@@ -71,10 +71,10 @@ def plain(layers: list[nn.Module]) -> list[Tensor]:
     layers = copy.deepcopy(layers)
     for x, y in zip(X.chunk(2), Y.chunk(2), strict=True):
         context = Context({}, {}, frozenset({"h"}))
-        before = enter(context)
+        before = set_context(context)
         for layer in layers:
             x = layer(x, context.named["h"]) if isinstance(layer, Takes) else layer(x)
-        enter(before)
+        set_context(before)
         loss = sum(context.losses.values(), F.mse_loss(x, y))
         (loss / 2).backward()
     return [p.grad for p in nn.ModuleList(layers).parameters()]

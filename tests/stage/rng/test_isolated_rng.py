@@ -305,7 +305,7 @@ def test_with_the_split_backward_gradients_are_those_of_torch(name: str, order: 
         y = net(x)
     (y.float() * weights).sum().backward()
     assert len(queue.pending) == deferred[order]
-    queue.work_off({})
+    queue.accumulate({})
     assert torch.equal(torch.get_rng_state(), state)
     assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
     net.zero_grad()

@@ -107,7 +107,7 @@ def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcont
         deferred = len(queue.pending)
         if x.is_floating_point():
             assert torch.equal(leaves[0].grad, leaves[1].grad)
-        queue.work_off({})
+        queue.accumulate({})
         assert queue.pending == []
         for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), name
@@ -181,7 +181,7 @@ def test_hooks_of_a_parameter_fire_once_a_microbatch_after_the_last_contribution
         loss = net(torch.arange(5)).square().mean()
     loss.backward()
     assert seen == []
-    queue.work_off({})
+    queue.accumulate({})
     assert [what for what, _ in seen] == ["grad", "done"]
     assert torch.equal(seen[0][1], net.table.weight.grad)
 
@@ -203,7 +203,7 @@ def test_an_input_that_is_written_to_after_its_use_is_refused():
         loss = net(randn(2, 4)).sum()
     loss.backward()
     with pytest.raises(PenstockError, match=r"shape \(2, 4\) .* was modified in place"):
-        queue.work_off({})
+        queue.accumulate({})
 
 
 def stage(*layers: nn.Module) -> Stage:

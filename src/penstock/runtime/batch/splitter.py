@@ -14,7 +14,7 @@ from penstock.runtime.batch.work import LocalBatch, StepOptions
 from penstock.runtime.copies.replica_check import checksums
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
-from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, slices
+from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, split_batch
 
 Reduction = str | Callable[[object], object]
 """``"mean"``, ``"sum"``, or a function from a microbatch's target to how much it counts."""
@@ -113,13 +113,13 @@ class BatchSplitter:
             if x is None:
                 raise BatchError("the rank of the first stage needs the input x")
             self.routes.check_given(named)
-            inputs, rows_in = slices(x, self.microbatches, "the input x", self.device)
+            inputs, rows_in = split_batch(x, self.microbatches, "the input x", self.device)
             if named:
                 inputs = self._with_named(inputs, rows_in, named)
         if self.holds_last and y is None and options.trains:
             raise BatchError("the rank of the last stage needs the target y")
         if self.holds_last and y is not None:
-            targets, rows_out = slices(y, self.microbatches, "the target y", self.device)
+            targets, rows_out = split_batch(y, self.microbatches, "the target y", self.device)
             if rows_in and rows_out != rows_in:
                 raise BatchError(_unequal("target y", rows_out, rows_in))
             weights = loss_weights(targets, rows_out, self.reduction, options.loss_scale)
@@ -148,7 +148,7 @@ class BatchSplitter:
             if not has_tensor(value):
                 by_name[name] = [value] * len(inputs)
                 continue
-            by_name[name], rows = slices(value, self.microbatches, f"the keyword input {name}", self.device)
+            by_name[name], rows = split_batch(value, self.microbatches, f"the keyword input {name}", self.device)
             if rows != rows_in and not isinstance(value, Microbatches):
                 raise BatchError(
                     f"{_unequal(f'keyword input {name}', rows, rows_in)}; wrap what is not to be cut in "

@@ -32,7 +32,9 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
     end = np.concatenate([readings.seconds(e.device, e.records.end) for e in executors])
     held = np.concatenate([_held(e) for e in executors])
     origin = start.min()
-    whole = [name for e in executors for stage in e.stages.values() for name in stage.split_checks.whole]
+    whole = [
+        name for e in executors for stage in e.stages.values() for name in stage.split_checks.unsplit_layers
+    ]
     return Trace(
         schedule.ranks,
         program.rank[rows],

@@ -25,8 +25,8 @@ def choose_recompute(schedule: Schedule, rank: int, stages: Mapping[int, Stage],
     Raises:
         ConfigError: even with every layer recomputed the rank holds more; the message says how much it takes.
     """
-    kept = {s: [layer.kept for layer in stage.measured()] for s, stage in stages.items()}
-    inputs = {s: [layer.inputs for layer in stage.measured()] for s, stage in stages.items()}
+    kept = {s: [layer.kept for layer in stage.layer_bytes()] for s, stage in stages.items()}
+    inputs = {s: [layer.inputs for layer in stage.layer_bytes()] for s, stage in stages.items()}
     again = {s: [False] * len(kept[s]) for s in stages}
 
     def most() -> int:
@@ -52,4 +52,4 @@ def choose_recompute(schedule: Schedule, rank: int, stages: Mapping[int, Stage],
             "use smaller microbatches, more ranks, or a schedule that holds fewer"
         )
     for s, stage in stages.items():
-        stage.cut(again[s])
+        stage.set_recompute(again[s])

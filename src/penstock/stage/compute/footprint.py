@@ -1,4 +1,4 @@
-"""How many bytes a microbatch keeps alive between its forward and its backward."""
+"""Memory that a microbatch keeps alive between its forward and its backward."""
 
 from __future__ import annotations
 
@@ -8,72 +8,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.module import kept_buffers
+from penstock.stage.module import snapshot_buffers
 from penstock.stage.values import Message
 
 
 class Footprint:
-    """Bytes of distinct storages, those of a module's own parameters and buffers left out."""
+    """Bytes of distinct storages, without those of a module's own parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._own = {_key(t) for t in (*module.parameters(), *module.buffers())}
-        self._seen: dict[int, int] = {}
+        self._excluded = {_key(t) for t in (*module.parameters(), *module.buffers())}
+        self._sizes: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once."""
         try:
             key = _key(tensor)
-        except RuntimeError:  # what a torch.func transform wraps has no memory of its own
+        except RuntimeError:  # a tensor wrapped by a torch.func transform has no storage
             return
-        if key not in self._own:
-            self._seen[key] = _storage(tensor).nbytes()
+        if key not in self._excluded:
+            self._sizes[key] = _storage(tensor).nbytes()
 
     def replace(self, copy: Tensor, original: Tensor) -> None:
         """Count a tensor's storage instead of its copy's, if that was counted."""
-        if self._seen.pop(_key(copy), None) is not None:
+        if self._sizes.pop(_key(copy), None) is not None:
             self.add(original)
 
     @property
     def bytes(self) -> int:
-        return sum(self._seen.values())
+        return sum(self._sizes.values())
 
     def of(self, tensors: Iterable[Tensor]) -> int:
-        """The bytes of these tensors."""
+        """Count these tensors; return the bytes of all tensors so far."""
         for tensor in tensors:
             self.add(tensor)
         return self.bytes
 
     def of_messages(self, messages: Iterable[Message]) -> int:
-        """The bytes of these messages' tensors."""
+        """Count the tensors of these messages; return the bytes of all tensors so far."""
         return self.of(x for message in messages for x in message.leaves if isinstance(x, Tensor))
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Call a forward and count what autograd saves for its backward.
+        """Call a forward and count the tensors that autograd saves for its backward.
 
-        ``torch.func.grad`` and its kin refuse to run under the hooks that count. A forward that calls them runs again
-        without, from the same buffers, and counts nothing.
+        ``torch.func.grad`` and its kin do not run under the hooks that count. A forward that calls them runs again
+        without the hooks, from the same buffers, and counts nothing.
         """
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
             self.add(tensor)
-            # Detached, so that an output that is saved does not keep its own graph alive.
+            # Detached, so that a saved output does not keep its own graph alive.
             return tensor.detach(), tensor._version
 
-        put_back = kept_buffers(self._module)
+        restore_buffers = snapshot_buffers(self._module)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 return call()
         except RuntimeError as error:
             if not refuses_hooks(error):
                 raise
-        put_back()
-        self._seen.clear()
+        restore_buffers()
+        self._sizes.clear()
         return call()
 
 
 def _unpack(saved: tuple[Tensor, int]) -> Tensor:
-    """Return what was saved; raise if it was modified since, which autograd checks only where no hooks are set."""
+    """Return a saved tensor; raise if it was modified since, which autograd checks only where no hooks are set."""
     tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(
@@ -84,7 +84,7 @@ def _unpack(saved: tuple[Tensor, int]) -> Tensor:
 
 
 def refuses_hooks(error: RuntimeError) -> bool:
-    """Whether a ``torch.func`` transform has refused to run under hooks on saved tensors."""
+    """Return whether an error is that of a ``torch.func`` transform under hooks on saved tensors."""
     return "support saved tensor hooks" in str(error)
 
 
@@ -93,11 +93,11 @@ def _key(tensor: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    to_local = getattr(tensor, "to_local", None)  # of a tensor that is cut over ranks, what this one holds
+    to_local = getattr(tensor, "to_local", None)  # of a DTensor, the local shard
     if to_local is not None:
         with torch.no_grad():
             tensor = to_local()
-    wait = getattr(tensor, "trigger_wait", None)  # of the result of a collective that may still be under way
+    wait = getattr(tensor, "trigger_wait", None)  # of the result of an asynchronous collective
     if wait is not None:
         tensor = wait()
     return tensor.untyped_storage()

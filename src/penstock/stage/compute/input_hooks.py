@@ -1,9 +1,9 @@
-"""Hooks that layers set on what they are given, where plain PyTorch would call them with more than one stage knows.
+"""Gradient hooks that layers register on their inputs, where one stage alone does not see all uses of the input.
 
-A hook on a tensor is called with the sum of the gradients of all its uses. Of a stage's input, that stage has only its own
-uses; if the layers before use the tensor as well, in an auxiliary loss or as a second output, the hook would see a part of
-the sum. So the gradients that travel back say on which inputs there is a hook, and the stage that made them refuses if it
-has other uses.
+PyTorch calls a tensor's hook with the sum of the gradients of all its uses. A stage sees only its own uses of an input. If
+earlier layers use the tensor as well, in an auxiliary loss or as a second output, the hook would get a part of the sum. So
+the gradients that travel back say which inputs have a hook, and the stage that made such a tensor raises if it has other
+uses.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from collections.abc import Sequence
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.errors import PenstockError
-from penstock.stage.values import Collecting
+from penstock.stage.values import InputGrads
 
 _Edge = tuple[Node, int]
 
 
 def follow_hooks(
-    roots: Sequence[GradientEdge], hooked: Sequence[bool], collecting: Collecting
+    roots: Sequence[GradientEdge], hooked: Sequence[bool], input_grads: InputGrads
 ) -> Sequence[bool]:
-    """Which inputs of a segment have a hook, set by its own layers or, where it only passes them on, by later ones.
+    """Return for each input of a segment whether it has a hook: one of its own layers or, if it is passed on, of later ones.
 
     Args:
-        roots: what the segment handed on, and needs a gradient.
-        hooked: for each of them, whether a later layer has set a hook on it.
-        collecting: the segment's inputs.
+        roots: outputs of the segment that need a gradient.
+        hooked: for each of them, whether a later layer has registered a hook on it.
+        input_grads: inputs of the segment that collect a gradient.
 
     Raises:
-        PenstockError: there is a hook on a tensor that the segment uses itself, or hands on twice.
+        PenstockError: if a tensor with a hook is used by the segment itself, or passed on twice.
     """
     if True not in hooked:
-        return collecting.hooked
+        return input_grads.hooked
     edges: list[_Edge] = [(root.node, root.output_nr) for root in roots]
-    wanted = {edge for edge, there in zip(edges, hooked, strict=True) if there}
+    hooked_edges = {edge for edge, has_hook in zip(edges, hooked, strict=True) if has_hook}
     uses = Counter(edges) + Counter(_edges_behind(edges))
-    if any(uses[edge] > 1 for edge in wanted):
+    if any(uses[edge] > 1 for edge in hooked_edges):
         raise PenstockError(
             "a layer sets a hook on a tensor that it is given (tensor.register_hook), and layers of the stage before use "
             "that tensor, too (in an auxiliary loss, or as a second output): the hook would be called with a part of its "
             "gradient. Set the hook in the layer that makes the tensor, or keep both layers on one stage (split=...)"
         )
-    nodes = collecting.nodes or (None,) * len(collecting.leaves)
-    passed = [
-        (get_gradient_edge(leaf).node if node is None else node, 0) in wanted
-        for leaf, node in zip(collecting.leaves, nodes, strict=True)
+    nodes = input_grads.nodes or (None,) * len(input_grads.leaves)
+    passed_on = [
+        (get_gradient_edge(leaf).node if node is None else node, 0) in hooked_edges
+        for leaf, node in zip(input_grads.leaves, nodes, strict=True)
     ]
-    own = collecting.hooked or (False,) * len(passed)
-    return [a or b for a, b in zip(own, passed, strict=True)]
+    own_hooks = input_grads.hooked or (False,) * len(passed_on)
+    return [a or b for a, b in zip(own_hooks, passed_on, strict=True)]
 
 
 def _edges_behind(roots: Sequence[_Edge]) -> list[_Edge]:
-    """All edges of the graph behind some roots, as often as they are there."""
-    waiting = list({node for node, _ in roots})
-    seen, found = set(waiting), []
-    while waiting:
-        for node, number in waiting.pop().next_functions:
+    """Return all edges of the graph behind some roots, repeated ones included."""
+    pending = list({node for node, _ in roots})
+    visited, edges = set(pending), []
+    while pending:
+        for node, number in pending.pop().next_functions:
             if node is None:
                 continue
-            found.append((node, number))
-            if node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return found
+            edges.append((node, number))
+            if node not in visited:
+                visited.add(node)
+                pending.append(node)
+    return edges

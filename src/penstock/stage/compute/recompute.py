@@ -1,7 +1,7 @@
-"""Activation recompute: which layers drop what their forward saved, and the run of layers that share a graph.
+"""Activation recompute: the layers that drop their saved tensors, and the segments of layers that share a graph.
 
-A stage is cut into segments. A kept segment keeps its graph from forward to backward; a recomputed one keeps its
-inputs only, and runs again just before its backward, with the same random numbers (1604.06174).
+A stage is split into segments. A kept segment keeps its graph from forward to backward; a recomputed one keeps only its
+inputs, and runs again just before its backward, with the same random numbers (1604.06174).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Segment:
 
 
 def require_policy(policy: object) -> Policy:
-    """Check what a user gave.
+    """Return a user's recompute policy.
 
     Raises:
-        ConfigError: it is no policy.
+        ConfigError: if it is not a policy.
     """
     if isinstance(policy, int) and not isinstance(policy, bool) and policy >= 1:
         return policy
@@ -44,8 +44,8 @@ def require_policy(policy: object) -> Policy:
     )
 
 
-def chosen(policy: Policy, layers: int) -> list[bool]:
-    """For each of a stage's layers, whether it is recomputed; ``"auto"`` begins with all of them."""
+def recomputed_layers(policy: Policy, layers: int) -> list[bool]:
+    """Return for each layer of a stage whether it is recomputed; ``"auto"`` begins with all of them."""
     if policy == "none":
         return [False] * layers
     if isinstance(policy, str):
@@ -53,22 +53,22 @@ def chosen(policy: Policy, layers: int) -> list[bool]:
     return [n % policy == policy - 1 for n in range(layers)]
 
 
-def segments(recomputed: Sequence[bool]) -> tuple[Segment, ...]:
-    """Cut: each recomputed layer on its own, so that one at a time comes back; kept neighbours together."""
-    found: list[Segment] = []
-    for n, again in enumerate(recomputed):
-        if found and not again and not found[-1].recompute:
-            found[-1] = Segment(found[-1].start, n + 1, False)
+def make_segments(recomputed: Sequence[bool]) -> tuple[Segment, ...]:
+    """Group layers into segments: each recomputed layer alone, so that one at a time is held; kept neighbours together."""
+    segments: list[Segment] = []
+    for n, recompute in enumerate(recomputed):
+        if segments and not recompute and not segments[-1].recompute:
+            segments[-1] = Segment(segments[-1].start, n + 1, False)
         else:
-            found.append(Segment(n, n + 1, again))
-    return tuple(found)
+            segments.append(Segment(n, n + 1, recompute))
+    return tuple(segments)
 
 
 @contextmanager
 def nothing_saved() -> Iterator[None]:
-    """Within it a forward knows what would need a gradient, but keeps nothing for a backward.
+    """Run the body with gradients enabled, but save nothing for a backward.
 
-    With gradients off instead, modules and kernels may choose another path and give other last bits.
+    Under ``torch.no_grad`` modules and kernels may choose another path, which gives other last bits.
     """
 
     def unpack(_: object) -> Tensor:
@@ -86,10 +86,10 @@ def nothing_saved() -> Iterator[None]:
 
 @contextmanager
 def transforms_refused(instead: str) -> Iterator[None]:
-    """Within it, a ``torch.func`` transform that refuses to run under hooks on saved tensors is an error that says so.
+    """Explain the error of a ``torch.func`` transform that does not run under hooks on saved tensors.
 
     Args:
-        instead: the option that does without such hooks.
+        instead: option that needs no such hooks, for the message.
     """
     try:
         yield
@@ -103,7 +103,7 @@ def transforms_refused(instead: str) -> Iterator[None]:
 
 
 class Buffers:
-    """The buffers of a segment that its forward changes (running statistics, counters): they change once, not twice."""
+    """Buffers that a segment's forward changes (running statistics, counters); two forwards change them once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -111,42 +111,42 @@ class Buffers:
         self._all = [(owner, name) for owner in owners for name, _ in owner.named_buffers(recurse=False)]
         self._changing: dict[bool, list[tuple[nn.Module, str]]] = {}
 
-    def during(self, forward: Callable[[], None]) -> list[Tensor]:
-        """Run a forward; returns what the changing buffers were before it."""
+    def run_first(self, forward: Callable[[], None]) -> list[Tensor]:
+        """Run the first forward; return the values of the changing buffers before it."""
         training = self._training
         watched = self._changing.get(training, self._all)
         if not watched:
             forward()
             return []
-        before = [_buffer(*place).clone() for place in watched]
+        before = [owner.get_buffer(name).clone() for owner, name in watched]
         forward()
         if training not in self._changing:
             # By value: the kernel of batch normalisation does not count its writes.
-            moved = [not torch.equal(_buffer(*at), old) for at, old in zip(watched, before, strict=True)]
-            self._changing[training] = [at for at, m in zip(watched, moved, strict=True) if m]
-            before = [old for old, m in zip(before, moved, strict=True) if m]
+            changed = [
+                (place, old)
+                for place, old in zip(watched, before, strict=True)
+                if not torch.equal(place[0].get_buffer(place[1]), old)
+            ]
+            self._changing[training] = [place for place, _ in changed]
+            before = [old for _, old in changed]
         return before
 
     @property
     def _training(self) -> bool:
-        return any(module.training for part in self._modules for module in part.modules())
+        return any(module.training for root in self._modules for module in root.modules())
 
     @contextmanager
-    def again(self, before: Sequence[Tensor]) -> Iterator[None]:
-        """Within it the modules have buffers of the values before the first forward; afterwards their own again.
+    def restored(self, before: Sequence[Tensor]) -> Iterator[None]:
+        """Give the modules the buffer values from before the first forward; put their own buffers back afterwards.
 
-        The second forward so sees what the first one saw, and what it saves of them nobody writes to later.
+        So the second forward sees the same values as the first, and nothing later writes to what it saves of them.
         """
         places = self._changing.get(self._training, []) if before else []
-        own = [_buffer(*place) for place in places]
+        current = [owner.get_buffer(name) for owner, name in places]
         for (module, name), value in zip(places, before, strict=True):
             setattr(module, name, value)
         try:
             yield
         finally:
-            for (module, name), value in zip(places, own, strict=True):
+            for (module, name), value in zip(places, current, strict=True):
                 setattr(module, name, value)
-
-
-def _buffer(module: nn.Module, name: str) -> Tensor:
-    return module.get_buffer(name)

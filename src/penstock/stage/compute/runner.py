@@ -1,7 +1,7 @@
-"""A run of a stage's layers on one microbatch: from messages to messages, or to the loss.
+"""One run of a stage's layers on a microbatch: from input messages to output messages, or to the loss.
 
-What a stage takes and hands on are tuples of messages: first the value of the stage before or for the stage after, then
-one for each skip, in the order of the Program's routes. Gradients travel back through the same routes.
+A stage takes and returns tuples of messages: first the value from the previous stage (or for the next one), then one
+message for each skip, in the order of the Program's routes. Gradients travel back through the same routes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.errors import PenstockError
 from penstock.stage.compute.inplace import InPlace
 from penstock.stage.compute.recompute import Policy, Segment, transforms_refused
 from penstock.stage.module import StageModule
-from penstock.stage.named import Context, Draw, enter
+from penstock.stage.named import Context, IsolatedCall, set_context
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split_backward.deferring import defer_weight_grads
 from penstock.stage.split_backward.weight_grad import Queue
-from penstock.stage.values import Collecting, Message, StageState, pack, unpack
+from penstock.stage.values import InputGrads, Message, StageState, pack, unpack
 
 _LOSS = "(loss)"
-"""Under which name the loss function draws random numbers; no layer is called so."""
+"""Name under which the loss function draws random numbers; no layer has it."""
 
 LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 Messages = tuple[Message, ...]
@@ -35,14 +35,14 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Settings:
-    """How the stages of a pipeline compute; see `penstock.Pipeline` for what each means.
+    """Compute settings that all stages of a pipeline share; see `penstock.Pipeline`.
 
     Attributes:
-        recompute: which layers drop what they saved.
-        offload: keep what is saved for the backward in host memory.
-        autocast: the dtype of mixed precision; None for none.
-        random: the layers' random numbers; None leaves them to torch's default generators.
-        strict: refuse layers whose backward cannot be split, instead of running their full backward.
+        recompute: policy that selects the layers to recompute.
+        offload: keep tensors saved for the backward in host memory.
+        autocast: dtype of mixed precision (default None: no autocast).
+        random: random state of the layers; None leaves them to torch's default generators.
+        strict: raise for layers whose backward cannot be split, instead of running their full backward.
     """
 
     recompute: Policy = "none"
@@ -54,10 +54,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class StageRoutes:
-    """What a stage hands on besides its output.
+    """Named values that a stage sends on besides its output.
 
     Attributes:
-        onward: names of the values that travel on with the output.
+        onward: names of the values that travel with the output.
         skips: for each skip that begins here, the names that travel in it.
     """
 
@@ -66,20 +66,20 @@ class StageRoutes:
 
 
 class LossWeight(NamedTuple):
-    """How much of a microbatch's loss counts.
+    """Weight of a microbatch's loss in the loss of the step.
 
     Attributes:
-        factor: the loss is multiplied with it; 0 leaves the microbatch out.
-        divisor: the loss is divided by it, as plain gradient accumulation divides.
-        scale: the loss scale of half precision.
+        factor: multiplier of the loss; 0 leaves the microbatch out.
+        divisor: divisor of the loss, as in plain gradient accumulation.
+        scale: loss scale of half precision.
     """
 
     factor: float = 1.0
     divisor: int = 1
     scale: float = 1.0
 
-    def of(self, loss: Tensor) -> Tensor:
-        """The part that the backward starts from."""
+    def apply(self, loss: Tensor) -> Tensor:
+        """Return the weighted loss, from which the backward starts."""
         if self.divisor != 1:
             loss = loss / self.divisor
         if self.factor != 1.0:
@@ -88,17 +88,17 @@ class LossWeight(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """What the loss is weighed with in the step's."""
+        """Weight of the loss in the step's loss, without the loss scale."""
         return self.factor / self.divisor
 
 
 class LossReport(NamedTuple):
-    """What the last stage says of a microbatch: losses are 0-d tensors without a graph.
+    """Losses of a microbatch, as 0-d tensors without a graph.
 
     Attributes:
-        loss: the sum of `parts`.
-        parts: by name; ``"loss"`` is what a `loss_fn` without names returned.
-        output: the stage's output without a graph, if it was wanted.
+        loss: sum of `parts`.
+        parts: losses by name; ``"loss"`` is the one of a `loss_fn` that returns a single tensor.
+        output: the stage's output without a graph, if it was requested.
         has_graph: whether the loss counts and has a graph, so that its backward can start.
     """
 
@@ -109,15 +109,21 @@ class LossReport(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """What the last stage needs to end a microbatch: its target, its share, and whether its output is wanted."""
+    """Inputs of the loss on the last stage.
+
+    Attributes:
+        target: target of the microbatch, passed to `loss_fn`.
+        loss_weight: weight of the microbatch's loss.
+        keep_output: whether the report includes the stage's output.
+    """
 
     target: object
-    share: LossWeight = LossWeight()
+    loss_weight: LossWeight = LossWeight()
     keep_output: bool = False
 
 
 class SegmentOutput(NamedTuple):
-    """What a segment's forward made."""
+    """Result of a segment's forward."""
 
     messages: Messages
     roots: tuple[Tensor, ...]
@@ -128,15 +134,15 @@ class Runner:
     """A stage's layers, ready to run.
 
     Args:
-        index: the stage's number in the whole model.
-        module: its layers.
+        index: number of the stage in the whole model.
+        module: layers of the stage.
         loss_fn: on the last stage ``loss_fn(output, target)``: a scalar, or scalars by name, whose sum is the loss.
-        settings: how it computes.
-        wiring: what it hands on besides its output.
+        settings: compute settings of the pipeline.
+        routes: named values that the stage sends on besides its output.
 
     Attributes:
-        step, first_microbatch: as `begin` was told.
-        in_place: which layers write into what they are given.
+        step, first_microbatch: the arguments of the last `begin`.
+        in_place: tracks the layers that write into their inputs.
     """
 
     def __init__(
@@ -145,183 +151,183 @@ class Runner:
         module: StageModule,
         loss_fn: LossFunction | None,
         settings: Settings,
-        wiring: StageRoutes,
+        routes: StageRoutes,
     ) -> None:
         self.index = index
         self.module = module
         self.loss_fn = loss_fn
         self.settings = settings
-        self.wiring = wiring
+        self.routes = routes
         self.step = 0
         self.first_microbatch = 0
         self.in_place = InPlace()
-        self._quiet: set[str] = set()
+        self._rng_free: set[str] = set()
         self._device_type = "cpu"
 
     def begin(self, step: int, first_microbatch: int) -> None:
-        """A step begins; see `Stage.begin`."""
+        """Begin a step; see `Stage.begin`."""
         self.step = step
         self.first_microbatch = first_microbatch
-        self._quiet.clear()
+        self._rng_free.clear()
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
 
-    def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, Collecting]:
-        """The messages put together for a segment; returns the value, and what of it collects a gradient."""
-        collecting = Collecting()
-        hand, training = None, self.module.training
-        known = (segment.start, segment.stop, training) in self.in_place.as_they_are
-        # A compiled module would be compiled once for copies, and again for what it gets from then on.
+    def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, InputGrads]:
+        """Assemble the input messages of a segment; return the state, and the tensors that collect a gradient."""
+        input_grads = InputGrads()
+        transform, training = None, self.module.training
+        known = (segment.start, segment.stop, training) in self.in_place.passthrough
+        # A compiled module would be compiled once for copies, and again for its later inputs.
         if (not known or segment.recompute) and self.module.compiled is None:
-            hand = self.in_place.handing(segment, training, inputs)
-        value = unpack(inputs[0], hand, collecting)
+            transform = self.in_place.input_transform(segment, training, inputs)
+        value = unpack(inputs[0], transform, input_grads)
         state = value if isinstance(value, StageState) else StageState(value, {}, {})
         for message in inputs[1:]:
-            named = unpack(message, hand, collecting)
+            named = unpack(message, transform, input_grads)
             assert isinstance(named, dict)
             state = StageState(state.value, state.named | named, state.losses)
-        return state, collecting
+        return state, input_grads
 
     def advance(
         self,
         segment: Segment,
         microbatch: int,
         state: StageState,
-        ends: LossInputs | None,
+        loss_inputs: LossInputs | None,
         queue: Queue | None,
     ) -> SegmentOutput:
-        """Run a segment's layers, and at the end of the last stage the loss.
+        """Run a segment's layers and, after the last layer of the last stage, the loss.
 
         Args:
-            segment: which layers.
-            microbatch: which.
-            state: what `join` made.
-            ends: on the last stage; None elsewhere, and where there is no target.
-            queue: takes the weight gradients if the backward is split.
+            segment: range of layers to run.
+            microbatch: number of the microbatch.
+            state: state of the microbatch, as `join` returns it.
+            loss_inputs: target and weight, on the last stage; None elsewhere, and where there is no target.
+            queue: queue of weight gradients if the backward is split.
         """
-        if queue is None:
-            return self._advance(segment, microbatch, state, ends, None)
-        queue.running = True
+        isolated_call = self._isolated_call(microbatch)
+        context = Context(
+            dict(state.named), dict(state.losses), self.module.gives, isolated_call, self._rng_free
+        )
+        if queue is not None:
+            queue.running = True
         try:
-            return self._advance(segment, microbatch, state, ends, queue)
+            value = self._run_layers(segment, state.value, context, queue)
+            if segment.stop < len(self.module.layers):
+                message, roots = pack(StageState(value, context.named, context.losses), travels=False)
+                return SegmentOutput((message,), roots, None)
+            if self.loss_fn is None:
+                return self._stage_output(value, context)
+            if loss_inputs is None:
+                return SegmentOutput((), (), LossReport(None, {}, _detached(value)))
+            return self._loss_output(value, context, loss_inputs)
         finally:
-            queue.running = False
+            if queue is not None:
+                queue.running = False
 
-    def _advance(
-        self,
-        segment: Segment,
-        microbatch: int,
-        state: StageState,
-        ends: LossInputs | None,
-        queue: Queue | None,
-    ) -> SegmentOutput:
-        draw = self._draw(microbatch)
-        context = Context(dict(state.named), dict(state.losses), self.module.gives, draw, self._quiet)
-        before = enter(context)
+    def _isolated_call(self, microbatch: int) -> IsolatedCall | None:
+        random, step = self.settings.random, self.step
+        if random is None:
+            return None
+        number, rng_free = self.first_microbatch + microbatch, self._rng_free
+
+        def isolated_call(name: str, layer: Any, call: Callable[[], Any]) -> Any:
+            result = random.run(name, layer, step, number, call)
+            if random.is_rng_free(layer, step):
+                rng_free.add(name)
+            return result
+
+        return isolated_call
+
+    def _run_layers(self, segment: Segment, value: Any, context: Context, queue: Queue | None) -> Any:
+        previous = set_context(context)
         try:
             if queue is None and self.settings.autocast is None:
-                value = self.module.run(state.value, context, segment.start, segment.stop)
+                value = self.module.run(value, context, segment.start, segment.stop)
             else:
                 with self._autocast(), defer_weight_grads(queue) if queue else nullcontext():
-                    value = self.module.run(state.value, context, segment.start, segment.stop)
+                    value = self.module.run(value, context, segment.start, segment.stop)
         except BaseException as error:
-            self.in_place.failed(error)
+            self.in_place.on_error(error)
             raise
         finally:
-            enter(before)
-        if self.in_place.watches:
-            self.in_place.ran()
+            set_context(previous)
+        if self.in_place.watching:
+            self.in_place.after_forward()
         if context.named:
             context.require_unwritten()
-        if segment.stop < len(self.module.layers):
-            message, roots = pack(StageState(value, context.named, context.losses), travels=False)
-            return SegmentOutput((message,), roots, None)
-        if self.loss_fn is None:
-            return self._hand_on(value, context)
-        if ends is None:
-            return SegmentOutput((), (), LossReport(None, {}, _detached(value)))
+        return value
+
+    def _stage_output(self, value: object, context: Context) -> SegmentOutput:
+        onward = {n: context.named[n] for n in sorted(self.routes.onward) if n in context.named}
+        output = StageState(value, onward, context.losses) if onward or context.losses else value
+        message, roots = pack(output)
+        messages = [message]
+        for names in self.routes.skips:
+            if missing := [n for n in names if n not in context.named]:
+                raise PenstockError(
+                    f"no layer of stage {self.index} gave {', '.join(map(repr, missing))}, which a later layer takes"
+                )
+            skip, skip_roots = pack({n: context.named[n] for n in names})
+            messages.append(skip)
+            roots += skip_roots
+        return SegmentOutput(tuple(messages), roots, None)
+
+    def _loss_output(self, value: object, context: Context, loss_inputs: LossInputs) -> SegmentOutput:
+        isolated_call = context.isolated_call
         with self._autocast():
-            if draw is None or _LOSS in self._quiet:
-                parts = self._losses(value, ends.target)
+            if isolated_call is None or _LOSS in self._rng_free:
+                parts = self._losses(value, loss_inputs.target)
             else:
-                parts = draw(_LOSS, self.loss_fn, partial(self._losses, value, ends.target))
+                parts = isolated_call(_LOSS, self.loss_fn, partial(self._losses, value, loss_inputs.target))
         for name, loss in context.losses.items():
             parts[name] = parts[name] + loss if name in parts else loss
         losses = list(parts.values())
         loss = losses[0] if len(losses) == 1 else reduce(torch.add, losses)
         # A microbatch that does not count (no valid token, say) may have a loss of 0/0, and has no backward.
-        roots = (ends.share.of(loss),) if ends.share.factor and loss.requires_grad else ()
+        counts = loss_inputs.loss_weight.factor and loss.requires_grad
+        roots = (loss_inputs.loss_weight.apply(loss),) if counts else ()
         report = LossReport(
             loss.detach(),
             {name: part.detach() for name, part in parts.items()},
-            _detached(value) if ends.keep_output else None,
+            _detached(value) if loss_inputs.keep_output else None,
             bool(roots),
         )
         return SegmentOutput((), roots, report)
 
-    def _draw(self, microbatch: int) -> Draw | None:
-        random, step = self.settings.random, self.step
-        if random is None:
-            return None
-        number, quiet = self.first_microbatch + microbatch, self._quiet
-
-        def draw(name: str, layer: Any, call: Callable[[], Any]) -> Any:
-            result = random.run(name, layer, step, number, call)
-            if random.quiet(layer, step):
-                quiet.add(name)
-            return result
-
-        return draw
-
-    def _hand_on(self, value: object, context: Context) -> SegmentOutput:
-        onward = {n: context.named[n] for n in sorted(self.wiring.onward) if n in context.named}
-        whole = StageState(value, onward, context.losses) if onward or context.losses else value
-        message, roots = pack(whole)
-        messages = [message]
-        for names in self.wiring.skips:
-            if missing := [n for n in names if n not in context.named]:
-                raise PenstockError(
-                    f"no layer of stage {self.index} gave {', '.join(map(repr, missing))}, which a later layer takes"
-                )
-            skip, more = pack({n: context.named[n] for n in names})
-            messages.append(skip)
-            roots += more
-        return SegmentOutput(tuple(messages), roots, None)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self.settings.autocast
-        return nullcontext() if dtype is None else torch.autocast(self._device_type, dtype=dtype)
-
-    def offloading(self) -> AbstractContextManager[Any]:
-        """Within it what is saved for the backward goes to host memory, if the settings say so."""
-        return self._offloading() if self.settings.offload else nullcontext()
-
-    @contextmanager
-    def _offloading(self) -> Iterator[None]:
-        with transforms_refused("offload=False"), save_on_cpu(self._device_type != "cpu"):
-            yield
-
     def _losses(self, output: object, target: object) -> dict[str, Tensor]:
-        """The microbatch's losses by name, each checked to be a scalar tensor."""
         assert self.loss_fn is not None
-        found = self.loss_fn(output, target)
-        parts = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        returned = self.loss_fn(output, target)
+        parts = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
         for name, loss in parts.items():
             if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-                given = (
+                kind = (
                     f"a {str(loss.dtype).removeprefix('torch.')} tensor of shape {tuple(loss.shape)}"
                     if isinstance(loss, Tensor)
                     else type(loss).__name__
                 )
-                where = f" for {name!r}" if isinstance(found, Mapping) else ""
+                where = f" for {name!r}" if isinstance(returned, Mapping) else ""
                 raise PenstockError(
                     "loss_fn must return a scalar tensor of a real floating-point dtype, the mean over its microbatch, or "
-                    f"several by name; it returned {given}{where}"
+                    f"several by name; it returned {kind}{where}"
                 )
         if not parts:
             raise PenstockError(
                 "loss_fn returned no loss; it must return a scalar tensor, or several by name"
             )
         return parts
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.settings.autocast
+        return nullcontext() if dtype is None else torch.autocast(self._device_type, dtype=dtype)
+
+    def offloading(self) -> AbstractContextManager[Any]:
+        """Return a context that keeps tensors saved for the backward in host memory, if the settings ask for it."""
+        return self._offloading() if self.settings.offload else nullcontext()
+
+    @contextmanager
+    def _offloading(self) -> Iterator[None]:
+        with transforms_refused("offload=False"), save_on_cpu(self._device_type != "cpu"):
+            yield
 
 
 def _detached(value: object) -> object:

@@ -1,50 +1,81 @@
-"""What a stage keeps of a microbatch between its forward and its backward."""
+"""State that a stage keeps of a microbatch between its forward and its backward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.stage.compute.recompute import Segment
 from penstock.stage.compute.runner import LossInputs, Messages, SegmentOutput
 from penstock.stage.split_backward.weight_grad import Queue
-from penstock.stage.values import Collecting, same_numbers
+from penstock.stage.values import InputGrads, same_values
 
 
-class Graph(NamedTuple):
-    """A segment whose graph is kept: what collects gradients, and roots to start from."""
+class SavedGraph(NamedTuple):
+    """A segment whose graph is kept: the collectors of its input gradients, and the roots of its backward."""
 
-    collecting: Collecting
-    roots: tuple[Any, ...]  # gradient edges; on the last stage the scaled loss
+    input_grads: InputGrads
+    roots: tuple[Any, ...]  # gradient edges; on the last stage the weighted loss
+
+    def backward(self, grads: Sequence[Tensor | None] | None, where: str) -> None:
+        """Run the backward of the segment.
+
+        Args:
+            grads: gradient of each root, None for a root without one; None instead of the list to start from the loss.
+            where: stage and microbatch, for the message.
+
+        Raises:
+            PenstockError: if the number of gradients is not that of the roots.
+        """
+        if grads is None:
+            if self.roots:
+                torch.autograd.backward(self.roots)
+            return
+        if len(grads) != len(self.roots):
+            raise PenstockError(
+                f"{where}: {len(grads)} gradient(s) came back for {len(self.roots)} output(s) that need one"
+            )
+        pairs = [(r, g) for r, g in zip(self.roots, grads, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
 
 
-class Dropped(NamedTuple):
-    """A segment that runs again: its inputs, its changing buffers as they were, and for a first one what it returned."""
+class SavedInputs(NamedTuple):
+    """A segment that runs again before its backward.
+
+    Attributes:
+        segment: range of its layers.
+        inputs: input messages.
+        buffers: values of its changing buffers before the first forward.
+        loss_inputs: target and weight, on the last stage.
+        output: result of the first forward, to compare with; None after the first microbatch.
+    """
 
     segment: Segment
     inputs: Messages
     buffers: list[Tensor]
-    ends: LossInputs | None
-    found: SegmentOutput | None
+    loss_inputs: LossInputs | None
+    output: SegmentOutput | None
 
 
-class Saved(NamedTuple):
-    """What a microbatch's backward needs."""
+class SavedMicrobatch(NamedTuple):
+    """State for the backward of one microbatch."""
 
-    parts: list[Graph | Dropped]
-    routes: tuple[int, ...]  # how many leaves of each input message collect a gradient
+    segments: list[SavedGraph | SavedInputs]
+    routes: tuple[int, ...]  # number of leaves in each input message that collect a gradient
     queue: Queue | None
 
 
 class LayerBytes(NamedTuple):
-    """What one layer keeps for one microbatch.
+    """Memory that one layer keeps for one microbatch.
 
     Attributes:
         kept: bytes from its forward to its backward if it is not recomputed.
-        inputs: bytes of its inputs, which are what it keeps if it is.
+        inputs: bytes of its inputs, all that it keeps if it is recomputed.
     """
 
     kept: int
@@ -52,24 +83,24 @@ class LayerBytes(NamedTuple):
 
 
 def require_same(first: SegmentOutput, again: SegmentOutput, layers: Sequence[str]) -> None:
-    """Compare what a recomputed segment returned at first with what it returns now.
+    """Compare the first output of a recomputed segment with its second.
 
     Raises:
-        PenstockError: it differs; names the layers.
+        PenstockError: if they differ; names the layers.
     """
-    one, other = _numbers(first), _numbers(again)
-    if len(one) == len(other) and all(same_numbers(a, b) for a, b in zip(one, other, strict=True)):
+    one, other = _tensors(first), _tensors(again)
+    if len(one) == len(other) and all(same_values(a, b) for a, b in zip(one, other, strict=True)):
         return
-    named = ", ".join(map(repr, layers))
+    names = ", ".join(map(repr, layers))
     raise PenstockError(
-        f"layer {named} returns something else when it runs again for its backward: it keeps state in Python, or draws from "
-        "a generator of its own, which a second forward changes again. Keep that state in buffers and draw by torch's "
+        f"layer {names} returns something else when it runs again for its backward: it keeps state in Python, or draws from "
+        "its own generator, which a second forward changes again. Keep that state in buffers and draw by torch's "
         "functions, or use recompute='none'"
     )
 
 
-def _numbers(found: SegmentOutput) -> list[Tensor]:
-    leaves = [x for message in found.messages for x in message.leaves if isinstance(x, Tensor) and x.numel()]
-    if found.report is not None and found.report.loss is not None:
-        leaves.append(found.report.loss)
+def _tensors(output: SegmentOutput) -> list[Tensor]:
+    leaves = [x for message in output.messages for x in message.leaves if isinstance(x, Tensor) and x.numel()]
+    if output.report is not None and output.report.loss is not None:
+        leaves.append(output.report.loss)
     return leaves

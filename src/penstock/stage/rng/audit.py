@@ -1,4 +1,4 @@
-"""Refuse layers whose random numbers would depend on how the model is split."""
+"""Detection of layers whose random numbers would depend on how the model is split."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # public nowhere; documented, and what torch's own tools use
+
+# Has no public name; torch documents it and its own tools use it.
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
 from penstock.stage.rng.default_generators import default_states
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, an operator that draws from a default generator is refused.
+    """Mode that raises for an operator that draws from a default generator.
 
-    It sees operators below torch's Python functions, so also those that C++ code calls. Operators that are not
-    torch's own are judged by whether they move a default generator.
+    It sees operators below torch's Python functions, so also those that C++ code calls. For operators that are not
+    torch's own, it checks whether they advance a default generator.
 
     Args:
-        layer: the layer's name, for the message.
+        layer: name of the layer, for the message.
     """
 
     supports_higher_order_operators = True
@@ -55,10 +55,10 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def no_checkpoint(self) -> None:
-        """Refuse a draw within torch.utils.checkpoint, which would draw anew in the backward, outside of `isolated_rng`.
+        """Check that torch.utils.checkpoint does not run the caller: it would draw again in the backward, without isolation.
 
         Raises:
-            ConfigError: it is called from within a function that torch.utils.checkpoint runs.
+            ConfigError: if it is called from within a function that torch.utils.checkpoint runs.
         """
         frame = sys._getframe()
         while frame.f_back is not None:
@@ -71,10 +71,10 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class NoForwardMode(TorchFunctionMode):
-    """Within it, forward-mode derivatives are refused: PyTorch keeps their state for the process, not for a thread.
+    """Mode that raises for forward-mode derivatives, whose state PyTorch keeps for the process, not for a thread.
 
     Args:
-        layer: the layer's name, for the message.
+        layer: name of the layer, for the message.
     """
 
     def __init__(self, layer: str) -> None:
@@ -93,7 +93,7 @@ class NoForwardMode(TorchFunctionMode):
 
 
 def refused_draw(layer: str, operator: str) -> str:
-    """Return the beginning of the message of a layer that draws from a default generator."""
+    """Return the beginning of the error message for a layer that draws from a default generator."""
     return (
         f"layer {layer!r}: {operator} draws from torch's default generator, so its random numbers would depend on "
         "how the model is split"
@@ -105,17 +105,17 @@ _SWITCHES = ("dropout_p", "dropout", "train", "training")
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator of torch that may draw does so here, and from a default generator."""
+    """Return whether a call of an operator that may draw does so, and from a default generator."""
     schema = func._schema
     name = schema.name.removeprefix("aten::")
-    given = {p.name: p.default_value for p in schema.arguments}
-    given |= {p.name: value for p, value in zip(schema.arguments, args, strict=False)} | kwargs
-    if name in _NEVER_DRAW or given.get("generator") is not None:
+    arguments = {p.name: p.default_value for p in schema.arguments}
+    arguments |= {p.name: value for p, value in zip(schema.arguments, args, strict=False)} | kwargs
+    if name in _NEVER_DRAW or arguments.get("generator") is not None:
         return False
-    if any(given.get(switch, True) in (False, 0) for switch in _SWITCHES):
+    if any(arguments.get(switch, True) in (False, 0) for switch in _SWITCHES):
         return False
-    if "dropout" in name and given.get("p") == 0:
+    if "dropout" in name and arguments.get("p") == 0:
         return False
-    first = next((value for value in given.values() if isinstance(value, Tensor)), None)
-    device = given.get("device") if first is None else first.device
+    first = next((value for value in arguments.values() if isinstance(value, Tensor)), None)
+    device = arguments.get("device") if first is None else first.device
     return device is None or torch.device(device).type != "meta"

@@ -1,4 +1,4 @@
-"""torch's default generators, of the CPU and of CUDA devices in use."""
+"""torch's default generators, of the CPU and of the CUDA devices in use."""
 
 from __future__ import annotations
 

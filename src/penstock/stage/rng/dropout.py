@@ -1,10 +1,10 @@
-"""Functions of torch that draw and take no generator, computed from the draws of a given one.
+"""Functions of torch that draw but take no generator, computed with the draws of a given generator.
 
-Dropout in all its kinds, attention with dropout, recurrent layers with dropout between them, fractional pooling. On a
-CPU the formulas and the order of the draws are torch's own, so the results are the same bits as torch's with a default
-generator in the same state. On other devices the draws are not those of torch's fused kernels, though their
-distribution is. Attention with dropout holds the whole matrix of attention weights for the backward, as torch's own
-"math" path does: batch × heads × queries × keys elements, some times over.
+These are all kinds of dropout, attention with dropout, recurrent layers with dropout between them, and fractional pooling.
+On a CPU the formulas and the order of the draws are torch's own, so the results are bit-identical to torch's with a default
+generator in the same state. On other devices the draws differ from those of torch's fused kernels, but have the same
+distribution. Attention with dropout keeps the full matrix of attention weights for the backward, as torch's own "math" path
+does: several times batch × heads × queries × keys elements.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 
 class Source(Protocol):
-    """Where the draws come from."""
+    """A source of draws."""
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The generator to draw from on a device."""
+        """Return the generator to draw from on a device."""
 
 
 Replacement = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -30,7 +30,7 @@ Replacement = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Masked(torch.autograd.Function):
-    """x · mask · scale, which keeps the mask of one byte an element and nothing else for the backward."""
+    """x · mask · scale, which keeps only the mask for the backward, one byte an element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -45,7 +45,7 @@ class _Masked(torch.autograd.Function):
 
 
 def _dropped(source: Source, x: Tensor, p: float, inplace: bool = False) -> Tensor:
-    """Dropout in training with 0 < p < 1."""
+    """Compute dropout in training with 0 < p < 1."""
     if x.device.type == "cpu" or inplace:
         noise = torch.empty_like(x).bernoulli_(1 - p, generator=source.generator(x.device)).div_(1 - p)
         return x.mul_(noise) if inplace else x * noise
@@ -55,7 +55,7 @@ def _dropped(source: Source, x: Tensor, p: float, inplace: bool = False) -> Tens
 
 
 def _draws_none(x: Tensor, p: float, train: bool) -> bool:
-    """Whether dropout needs no draw, or is to be refused by torch itself."""
+    """Return whether dropout needs no draw, or torch itself raises for the arguments."""
     return not train or not 0 < p < 1 or x.numel() == 0 or x.is_meta or x.is_nested
 
 
@@ -69,7 +69,7 @@ def _f_dropout(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _dropout(alpha: bool = False, features: bool = False, inplace: bool = False) -> Replacement:
-    """torch.dropout and its variants: for self-normalising networks, of whole channels, and in place."""
+    """Return torch.dropout or a variant: for self-normalising networks, of whole channels, or in place."""
 
     def replaced(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -95,9 +95,8 @@ def _dropout(alpha: bool = False, features: bool = False, inplace: bool = False)
     return replaced
 
 
-_ALPHA = (
-    1.7580993408473766  # scale · alpha of SELU, in alpha dropout: Klambauer et al. 2017, arXiv 1706.02515
-)
+# scale · alpha of SELU, in alpha dropout: Klambauer et al. 2017, arXiv 1706.02515
+_ALPHA = 1.7580993408473766
 
 
 def _native_dropout(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +111,7 @@ def _native_dropout(source: Source, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _attention(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Attention with dropout on its weights; without, torch's own kernels."""
+    """Compute attention with dropout on its weights; without dropout, call torch's own kernels."""
 
     def attention(
         query: Tensor,
@@ -124,14 +123,14 @@ def _attention(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[st
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        # With p = 1 torch draws nothing; both at once is an error, which torch words itself.
+        # With p = 1 torch draws nothing; for a mask together with is_causal torch raises an error itself.
         both = attn_mask is not None and is_causal
         if not 0 < dropout_p < 1 or both or query.is_meta or query.is_nested:
             return func(*args, **kwargs)
         kind = query.device.type
         if not torch.is_autocast_enabled(kind):
             return _attend(source, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        # Autocast runs attention as one function: its inputs cast, nothing cast inside.
+        # Autocast treats attention as one function: it casts its inputs, and nothing inside.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attn_mask is not None and attn_mask.is_floating_point():
@@ -153,14 +152,14 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """dropout(softmax(q kᵀ · scale + mask)) v, in float32 for half precision, as torch's "math" path does it.
+    """Compute dropout(softmax(q kᵀ · scale + mask)) v as torch's "math" path does, half precision in float32.
 
-    Half the scale's power is taken on each side of q kᵀ, which keeps its entries small. Rows without any allowed key
-    give zeros.
+    Each side of q kᵀ is multiplied by the square root of the scale, which keeps its entries small. Rows without any allowed
+    key give zeros.
     """
     dtype = query.dtype
-    keeps = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
-    if dtype in (torch.float16, torch.bfloat16) and not keeps:
+    keeps_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    if dtype in (torch.float16, torch.bfloat16) and not keeps_half:
         query, key, value = query.float(), key.float(), value.float()
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     root = math.sqrt(abs(scale))
@@ -175,17 +174,15 @@ def _attend(
     weights = query @ (key.transpose(-2, -1) * root)
     if attn_mask is not None:
         weights = weights + attn_mask
-    weights = torch._safe_softmax(
-        weights, -1
-    )  # public nowhere; a softmax that gives zeros for rows of -inf only
+    # A softmax that gives zeros for rows of only -inf; it has no public name.
+    weights = torch._safe_softmax(weights, -1)
     return (_dropped(source, weights, p) @ value).to(dtype)
 
 
 def _recurrent(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stacked recurrent layers with dropout between them, called one by one; as nn.RNN, nn.LSTM, nn.GRU call them."""
-    packed = isinstance(
-        args[3], list | tuple
-    )  # (data, batch sizes, states, weights, ...), else (input, states, ...)
+    """Call stacked recurrent layers one by one, with dropout between them; for the calls of nn.RNN, nn.LSTM and nn.GRU."""
+    # Arguments of a packed sequence: (data, batch sizes, states, weights, ...); of others: (input, states, weights, ...).
+    packed = isinstance(args[3], list | tuple)
     head, (weights, biases, layers, p, train, both_ways, *batch_first) = (
         args[: 2 + packed],
         args[2 + packed :],
@@ -209,7 +206,7 @@ def _recurrent(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _pool(dimensions: int) -> Replacement:
-    """Fractional max pooling, which can be given its random samples: one a dimension for each channel."""
+    """Return fractional max pooling with the random samples as an argument: one a dimension for each channel."""
 
     def replaced(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > 5 or kwargs.get("_random_samples") is not None or args[0].is_meta:

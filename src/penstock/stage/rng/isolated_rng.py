@@ -1,12 +1,12 @@
-"""Random numbers of a layer, drawn from a generator of its own.
+"""Random numbers of a layer, drawn from generators that only this layer uses.
 
-torch's default generators belong to the whole process: what a layer draws from them depends on what else has drawn,
-which other layers share the process, and, in threads, on chance. Within `isolated_rng` every function of torch that draws
-does so from a generator seeded by (seed, step, microbatch, layer) alone. Functions that take a generator are given
-it; the others are computed from its draws (`stage.dropout`).
+All code of a process shares torch's default generators. A layer's draws from them depend on which draws came before, which
+other layers share the process, and, in threads, on chance. Within `isolated_rng` every function of torch that draws uses a
+generator seeded only by (seed, step, microbatch, layer). Functions that take a generator get it as an argument; the others
+are computed from its draws (`stage.rng.dropout`).
 
-On a CPU a layer within `isolated_rng` gives bit for bit what it would give alone in a process after ``torch.manual_seed`` of
-the same seed.
+On a CPU a layer within `isolated_rng` gives bit for bit the results that it gives alone in a process after
+``torch.manual_seed`` with the same seed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from penstock.stage.rng.seeds import seed_of
 
 
 class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
-    """Within it, random draws come from generators of this key alone, one a device, made at the first draw.
+    """Context in which random draws come from generators of one key, one a device, made at the first draw.
 
-    It may be entered within or around ``weight_grad.deferring``, in any thread. Entered anew with the same key it
-    gives the same draws in the same order, which is what running a forward again needs. A generator that a layer
-    passes itself is left alone, and so are tensors on the meta device.
+    It may be entered within or around `defer_weight_grads`, in any thread. A new context with the same key gives the same
+    draws in the same order, as recompute needs. Calls with an explicit generator and tensors on the meta device are left
+    alone.
 
     Args:
-        seed: of the model.
-        step, microbatch: which; the microbatch's number in the whole batch.
-        layer: its name in the whole model.
-        on_draw: called before every draw.
+        seed: random seed of the model.
+        step: number of the step.
+        microbatch: number of the microbatch in the global batch.
+        layer: name of the layer in the whole model.
+        on_draw: function called before every draw (default None).
     """
 
     def __init__(
@@ -56,17 +57,17 @@ class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager
 
     @property
     def drew(self) -> bool:
-        """Whether there has been a draw."""
+        """True if there has been a draw."""
         return bool(self._generators)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """This key's generator on a device (with its index, as a tensor's)."""
+        """Return the generator on a device (with an index, like a tensor's device), made at the first call."""
         if self._on_draw is not None:
             self._on_draw()
-        found = self._generators.get(device)
-        if found is None:
-            found = self._generators[device] = torch.Generator(device).manual_seed(seed_of(*self._key))
-        return found
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = torch.Generator(device).manual_seed(seed_of(*self._key))
+        return generator
 
 
 # Functions that take a generator.
@@ -76,18 +77,17 @@ def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return kwargs.get("generator") is not None or any(isinstance(arg, torch.Generator) for arg in args)
 
 
-def _place(kwargs: dict[str, Any]) -> torch.device:
-    """Where a new tensor will be."""
+def _device_of_new(kwargs: dict[str, Any]) -> torch.device:
     out = kwargs.get("out")
     if out is not None:
         device: torch.device = out.device
         return device
-    named = kwargs.get("device")
-    device = torch.get_default_device() if named is None else torch.device(named)
+    argument = kwargs.get("device")
+    device = torch.get_default_device() if argument is None else torch.device(argument)
     return device if device.type in ("cpu", "meta") else torch.empty(0, device=device).device
 
 
-def _draw(
+def _with_generator(
     mode: isolated_rng, device: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if device.type == "meta" or _has_generator(args, kwargs):
@@ -96,25 +96,25 @@ def _draw(
 
 
 def _new(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.rand and its kin, which make a tensor from nothing."""
-    return _draw(mode, _place(kwargs), func, args, kwargs)
+    """Call torch.rand or its kin, which have no input tensor."""
+    return _with_generator(mode, _device_of_new(kwargs), func, args, kwargs)
 
 
 def _from_tensor(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensor.normal_, torch.bernoulli and their kin; torch.normal may have no tensor."""
+    """Call Tensor.normal_, torch.bernoulli or their kin; torch.normal may have no tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            return _draw(mode, value.device, func, args, kwargs)
+            return _with_generator(mode, value.device, func, args, kwargs)
     return _new(mode, func, args, kwargs)
 
 
 def _generator_last(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `_from_tensor`, for functions whose last positional argument may be the generator."""
+    """Do `_from_tensor` for functions whose last positional argument may be the generator."""
     return _from_tensor(mode, func, args[:-1] if args[-1:] == (None,) else args, kwargs)
 
 
-def _like(fill: Callable[..., Tensor]) -> Replacement:
-    """torch.rand_like and its kin: an empty tensor, then `fill(tensor, *rest, generator=...)`."""
+def _rand_like(fill: Callable[..., Tensor]) -> Replacement:
+    """Return torch.rand_like or its kin: an empty tensor, then `fill(tensor, *bounds, generator=...)`."""
 
     def replaced(mode: isolated_rng, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_generator(args, kwargs):
@@ -130,7 +130,7 @@ def _like(fill: Callable[..., Tensor]) -> Replacement:
     return replaced
 
 
-_BOUNDS = ("low", "high", "generator")  # in the order in which randint_like takes them
+_BOUNDS = ("low", "high", "generator")  # in randint_like's order
 
 
 def _fill_integers(empty: Tensor, *bounds: Any, generator: torch.Generator) -> Tensor:
@@ -138,18 +138,18 @@ def _fill_integers(empty: Tensor, *bounds: Any, generator: torch.Generator) -> T
     return empty.random_(int(low), int(high), generator=generator)
 
 
-# Functions of Python whose bodies draw.
+# Python functions whose bodies draw.
 
 
 def _never(*_: Any) -> bool:
     return False
 
 
-def _through(func: Any) -> Replacement:
-    """Runs the function's body with the mode still on.
+def _run_body(func: Any) -> Replacement:
+    """Return a replacement that runs the function's body with the mode on.
 
-    Such a function first asks whether a mode is on and, if so, hands itself to the mode, which then is off for all
-    that it calls. Here its body runs in a copy that does not ask.
+    Such a function first checks whether a mode is on and, if so, passes itself to the mode, which is then off for all that
+    it calls. Here its body runs in a copy without the check.
     """
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = {**func.__globals__, **dict.fromkeys(names, _never)}
@@ -192,11 +192,11 @@ _REPLACED: dict[Any, Replacement] = {
     **dict.fromkeys(
         (torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet), _generator_last
     ),
-    torch.rand_like: _like(Tensor.uniform_),
-    torch.randn_like: _like(Tensor.normal_),
-    torch.randint_like: _like(_fill_integers),
+    torch.rand_like: _rand_like(Tensor.uniform_),
+    torch.randn_like: _rand_like(Tensor.normal_),
+    torch.randint_like: _rand_like(_fill_integers),
     **{
-        func: _through(func)
+        func: _run_body(func)
         for func in (
             F.dropout1d,
             F.dropout2d,

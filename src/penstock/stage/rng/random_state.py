@@ -1,9 +1,9 @@
-"""Random numbers of layers at work, the same however the model is split.
+"""Random numbers of running layers that do not depend on how the model is split.
 
-A `RandomState` runs layers so that what they draw depends on (seed, step, microbatch, layer) alone. The first run of a
-layer is audited: what draws from torch's default generators in spite of `isolated_rng` is refused by name, and a layer that
-draws nothing is from then on run without any mode around it. What can change that is looked for at every step: the
-settings of the layer's modules, and, around the step, the default generators themselves.
+A `RandomState` runs layers so that their draws depend only on (seed, step, microbatch, layer). The first run of a layer is
+audited: an operator that draws from torch's default generators in spite of `isolated_rng` raises an error with its name,
+and a layer that draws nothing is later called without any mode. Every step checks for changes that void an audit: in the
+settings of the layer's modules, and in the states of the default generators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.stage.module import kept_buffers
+from penstock.stage.module import snapshot_buffers
 from penstock.stage.rng.audit import Audit, NoForwardMode, refused_draw
 from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use, cuda_states, default_states
 from penstock.stage.rng.isolated_rng import isolated_rng
@@ -29,34 +29,34 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Known:
-    """What is known of a layer in training, or in evaluation.
+class _AuditResult:
+    """Result of the audit of a layer in training, or in evaluation.
 
     Attributes:
-        settings: of its modules, when it was audited.
-        draws: whether it drew then, or later.
-        step: when the settings were last compared.
-        audited: whether the audit still holds.
+        settings: settings of its modules when it was audited.
+        draws: whether it drew then or later.
+        step: last step in which the settings were compared.
+        valid: False if the layer must be audited again.
     """
 
     settings: tuple[bool | float, ...]
     draws: bool
     step: int
-    audited: bool = True
+    valid: bool = True
 
 
 class RandomState:
-    """Runs layers with random numbers of their own. One for a Pipeline; stages in threads share it.
+    """Runs layers within `isolated_rng`. A Pipeline has one; stages in threads share it.
 
-    ``run`` goes around every call of a layer (and of the loss function, under a name of its own), ``watching`` around
-    every step. To recompute a forward is to call ``run`` again with the same step and microbatch: the same numbers come
-    in the same order. Which microbatch it is must be counted over the whole batch, not over a copy's share.
+    ``run`` calls every layer, and also the loss function, under a reserved name; ``watching`` surrounds every step. A
+    recompute calls ``run`` again with the same step and microbatch, and gets the same draws in the same order. The
+    microbatch must be numbered over the global batch, not over a replica's part of it.
 
-    Random numbers of Python's ``random`` and of NumPy are not touched. Compiled layers may not draw: neither mode can
-    look into them.
+    Random numbers of Python's ``random`` and of NumPy are not affected. Compiled layers must not draw: neither mode can see
+    into them.
 
     Args:
-        seed: of the model.
+        seed: random seed of the model.
 
     Attributes:
         in_threads: whether several ranks are threads of this process. Layers are then audited one at a time.
@@ -65,63 +65,70 @@ class RandomState:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.in_threads = False
-        self._auditing = Lock()
-        self._known: dict[tuple[object, bool], _Known] = {}
-        self._trusts = True
+        self._audit_lock = Lock()
+        self._audits: dict[tuple[object, bool], _AuditResult] = {}
+        self._trusts_audits = True
 
     def run(self, name: str, layer: Any, step: int, microbatch: int, call: Callable[[], T]) -> T:
-        """Call a layer so that what it draws depends on (seed, step, microbatch, name) alone.
+        """Call a layer so that its draws depend only on (seed, step, microbatch, name).
 
         Args:
-            name: the layer's name in the whole model.
-            layer: the module, whose settings are looked at; or a function, which has none.
-            step, microbatch: which.
-            call: calls the layer.
+            name: name of the layer in the whole model.
+            layer: the layer, whose settings are checked if it is a module.
+            step: number of the step.
+            microbatch: number of the microbatch in the global batch.
+            call: function that calls the layer.
 
         Returns:
-            What `call` returns.
+            The result of `call`.
 
         Raises:
-            ConfigError: the layer draws in a way that cannot be made to hold.
+            ConfigError: if the layer draws in a way that cannot be made independent of the split.
         """
         module = layer if isinstance(layer, nn.Module) else None
         key = (layer, module is not None and module.training)
-        known = self._known.get(key)
-        if known is None or known.step != step or not known.audited:
+        audit = self._audits.get(key)
+        if audit is None or audit.step != step or not audit.valid:
             if module is not None and _compiled(module):
                 return self._run_compiled(name, call)
             settings = _settings(module)
-            if known is None or known.settings != settings or not known.audited:
+            if audit is None or audit.settings != settings or not audit.valid:
                 return self._audit(name, key, settings, step, microbatch, call)
-            known.step = step
-        if self._trusts and not known.draws:
+            audit.step = step
+        if self._trusts_audits and not audit.draws:
             return call()
         with isolated_rng(self.seed, step, microbatch, name) as mode:
             result = call()
-        if mode.drew and not known.draws:
-            known.draws = True
+        if mode.drew and not audit.draws:
+            audit.draws = True
             _warn_of_late_draws(name)
         return result
 
-    def quiet(self, layer: Any, step: int) -> bool:
-        """Whether a layer that has run in this step is known to draw nothing, so that the step may call it as it is."""
-        known = self._known.get((layer, isinstance(layer, nn.Module) and layer.training))
-        return known is not None and self._trusts and known.audited and known.step == step and not known.draws
+    def is_rng_free(self, layer: Any, step: int) -> bool:
+        """Return whether a layer that has run in this step draws nothing, so that later calls need no isolation."""
+        audit = self._audits.get((layer, isinstance(layer, nn.Module) and layer.training))
+        return (
+            audit is not None
+            and self._trusts_audits
+            and audit.valid
+            and audit.step == step
+            and not audit.draws
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a step: notices if a default generator was drawn from although no layer is known to draw so.
+        """Watch the default generators during a step, in which no audited layer should draw from them.
 
-        Another thread of the program may have done it, or a layer that has begun to draw without any change in its
-        modules' settings. From then on every layer is run within `isolated_rng`, after another audit; the layer that is
-        found to draw is named in a warning, for one step's draws of it were not its own.
+        If one has advanced, another thread of the program drew from it, or a layer that began to draw without any change in
+        its modules' settings. From then on every layer runs within `isolated_rng`, after another audit; a layer that draws
+        is named in a warning, since its draws of one step came from a default generator.
         """
-        before = default_states() if self._trusts else None
+        before = default_states() if self._trusts_audits else None
         yield
         if before is not None and default_states() != before:
-            self._trusts = False
-            for known in self._known.values():
-                known.audited = False
+            self._trusts_audits = False
+            for audit in self._audits.values():
+                audit.valid = False
 
     def _audit(
         self,
@@ -132,32 +139,33 @@ class RandomState:
         microbatch: int,
         call: Callable[[], T],
     ) -> T:
-        alone = self._auditing if self.in_threads else nullcontext()
+        lock = self._audit_lock if self.in_threads else nullcontext()
         if _has_fast_path(key[0]):
-            with alone:
+            with lock:
                 result, drew = _run_without_modes(key[0], call)
             if not drew:
                 if not _has_no_rows(result):
-                    self._known[key] = _Known(settings, False, step)
+                    self._audits[key] = _AuditResult(settings, False, step)
                 return result
         audit, before = Audit(name), cuda_states()
-        refusing = NoForwardMode(name) if self.in_threads else nullcontext()
-        with alone, refusing, isolated_rng(self.seed, step, microbatch, name, audit.no_checkpoint) as mode:
+        no_forward_mode = NoForwardMode(name) if self.in_threads else nullcontext()
+        isolated = isolated_rng(self.seed, step, microbatch, name, audit.no_checkpoint)
+        with lock, no_forward_mode, isolated as mode:
             result = _run_watched(key[0], audit, call) if _autocast_is_on() else _run_within(audit, call)
         if cuda_states() != before:
             raise ConfigError(
                 f"{refused_draw(name, 'an extension that torch does not see')}; set its dropout to 0"
             )
         if not mode.drew and _has_no_rows(result):
-            return result  # it shows nothing: the next microbatch is audited as well
-        known = self._known.get(key)
-        if mode.drew and known is not None and not known.draws and known.settings == settings:
+            return result  # inconclusive, so the next microbatch is audited as well
+        previous = self._audits.get(key)
+        if mode.drew and previous is not None and not previous.draws and previous.settings == settings:
             _warn_of_late_draws(name)
-        self._known[key] = _Known(settings, mode.drew, step)
+        self._audits[key] = _AuditResult(settings, mode.drew, step)
         return result
 
     def _run_compiled(self, name: str, call: Callable[[], T]) -> T:
-        """Modes around compiled code would stop its compilation, so it is only watched."""
+        """Run a compiled layer and watch the default generators; a mode would prevent its compilation."""
         before = default_states()
         result = call()
         if default_states() != before:
@@ -173,29 +181,27 @@ def _has_no_rows(result: object) -> bool:
 
 
 def _has_fast_path(layer: object) -> bool:
-    """Return whether a layer, all of it in evaluation, takes another path in torch where any mode is on."""
-    if not isinstance(layer, nn.Module) or any(part.training for part in layer.modules()):
+    """Return whether a layer, entirely in evaluation, takes another path in torch when any mode is on."""
+    if not isinstance(layer, nn.Module) or any(m.training for m in layer.modules()):
         return False
-    return any(
-        isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in layer.modules()
-    )
+    return any(isinstance(m, nn.MultiheadAttention | nn.TransformerEncoderLayer) for m in layer.modules())
 
 
 def _run_without_modes(layer: object, call: Callable[[], T]) -> tuple[T, bool]:
-    """Run a layer as it is, and return its result and whether it drew.
+    """Run a layer without any mode; return its result and whether it drew.
 
-    If it drew, its buffers and the default generators are put back, so that it can run again.
+    If it drew, its buffers and the default generators are restored, so that it can run again.
     """
     assert isinstance(layer, nn.Module)
-    before = torch.get_rng_state(), [(g, g.get_offset()) for g in cuda_generators()]
-    put_back = kept_buffers(layer)
-    states = default_states()
+    cpu_state, offsets = torch.get_rng_state(), [(g, g.get_offset()) for g in cuda_generators()]
+    restore_buffers = snapshot_buffers(layer)
+    before = default_states()
     result = call()
-    drew = default_states() != states
+    drew = default_states() != before
     if drew:
-        put_back()
-        torch.set_rng_state(before[0])
-        for generator, offset in before[1]:
+        restore_buffers()
+        torch.set_rng_state(cpu_state)
+        for generator, offset in offsets:
             generator.set_offset(offset)
     return result, drew
 
@@ -206,27 +212,28 @@ def _run_within(audit: Audit, call: Callable[[], T]) -> T:
 
 
 def _run_watched(layer: object, audit: Audit, call: Callable[[], T]) -> T:
-    """Run a layer under autocast, where the mode would change what it computes.
+    """Run a layer under autocast, where the audit's dispatch mode would change its results.
 
-    What an operator calls within a dispatch mode is not cast any more, such as the multiplications in ``nn.Bilinear``. So it
-    is the default generators that are watched. If they move, the layer runs again within the audit, whose refusal names
-    the operator; where there is none, another thread of the program has drawn.
+    Within a dispatch mode autocast does not cast the inner calls of an operator, such as the multiplications in
+    ``nn.Bilinear``. So only the default generators are watched. If they advance, the layer runs again within the audit,
+    which raises with the name of the operator; if it does not, another thread of the program has drawn.
     """
     before = default_states()
     result = call()
     if default_states() != before:
-        parts = list(layer.modules()) if isinstance(layer, nn.Module) else []
-        kept = [dict(part._buffers) for part in parts]
+        modules = list(layer.modules()) if isinstance(layer, nn.Module) else []
+        originals = [dict(module._buffers) for module in modules]
         try:
-            # The buffers themselves may have been saved for the backward, which forbids to write to them.
-            for part in parts:
-                part._buffers.update({n: None if b is None else b.clone() for n, b in part._buffers.items()})
+            # Clones, since the buffers may have been saved for the backward, which forbids writes to them.
+            for module in modules:
+                clones = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+                module._buffers.update(clones)
             with torch.no_grad():
                 _run_within(audit, call)
         finally:
-            for part, buffers in zip(parts, kept, strict=True):
-                part._buffers.clear()
-                part._buffers.update(buffers)
+            for module, buffers in zip(modules, originals, strict=True):
+                module._buffers.clear()
+                module._buffers.update(buffers)
     return result
 
 
@@ -248,7 +255,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def _settings(module: nn.Module | None) -> tuple[bool | float, ...]:
-    """The switches and fractions of a layer's modules (training, p, gradient_checkpointing and so on), in order."""
+    """Return the bools and floats of a layer's modules (training, p, gradient_checkpointing and so on), in order."""
     if module is None:
         return ()
     values = (value for m in module.modules() for value in vars(m).values())

@@ -1,13 +1,13 @@
-"""I, the half of a split backward that computes input gradients and leaves the weight gradients in a queue for W.
+"""I, the half of a split backward that computes input gradients and defers the weight gradients to W.
 
 While a stage runs its forward, `defer_weight_grads` intercepts the functions that own weights (linear, addmm, convolution,
-embedding). It calls each with its weights detached, so that autograd computes the gradient of the input only, and hooks
-the function's node in the graph: the hook queues what the weight gradient needs, the input and the output's gradient. I
-is then one ordinary backward without a walk over the graph, and W works off the queue. Weights used in any other way
-(norms, custom functions) get their gradients in I.
+embedding). It calls each with its weights detached, so that autograd computes only the gradient of the input, and registers
+a hook on the function's node in the graph. The hook queues the operands of the weight gradient: the input and the output's
+gradient. I is then an ordinary backward without a walk over the graph, and W works through the queue. Weights used in any
+other way (norms, custom functions) get their gradients in I.
 
-The formulas of W are those of PyTorch's own backward (derivatives.yaml: mm, addmm, convolution, embedding), so the
-gradients are bit-identical. `split_check` verifies that on the first microbatch of every stage.
+W uses the formulas of PyTorch's own backward (derivatives.yaml: mm, addmm, convolution, embedding), so the gradients are
+bit-identical. `split_check` verifies that on the first microbatch of every stage.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PenstockError
-from penstock.stage.split_backward.weight_grad import Queue, Use, Weights
+from penstock.stage.split_backward.weight_grad import Queue, Use, WeightFormula
 
 
 class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
-    """Within it, functions that own weights put their weight gradients into `queue`.
+    """Context in which functions that own weights put their weight gradients into `queue`.
 
-    The mode steps aside where a later recomputation or another derivative would not see its detached weights: under hooks
+    The mode does not intercept uses where a recompute or another derivative would not see its detached weights: under hooks
     on saved tensors that were set within it (``torch.utils.checkpoint``, ``save_on_cpu``), within ``torch.func``
     transforms, without gradients, and for complex weights. Those uses get their weight gradients in I.
 
     Args:
-        queue: of the microbatch; parameters that are used in any other way are added to its `excluded`.
+        queue: queue of the microbatch; parameters that are used in any other way are added to its `excluded`.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -49,27 +49,27 @@ class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context m
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        find = _USES.get(func)
-        if find is not None:
-            use = find(*args, **(kwargs or {}))
-            if use is not None and self._takes(use):
+        make_use = _USES.get(func)
+        if make_use is not None:
+            use = make_use(*args, **(kwargs or {}))
+            if use is not None and self._can_defer(use):
                 return self._defer(use)
-        if func not in _HARMLESS:
+        if func not in _VALUE_NOT_READ:
             self._exclude(args)
             if kwargs:
                 self._exclude(kwargs.values())
         return func(*args, **(kwargs or {}))
 
     def _exclude(self, args: Any) -> None:
-        """Never defer these parameters from now on: the bits of a sum depend on the order of its terms."""
+        """Never defer these parameters again: the last bits of a sum depend on the order of its terms."""
         for arg in args:
             if isinstance(arg, nn.Parameter):
                 self.queue.excluded.add(id(arg))
             elif type(arg) is list or type(arg) is tuple:
                 self._exclude(arg)
 
-    def _takes(self, use: Use) -> bool:
-        """Whether a use can be deferred: leaves that want a gradient, in a context that will not be run again."""
+    def _can_defer(self, use: Use) -> bool:
+        """Return whether a use can be deferred: trained leaves as weights, in a context that does not run again."""
         weight, bias, excluded = use.weight, use.bias, self.queue.excluded
         return (
             torch.is_grad_enabled()
@@ -91,23 +91,28 @@ class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context m
             if not output.requires_grad:
                 anchor = torch.empty(0, requires_grad=True, device=output.device)
                 output = _Anchor.apply(output, anchor)  # type: ignore[no-untyped-call]
-        if queue.note is not None:
-            queue.note(use.x)
+        if queue.on_input is not None:
+            queue.on_input(use.x)
         node = output.grad_fn
-        assert node is not None, "the output of a function whose weights or input want a gradient"
-        # A hook of the node, not of the tensor: it sees the gradient after all hooks of the tensor have changed it.
-        node.register_prehook(partial(_queue_up, queue, use.weights, use.x, use.x._version, use.weight))
+        assert node is not None, "the output of a function whose weights or input require a gradient"
+        # A hook on the node, not on the tensor, sees the gradient after all hooks on the tensor have changed it.
+        node.register_prehook(partial(_enqueue, queue, use.formula, use.x, use.x._version, use.weight))
         return output
 
 
-def _queue_up(
-    queue: Queue, weights: Weights, x: Tensor, version: int, weight: Tensor, grads: tuple[Tensor | None, ...]
+def _enqueue(
+    queue: Queue,
+    formula: WeightFormula,
+    x: Tensor,
+    version: int,
+    weight: Tensor,
+    grads: tuple[Tensor | None, ...],
 ) -> None:
     (grad,) = grads
     if grad is None:
         return
     if not queue.running:
-        queue.pending.append((weights, x, version, grad, grad._version))
+        queue.pending.append((formula, x, version, grad, grad._version))
     elif queue.check is not None:
         queue.check.reject(weight)
     else:
@@ -120,7 +125,7 @@ def _queue_up(
 
 
 class _Anchor(torch.autograd.Function):
-    """Gives an output a node in the graph where its input has none."""
+    """Gives an output a node in the graph if its input has none."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
@@ -131,23 +136,23 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-# Neither state has a public reader; both readers are C++ functions that torch's own Python code calls.
+# torch has no public function to read either state; its own Python code calls these C++ functions.
 
 
 def _saved_tensor_hooks() -> object:
-    """The innermost hooks on saved tensors of this thread; None if there are none."""
+    """Return the innermost hooks on saved tensors of this thread; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _in_transform() -> bool:
-    """Whether a ``torch.func`` transform is running."""
+    """Return whether a ``torch.func`` transform is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _pairs(
     weight: Tensor, bias: Tensor | None, weight_gradient: Tensor, bias_gradient: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """The gradients beside their parameters, in the dtype they were computed in."""
+    """Return (parameter, gradient) pairs, with the gradients in the dtype they were computed in."""
     if bias is None or bias_gradient is None:
         return [(weight, weight_gradient)]
     return [(weight, weight_gradient), (bias, bias_gradient)]
@@ -158,9 +163,9 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Use | None:
-    """y = x Wᵀ + b, any number of leading dimensions."""
-    # Whether matmul folds an input that is not contiguous into a matrix depends on whether the weight wants a gradient
-    # (should_fold in ATen's LinearAlgebra.cpp), and with it the last bits of the result.
+    """Make the use of y = x Wᵀ + b, with any number of leading dimensions."""
+    # For an input that is not contiguous, matmul decides by the weight's requires_grad whether to fold it into a matrix
+    # (should_fold in ATen's LinearAlgebra.cpp), which changes the last bits of the result.
     folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
     if not folds or weight.dim() != 2:
         return None
@@ -176,7 +181,7 @@ def _linear_weights(
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Use | None:
-    """y = x W + b, as Hugging Face's GPT-2 writes its layers."""
+    """Make the use of y = x W + b, as in Hugging Face's GPT-2."""
     if options or input.dim() != 1:
         return None
     return Use(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input))
@@ -200,7 +205,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Use | None:
-    """Rows of a table; the input has no gradient."""
+    """Make the use of an embedding table, whose input has no gradient."""
     if max_norm is not None or sparse:
         return None
 
@@ -219,9 +224,9 @@ def _embedding_weights(
 
 
 def _convolution(dimensions: int, function: Any) -> Callable[..., Use | None]:
-    """A convolution of one, two or three dimensions."""
+    """Return the function that makes the use of a convolution in one, two or three dimensions."""
 
-    def find(
+    def make_use(
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -241,7 +246,7 @@ def _convolution(dimensions: int, function: Any) -> Callable[..., Use | None]:
         options = (*sizes, False, [0] * dimensions, groups)
         return Use(input, weight, bias, call, partial(_convolution_weights, weight, bias, options))
 
-    return find
+    return make_use
 
 
 def _convolution_weights(
@@ -268,8 +273,7 @@ _USES: dict[Any, Callable[..., Use | None]] = {
     F.conv3d: _convolution(3, F.conv3d),
 }
 
-_HARMLESS: set[Any] = {
-    # What reads a parameter's properties is no use of its value.
+_VALUE_NOT_READ: set[Any] = {
     *(
         getattr(Tensor, name).__get__
         for name in (
@@ -292,3 +296,4 @@ _HARMLESS: set[Any] = {
     Tensor.numel,
     torch.is_floating_point,
 }
+"""Functions that read a parameter's properties, but not its value."""

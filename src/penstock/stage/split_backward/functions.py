@@ -1,4 +1,4 @@
-"""A function as a layer: ``torch.relu``, ``lambda x: x.flatten(1)``; it has no weights."""
+"""Functions as layers: ``torch.relu``, ``lambda x: x.flatten(1)``; they have no weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from penstock.stage.values import flatten
 
 
 def takes_a_value(function: Callable[..., Any]) -> bool:
-    """Whether a callable has to be given something: then it is a layer; if not, it builds one.
+    """Return whether a callable requires an argument: then it is a layer; otherwise it builds one.
 
-    Functions of C without a signature, as ``torch.relu``, are layers; a class is never one.
+    C functions without a signature, such as ``torch.relu``, are layers; a class never is.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -29,11 +29,11 @@ def takes_a_value(function: Callable[..., Any]) -> bool:
 
 
 class FunctionLayer(nn.Module):
-    """A layer that calls a function of the value; the function's further parameters take named values.
+    """A layer that calls a function of the value; the function's other parameters take named values.
 
     Args:
-        name: of the layer, for the error.
-        function: whose first parameter is the value.
+        name: name of the layer, for the error message.
+        function: function whose first parameter is the value.
 
     Raises:
         SplitError: in the first forward, if the function uses weights: a pipeline would not know of them.
@@ -53,19 +53,19 @@ class FunctionLayer(nn.Module):
             self._checked = True
             return result
 
-        self.forward = forward  # its signature is the function's, which says what named values it takes
+        self.forward = forward  # with the signature of the function, which lists the named values it takes
 
     def extra_repr(self) -> str:
         return getattr(self._function, "__name__", repr(self._function))
 
 
 class _NoWeights(TorchFunctionMode):
-    """Within it, tensors that are trained and were not given may not be used."""
+    """Mode that raises for a use of a trained tensor that is not an input."""
 
-    def __init__(self, name: str, given: object) -> None:
+    def __init__(self, name: str, inputs: object) -> None:
         super().__init__()
         self._name = name
-        self._given = {id(leaf) for leaf in flatten(given)[0]}
+        self._inputs = {id(leaf) for leaf in flatten(inputs)[0]}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class _NoWeights(TorchFunctionMode):
             if isinstance(leaf, nn.Parameter) or (
                 isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
             ):
-                if id(leaf) in self._given:
+                if id(leaf) in self._inputs:
                     continue
                 raise SplitError(
                     f"layer {self._name!r} is a function that uses a weight of shape {tuple(leaf.shape)}; a pipeline trains "

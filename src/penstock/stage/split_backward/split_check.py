@@ -1,20 +1,20 @@
-"""The proof that a stage's backward can be split: its first microbatch runs both ways, and the gradients are compared.
+"""Check that a stage's backward can be split: its first microbatch runs both ways, and the gradients are compared.
 
-The split trusts that it sees every use of a weight. Models break that trust in ways that no list covers: recomputation
-inside a layer, derivatives inside a forward, hooks that change gradients, weights used both directly and through
-other functions. So the first microbatch of a stage does not use the split. It runs the full backward, whose gradients
-are the ones that count, and records what the split would have seen. Nothing runs twice except the intercepted
-functions themselves, so buffers, hooks and random numbers are left alone.
+The split is correct only if it sees every use of a weight. Models use weights in ways that no list covers: recompute
+inside a layer, derivatives inside a forward, hooks that change gradients, weights used both directly and through other
+functions. So the first microbatch of a stage is not split. It runs the full backward, whose gradients are the ones that
+count, and records the uses that the split would have seen. Only the intercepted functions run twice, so buffers, hooks and
+random numbers are not affected.
 
 A layer passes if, for every weight that would be deferred,
 
 - each use gives the same output and the same input gradient with the weight detached as with it attached;
-- the sum that W computes from the recorded uses equals the gradient that the full backward hands to the parameter.
+- the sum that W computes from the recorded uses equals the gradient that the full backward gives to the parameter.
 
-All weights of a layer that fails get their gradients in I for good. On a CPU values must be equal bit for bit, on other
-devices, whose kernels need not be deterministic, up to rounding. Of weights that are cut over processes (DTensor) each
-process compares its own part, up to rounding and without talking to the others; as they could come to different verdicts,
-a layer that fails is refused.
+All weights of a layer that fails get their gradients in I from then on. On a CPU values must be equal bit for bit; on other
+devices, whose kernels need not be deterministic, up to rounding. For weights that are sharded over processes (DTensor) each
+process compares its own shard, up to rounding and without communication. As their verdicts could differ, a layer that fails
+is an error.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from torch import Tensor
 from penstock.errors import PenstockError, SplitBackwardError
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.weight_grad import Queue, Use
-from penstock.stage.values import same_numbers
+from penstock.stage.values import same_values
 
 
 class SplitChecks:
-    """Decides for every microbatch of a stage whether its backward is split, and checks it where that is not known yet.
+    """Decides for every microbatch of a stage whether its backward is split, and runs the check where needed.
 
-    A change of a parameter's dtype, of what requires a gradient, of a module's training mode, of autocast, or of the
-    dtypes and dimensions of the inputs calls for another check.
+    A change of a parameter's dtype or ``requires_grad``, of a module's training mode, of autocast, or of the dtypes and
+    dimensions of the inputs requires another check.
 
     Args:
-        stage: its number, for messages.
-        module: its layers.
-        strict: refuse layers that fail, instead of giving them the full backward.
+        stage: number of the stage, for messages.
+        module: layers of the stage.
+        strict: raise for layers that fail, instead of running their full backward (default False).
 
     Attributes:
-        whole: names of the layers that failed.
+        unsplit_layers: names of the layers that failed.
     """
 
     def __init__(self, stage: int, module: StageModule, strict: bool = False) -> None:
         self.stage = stage
         self.module = module
         self.strict = strict
-        self.whole: list[str] = []
+        self.unsplit_layers: list[str] = []
         self._excluded: set[int] = set()
-        self._passed: set[object] = set()
+        self._checked: set[object] = set()
         self._running: object = None
         self._modes: object = None
 
     @cached_property
     def possible(self) -> bool:
-        """Whether the stage's backward can be split at all; warns once where it cannot."""
+        """True if the stage's backward can be split at all; warns once if it cannot."""
         compiled = self.module.compiled
         if compiled is not None:
             warnings.warn(
@@ -72,16 +72,16 @@ class SplitChecks:
         return compiled is None
 
     def begin(self) -> None:
-        """Start a step, in which the modules' settings stay as they are."""
+        """Begin a step, during which the modules' settings do not change."""
         self._modes = None
         self._running = None
 
     def queue(self, leaves: Sequence[object]) -> Queue | None:
-        """The queue of a microbatch with these inputs; None if it needs the full backward."""
+        """Return the queue of a microbatch with these inputs; None if it needs the full backward."""
         if self._modes is None:
             self._modes = _modes_of(self.module)
         pattern = (self._modes, tuple((x.dtype, x.dim()) if isinstance(x, Tensor) else None for x in leaves))
-        if pattern in self._passed:
+        if pattern in self._checked:
             return Queue(self._excluded)
         if self._running is not None:  # the check of an earlier microbatch waits for its backward
             return None
@@ -92,28 +92,32 @@ class SplitChecks:
         """End a check, after the microbatch's full backward.
 
         Raises:
-            SplitBackwardError: a layer failed, and `strict` is set.
+            SplitBackwardError: if a layer failed, and `strict` is set or a weight is a DTensor.
         """
         assert isinstance(queue.check, SplitCheck)
         rejected = queue.check.rejected(queue)
-        self._passed.add(self._running)
+        self._checked.add(self._running)
         self._running = None
         if not rejected:
             return
-        failed = {name: layer for name, layer in self.module.named_layers() if _holds(layer, rejected)}
+        failed = {
+            name: layer
+            for name, layer in self.module.named_layers()
+            if any(id(p) in rejected for p in layer.parameters())
+        }
         self._excluded |= rejected | {id(p) for layer in failed.values() for p in layer.parameters()}
-        if news := [name for name in failed if name not in self.whole]:
-            self.whole += news
-            self._report(news)
+        if new := [name for name in failed if name not in self.unsplit_layers]:
+            self.unsplit_layers += new
+            self._report(new)
 
     def _report(self, layers: Sequence[str]) -> None:
-        named = ("layer " if len(layers) == 1 else "layers ") + ", ".join(map(repr, layers))
+        names = ("layer " if len(layers) == 1 else "layers ") + ", ".join(map(repr, layers))
         text = (
-            f"stage {self.stage}: the backward of {named} cannot be split: the weight gradients computed apart from the "
+            f"stage {self.stage}: the backward of {names} cannot be split: the weight gradients computed apart from the "
             "input gradients differ from those of the full backward. The layer recomputes, differentiates or changes "
             "gradients inside its forward, or uses a weight in a way that the split does not see"
         )
-        if any(_is_cut(p) for p in self.module.parameters()):
+        if any(_is_dtensor(p) for p in self.module.parameters()):
             raise SplitBackwardError(f"{text}. With tensor parallelism, use a schedule without W ops")
         if self.strict:
             raise SplitBackwardError(
@@ -131,7 +135,7 @@ class SplitCheck:
         self._full: dict[int, Tensor] = {}
 
     def run(self, use: Use) -> Tensor:
-        """Call a function as plain PyTorch does, and compare it with what the split would call."""
+        """Call a function as plain PyTorch does, and compare the result with that of detached weights."""
         for weight in (use.weight, use.bias):
             if weight is not None:
                 self._uses[id(weight)] = weight
@@ -141,45 +145,45 @@ class SplitCheck:
         return output
 
     def reject(self, weight: Tensor) -> None:
-        """Never defer the layers that hold this weight."""
+        """Reject a weight, so that the layers that hold it are never deferred."""
         self._rejected.add(id(weight))
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Around the full backward: keep the gradients that reach the parameters, as they are before hooks."""
+        """Record the gradients that reach the parameters in the full backward, before hooks change them."""
         handles = []
         for weight in self._uses.values():
             # Hooks of a tensor run in the order of this dictionary, and torch has no public way to come first.
-            own: Any = weight._backward_hooks
-            others = dict(own or {})
+            hooks: Any = weight._backward_hooks
+            others = dict(hooks or {})
             if others:
-                own.clear()
-            handles.append(weight.register_hook(self._keep(weight)))  # type: ignore[no-untyped-call]  # not annotated in torch
+                hooks.clear()
+            handles.append(weight.register_hook(self._recorder(weight)))  # type: ignore[no-untyped-call]
             if others:
-                own.update(others)
+                hooks.update(others)
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _keep(self, weight: Tensor) -> Callable[[Tensor], None]:
-        def keep(grad: Tensor) -> None:
-            before = self._full.get(id(weight))
-            self._full[id(weight)] = grad.clone() if before is None else before + grad
+    def _recorder(self, weight: Tensor) -> Callable[[Tensor], None]:
+        def record(grad: Tensor) -> None:
+            total = self._full.get(id(weight))
+            self._full[id(weight)] = grad.clone() if total is None else total + grad
 
-        return keep
+        return record
 
     def rejected(self, queue: Queue) -> set[int]:
-        """The ids of parameters whose gradients differ, after the full backward; empties the queue."""
+        """Return the ids of parameters whose gradients differ, after the full backward; empty the queue."""
         try:
             sums = {id(p): g for p, g in zip(*queue.sums(), strict=True)}
-        except PenstockError:  # something was modified in place that the full backward does not need
+        except PenstockError:  # a tensor was modified in place that the full backward does not need
             queue.clear()
             return set(self._uses)
         for key in self._uses.keys() - queue.excluded:
             recorded, full = sums.get(key), self._full.get(key)
-            if recorded is None and full is None:  # it got no gradient
+            if recorded is None and full is None:  # no gradient
                 continue
             if recorded is None or full is None or not _same(recorded, full):
                 self._rejected.add(key)
@@ -187,25 +191,25 @@ class SplitCheck:
 
 
 def _same_without_weights(use: Use, output: Tensor) -> bool:
-    """Whether a use gives the same output and input gradient with its weights detached."""
-    if _is_cut(use.weight):
+    """Return whether a use gives the same output and input gradient with its weights detached."""
+    if _is_dtensor(use.weight):
         return True
     bias = None if use.bias is None else use.bias.detach()
-    # These hooks keep those of the caller, who may count bytes or run a checkpoint, from seeing these calls.
-    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+    # These hooks hide the calls from outer hooks, which may count bytes or belong to a checkpoint.
+    with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
         if not use.x.requires_grad:
-            return same_numbers(use.call(use.x, use.weight.detach(), bias), output.detach())
-        one, other = use.x.detach().requires_grad_(), use.x.detach().requires_grad_()
-        attached = use.call(one, use.weight, use.bias)
-        detached = use.call(other, use.weight.detach(), bias)
+            return same_values(use.call(use.x, use.weight.detach(), bias), output.detach())
+        x_attached, x_detached = use.x.detach().requires_grad_(), use.x.detach().requires_grad_()
+        attached = use.call(x_attached, use.weight, use.bias)
+        detached = use.call(x_detached, use.weight.detach(), bias)
         any_gradient = attached.detach()
-        (grad,) = torch.autograd.grad(attached, one, any_gradient)
-        (same,) = torch.autograd.grad(detached, other, any_gradient)
-    return same_numbers(detached.detach(), output.detach()) and same_numbers(grad, same)
+        (grad_attached,) = torch.autograd.grad(attached, x_attached, any_gradient)
+        (grad_detached,) = torch.autograd.grad(detached, x_detached, any_gradient)
+    return same_values(detached.detach(), output.detach()) and same_values(grad_attached, grad_detached)
 
 
 def _modes_of(module: StageModule) -> object:
-    """What decides how a stage's layers use their weights, apart from their inputs."""
+    """Return the settings, other than the inputs, that decide how a stage's layers use their weights."""
     return (
         tuple((id(p), p.dtype, p.requires_grad) for p in module.parameters()),
         tuple(m.training for m in module.modules()),
@@ -213,23 +217,18 @@ def _modes_of(module: StageModule) -> object:
     )
 
 
-def _is_cut(tensor: Tensor) -> bool:
-    """Whether a tensor is cut over processes."""
+def _is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
 def _same(recorded: Any, full: Any) -> bool:
-    if not _is_cut(full):
-        return same_numbers(recorded, full)
-    if recorded.placements != full.placements:  # sums that are still to be added up over the processes, say
+    if not _is_dtensor(full):
+        return same_values(recorded, full)
+    if recorded.placements != full.placements:  # partial sums, say, which the processes have not added up yet
         return True
     with torch.no_grad():
-        return same_numbers(recorded.to_local(), full.to_local(), exact=False)
+        return same_values(recorded.to_local(), full.to_local(), exact=False)
 
 
-def _holds(layer: torch.nn.Module, parameters: set[int]) -> bool:
-    return any(id(p) in parameters for p in layer.parameters())
-
-
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

@@ -1,7 +1,7 @@
-"""W, the half of a split backward that computes weight gradients from what I left in a queue.
+"""W, the half of a split backward that computes the weight gradients which I has queued.
 
-See `defer_weight_grads` for how the queue is filled. W hands the gradients to the autograd engine, which accumulates them
-and fires the parameters' hooks, once for each microbatch, after the last contribution.
+`defer_weight_grads` fills the queue. W passes the gradients to the autograd engine, which accumulates them and fires the
+parameters' hooks, once for each microbatch, after the last contribution.
 """
 
 from __future__ import annotations
@@ -14,71 +14,71 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 
-Weights = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
+WeightFormula = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 """From (input, output gradient) to the (parameter, gradient) pairs of one use of one function."""
 
 Sums = tuple[list[Tensor], list[Tensor]]
-"""Parameters, and beside each its gradient."""
+"""Parameters, and the gradient of each."""
 
-_ByUse = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
-"""By parameter and the dtype it was used in: the parameter, and the sum of its uses' gradients."""
+_SumsByDtype = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
+"""(Parameter id, dtype of its uses) → the parameter, and the sum of the gradients of those uses."""
 
 
 class Use(NamedTuple):
     """One call of a function that owns weights.
 
     Attributes:
-        x: its input.
-        weight, bias: its weights; the bias may be None.
+        x: input tensor.
+        weight, bias: parameters of the call; the bias may be None.
         call: the function, as ``call(x, weight, bias)``.
-        weights: the formula of the weights' gradients.
+        formula: formula of the weights' gradients.
     """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     call: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    weights: Weights
+    formula: WeightFormula
 
 
 class Check(Protocol):
-    """Compares the split with the full backward; see `split_check`."""
+    """A comparison of the split backward with the full one; see `split_check`."""
 
     def run(self, use: Use) -> Tensor:
         """Call a function as plain PyTorch does, and record the use."""
 
     def reject(self, weight: Tensor) -> None:
-        """Never defer the layers that hold this weight."""
+        """Reject a weight, so that the layers that hold it are never deferred."""
 
 
 class Queue:
-    """The uses of weights in one microbatch of one stage, for W.
+    """Uses of weights in one microbatch of one stage, for W.
 
     Args:
-        excluded: ids of parameters that must not be deferred.
-        check: compares the split with the full backward, which then runs; None to split.
+        excluded: ids of parameters that must not be deferred (default none).
+        check: check against the full backward, which then runs; None to split the backward (default).
 
     Attributes:
-        pending: (formula, input, the input's version at its use, output gradient, its version) of every use.
-        note: called with every input that is kept for W, while the forward runs.
+        pending: (formula, input, version of the input at its use, output gradient, its version) of every use.
+        on_input: function called during the forward with every input that is kept for W; None for no call.
         running: whether the forward is running now.
     """
 
-    __slots__ = ("check", "excluded", "note", "pending", "running")
+    __slots__ = ("check", "excluded", "on_input", "pending", "running")
 
     def __init__(self, excluded: set[int] | None = None, check: Check | None = None) -> None:
         self.excluded = set() if excluded is None else excluded
-        self.pending: list[tuple[Weights, Tensor, int, Tensor, int]] = []
-        self.note: Callable[[Tensor], None] | None = None
+        self.pending: list[tuple[WeightFormula, Tensor, int, Tensor, int]] = []
+        self.on_input: Callable[[Tensor], None] | None = None
         self.running = False
         self.check = check
 
     def clear(self) -> None:
-        """Drop everything, which also breaks the reference cycle between the queue and the hooks that fill it."""
+        """Drop all uses, which also breaks the reference cycle between the queue and the hooks that fill it."""
         self.pending.clear()
 
     def tensors(self) -> Iterator[Tensor]:
-        """The inputs and output gradients that the queue keeps alive."""
+        """Yield the inputs and output gradients that the queue keeps alive."""
         for _, x, _, grad, _ in self.pending:
             yield x
             yield grad
@@ -87,11 +87,11 @@ class Queue:
         """Compute the weight gradients, summed as the autograd engine sums them, and empty the queue.
 
         Raises:
-            PenstockError: an input or an output gradient was modified in place, so a weight's gradient is lost.
+            PenstockError: if an input or an output gradient was modified in place, so that a weight's gradient is lost.
         """
-        total: _ByUse = {}
+        sums: _SumsByDtype = {}
         with torch.no_grad():
-            for weights, x, version, grad, grad_version in self.pending:
+            for formula, x, version, grad, grad_version in self.pending:
                 if x._version != version:
                     raise PenstockError(
                         f"an input of shape {tuple(x.shape)} to a function that owns weights was modified in place after "
@@ -103,74 +103,74 @@ class Queue:
                         "function, so the weights' gradient cannot be computed later; clone the gradient there, or use a "
                         "schedule that does not split the backward"
                     )
-                for parameter, gradient in weights(x, grad):
-                    used_in = gradient.dtype
-                    if used_in is parameter.dtype:
-                        gradient = _as_kept(gradient, parameter)
-                    use = (id(parameter), used_in)
-                    before = total.get(use)
-                    total[use] = (parameter, gradient if before is None else before[1] + gradient)
+                for parameter, gradient in formula(x, grad):
+                    dtype = gradient.dtype
+                    if dtype is parameter.dtype:
+                        gradient = _to_grad_dtype(gradient, parameter)
+                    key = (id(parameter), dtype)
+                    before = sums.get(key)
+                    sums[key] = (parameter, gradient if before is None else before[1] + gradient)
             self.clear()
-            return _gradients(total)
+            return _sum_dtypes(sums)
 
-    def work_off(self, deliveries: dict[tuple[int, ...], GradAccumulator]) -> None:
+    def accumulate(self, accumulators: dict[tuple[int, ...], GradAccumulator]) -> None:
         """Compute the weight gradients and accumulate them; each parameter's hooks fire once.
 
         Args:
-            deliveries: of the stage; filled with what the next microbatch can use again.
+            accumulators: accumulators of the stage by parameter ids; new ones are added, for the next microbatch.
 
         Raises:
-            PenstockError: as `sums`.
+            PenstockError: if `sums` raises it.
         """
         parameters, gradients = self.sums()
         key = tuple(map(id, parameters))
         if key:
-            if key not in deliveries:
-                deliveries[key] = GradAccumulator(parameters)
-            deliveries[key].hand_over(gradients)
+            if key not in accumulators:
+                accumulators[key] = GradAccumulator(parameters)
+            accumulators[key].accumulate(gradients)
 
 
-def _gradients(total: _ByUse) -> Sums:
-    """The parameters and their gradients; `total` is emptied, so that ``.grad`` can take them without a copy.
+def _sum_dtypes(sums: _SumsByDtype) -> Sums:
+    """Return the parameters and their gradients; `sums` is emptied, so that ``.grad`` can take them without a copy.
 
-    The sums are those of the autograd engine. Where a function ran in the weight's own dtype it casts each use's gradient
-    to the parameter's ``grad_dtype`` before it adds. Where autocast ran it in another, all uses share one cast weight:
-    theirs are added in that other dtype, and the sum is cast.
+    The order of casts and additions is that of the autograd engine. Where a function ran in the weight's own dtype, each
+    use's gradient is cast to the parameter's ``grad_dtype`` before it is added. Where autocast ran it in another dtype, all
+    uses share one cast weight: their gradients are added in that dtype, and the sum is cast.
     """
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for (key, used_in), (parameter, gradient) in total.items():
-        if used_in is not parameter.dtype:
-            gradient = _as_kept(gradient.to(parameter.dtype), parameter)
-        found[key] = (parameter, found[key][1] + gradient if key in found else gradient)
-    total.clear()
-    return [parameter for parameter, _ in found.values()], [gradient for _, gradient in found.values()]
+    total: dict[int, tuple[Tensor, Tensor]] = {}
+    for (key, dtype), (parameter, gradient) in sums.items():
+        if dtype is not parameter.dtype:
+            gradient = _to_grad_dtype(gradient.to(parameter.dtype), parameter)
+        total[key] = (parameter, total[key][1] + gradient if key in total else gradient)
+    sums.clear()
+    return [parameter for parameter, _ in total.values()], [gradient for _, gradient in total.values()]
 
 
-def _as_kept(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient in the dtype its parameter keeps it in; older PyTorch has no ``grad_dtype``, None allows any."""
-    wanted = getattr(parameter, "grad_dtype", None)
-    return gradient if wanted is None or wanted is gradient.dtype else gradient.to(wanted)
+def _to_grad_dtype(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Cast a gradient to the parameter's ``grad_dtype``; older PyTorch has none, and None allows any dtype."""
+    dtype = getattr(parameter, "grad_dtype", None)
+    return gradient if dtype is None or dtype is gradient.dtype else gradient.to(dtype)
 
 
 class GradAccumulator:
-    """Hands gradients to parameters through the autograd engine, as if a backward had computed them just now."""
+    """Accumulates gradients through the autograd engine, as if a backward had just computed them."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._gradients: list[Tensor] = []
         with torch.enable_grad():
-            # The node gets the list alone: were it to hold this object there would be a cycle, which would keep the
-            # parameters' accumulators, with the dtype and shape of when they were made, until the next garbage collection.
-            self._root: Tensor = _Deliver.apply(self._gradients, *parameters)  # type: ignore[no-untyped-call]
+            # The node gets only the list. If it held this object, the reference cycle would keep the parameters' own
+            # accumulation nodes, with the dtype and shape from when they were made, until the next garbage collection.
+            self._root: Tensor = _ReturnGrads.apply(self._gradients, *parameters)  # type: ignore[no-untyped-call]
         self._one = torch.ones_like(self._root)
 
-    def hand_over(self, gradients: list[Tensor]) -> None:
+    def accumulate(self, gradients: list[Tensor]) -> None:
         """Accumulate one gradient a parameter; the list is emptied, so that `.grad` can take them without a copy."""
         self._gradients[:] = gradients
         gradients.clear()
         torch.autograd.backward(self._root, self._one, retain_graph=True)
 
 
-class _Deliver(torch.autograd.Function):
+class _ReturnGrads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
         ctx.gradients = gradients
@@ -178,6 +178,6 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        found = tuple(ctx.gradients)
+        gradients = tuple(ctx.gradients)
         ctx.gradients.clear()
-        return None, *found
+        return None, *gradients
