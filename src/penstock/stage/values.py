@@ -57,7 +57,7 @@ def pack(value: object, *, travels: bool = True) -> tuple[Message, tuple[Tensor,
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise StageShapeError(
-                f"a stage returned a {type(leaf).__name__} among its outputs; what stages hand over is made of "
+                f"a stage returned a {type(leaf).__name__} among its outputs; stages exchange values made of "
                 "tensors, None, bool, int, float and str in tuples, lists, dicts, named tuples and dataclasses that are "
                 "registered (torch.export.register_dataclass)"
             )
@@ -150,7 +150,7 @@ def unpack(
     """Assemble the value of a message.
 
     Args:
-        message: message to unpack.
+        message: message from another stage or segment.
         transform: function applied to each tensor (default None: the value has the message's own tensors).
         input_grads: record of the tensors that collect a gradient; filled in.
     """

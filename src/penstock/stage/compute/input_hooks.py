@@ -22,7 +22,7 @@ _Edge = tuple[Node, int]
 def follow_hooks(
     roots: Sequence[GradientEdge], hooked: Sequence[bool], input_grads: InputGrads
 ) -> Sequence[bool]:
-    """Return for each input of a segment whether it has a hook: one of its own layers or, if it is passed on, of later ones.
+    """Return for each input of a segment whether its layers or, if the input is passed on, later layers have a hook on it.
 
     Args:
         roots: outputs of the segment that need a gradient.

@@ -119,7 +119,7 @@ class Stage:
         """End a step, after all its ops.
 
         Raises:
-            PenstockError: if a forward changed state of which other ranks or replicas have copies.
+            PenstockError: if a forward changed state that other ranks or replicas have copies of.
         """
         if not self.module.before:  # with ZeRO these write the parameters' values during the step
             self.isolation.require_constant()
