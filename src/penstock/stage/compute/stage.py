@@ -81,6 +81,7 @@ class Stage:
         self._buffers: dict[Segment, Buffers] = {}
         self._layer_bytes: dict[int, LayerBytes] = {}
         self._dropped_before: set[Segment] = set()
+        # Compared by identity: of a stage with one layer, the segment of a policy may be equal.
         self._all_layers = Segment(0, len(module.layers), True)
         self.set_recompute(recomputed_layers(self.settings.recompute, len(module.layers)))
 
@@ -256,7 +257,7 @@ class Stage:
 
     def _recompute(self, record: SavedInputs, microbatch: int, queue: Queue | None) -> SavedGraph:
         layer = record.segment.start
-        measured = layer in self._layer_bytes or record.segment == self._all_layers
+        measured = layer in self._layer_bytes or record.segment is self._all_layers
         if self.settings.recompute != "auto" or measured:
             return self._forward_again(record, microbatch, queue)
         footprint, inputs = Footprint(self.module), Footprint(self.module)
@@ -328,7 +329,7 @@ class Stage:
         """Run the first half of `backward`: the inputs' gradients, and those weight gradients that cannot wait."""
         records, routes, queue = self._require(microbatch)
         del self._saved[microbatch]
-        drop = isinstance(records[0], SavedInputs) and records[0].segment == self._all_layers
+        drop = isinstance(records[0], SavedInputs) and records[0].segment is self._all_layers
         output_grads: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
         hooked: Sequence[bool] = () if grads is None else [h for p in grads for h in p.needs_grad]
         check = queue.check if queue is not None else None
