@@ -19,7 +19,7 @@ from penstock.checkpoint.format.manifest import Manifest
 from penstock.errors import ConfigError, DataError
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
 from penstock.parallel.data.shards import ShardedParameter
-from penstock.parallel.dtensor import is_dtensor, is_sharded, like, local, runs_along
+from penstock.parallel.dtensor import from_local_like, is_dtensor, is_sharded, local, local_slices
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -62,7 +62,7 @@ class Reader:
 
         Of a piece the rows are read that it is in; elements that lie in memory otherwise are read whole.
         """
-        piece, shape, parameter = part.piece, self._shape(name), part.entry.parameter
+        piece, shape, parameter = part.slice, self._shape(name), part.entry.parameter
         if is_sharded(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
             return ShardValues(piece.of(local(self.like(name, parameter))))
         if key in ONE_A_PARAMETER or shape != piece.shape:
@@ -79,11 +79,11 @@ class Reader:
         if not is_dtensor(model) or self._shape(name) != tuple(model.shape):
             return self.tensor(name)
         if not is_sharded(model):
-            return like(self.tensor(name).to(model.device), model)
-        dim, runs = runs_along(model)
+            return from_local_like(self.tensor(name).to(model.device), model)
+        dim, runs = local_slices(model)
         found = [self._run(name, dim, run) for run in runs]
         part = found[0] if len(found) == 1 else torch.cat(found, dim)
-        return like(part.to(model.device), model)
+        return from_local_like(part.to(model.device), model)
 
     def _run(self, name: str, dim: int, run: slice | None) -> Tensor:
         """A tensor, or a run of it along a dimension."""
@@ -195,7 +195,7 @@ def _optimizer_state(reader: Reader, pipe: Pipeline, optimizer: PipelineOptimize
     own = {name: p for rank in pipe.local_ranks for name, p in pipe.rank_parameters(rank)}
     plain = {k: decode(v, reader.tensor) for k, v in values.items() if k not in ("state", "main_weights")}
     parts = {
-        name: optimizer.shards.part(p) if optimizer.shards is not None else None for name, p in own.items()
+        name: optimizer.shards.find(p) if optimizer.shards is not None else None for name, p in own.items()
     }
     state = {
         name: {key: _entry(reader, key, value, own[name], parts[name]) for key, value in entries.items()}
@@ -214,7 +214,9 @@ def _entry(reader: Reader, key: str, value: Any, parameter: Tensor, part: Sharde
     if isinstance(value, dict) and isinstance(value.get("$tensor"), str):
         if part is None:
             return reader.like(value["$tensor"], parameter)
-        return reader.piece(key, value["$tensor"], part) if part.own is not None else ShardValues(_ELSEWHERE)
+        return (
+            reader.piece(key, value["$tensor"], part) if part.shard is not None else ShardValues(_ELSEWHERE)
+        )
     return decode(value, reader.tensor)
 
 

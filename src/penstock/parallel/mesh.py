@@ -1,6 +1,6 @@
 """Ranks on three axes: pipeline (pp), data (dp) and tensor parallelism (tp).
 
-By default tp is innermost, since its ranks talk the most and should be neighbours, and pp outermost.
+By default tp is innermost, since its ranks communicate the most and should be neighbours, and pp outermost.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ AXES = ("pp", "dp", "tp")
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Where every rank is.
+    """Sizes and order of the mesh's axes.
 
     Attributes:
-        pp, dp, tp: ranks on each axis.
-        order: the axes, outermost first; neighbouring ranks differ in the last one.
+        pp, dp, tp: number of ranks on each axis (default 1).
+        order: axes, outermost first; neighbouring ranks differ in the last one (default pp, dp, tp).
 
     Raises:
-        ConfigError: sizes that are not positive, or an order that is not of these axes.
+        ConfigError: if a size is not positive, or the order does not name these axes once each.
     """
 
     pp: int = 1
@@ -44,7 +44,7 @@ class MeshShape:
                 raise ConfigError(f"{axis} must be a positive number of ranks, not {size!r}")
         if sorted(self.order) != sorted(AXES):
             raise ConfigError(
-                f"the order of the mesh must name pp, dp and tp once each, outermost first; it is {self.order!r}"
+                f"the order of the mesh must name pp, dp and tp once each, outermost first, not {self.order!r}"
             )
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class MeshShape:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Total number of ranks."""
         return math.prod(self.sizes)
 
     @property
@@ -61,16 +61,16 @@ class MeshShape:
         return tuple(self.size(axis) for axis in self.order)
 
     def size(self, axis: str) -> int:
-        """Ranks on an axis."""
+        """Return the number of ranks on an axis."""
         if axis not in AXES:
             raise ConfigError(
                 f"there is no axis {axis!r}{nearest(axis, list(AXES))}; the axes are pp, dp and tp"
             )
-        found: int = getattr(self, axis)
-        return found
+        size: int = getattr(self, axis)
+        return size
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """A rank's place on an axis."""
+        """Return a rank's coordinate on an axis."""
         self.size(axis)
         if not 0 <= rank < self.ranks:
             raise ConfigError(f"there is no rank {rank} in a mesh of {self}, which has {self.ranks}")
@@ -78,31 +78,31 @@ class MeshShape:
         return rank // math.prod(self.size(a) for a in inner) % self.size(axis)
 
     def rank(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
-        """The rank at a place."""
-        place = {"pp": pp, "dp": dp, "tp": tp}
-        found = 0
+        """Return the rank at these coordinates."""
+        coordinates = {"pp": pp, "dp": dp, "tp": tp}
+        rank = 0
         for axis in self.order:
-            if not 0 <= place[axis] < self.size(axis):
+            if not 0 <= coordinates[axis] < self.size(axis):
                 raise ConfigError(
-                    f"{axis} = {place[axis]} is not in a mesh of {self}; it must be 0 to {self.size(axis) - 1}"
+                    f"{axis} = {coordinates[axis]} is not in a mesh of {self}; it must be 0 to {self.size(axis) - 1}"
                 )
-            found = found * self.size(axis) + place[axis]
-        return found
+            rank = rank * self.size(axis) + coordinates[axis]
+        return rank
 
     def line(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from this one on an axis alone, itself included, in their order on it."""
-        place = {a: self.coordinate(rank, a) for a in AXES}
-        return [self.rank(**{**place, axis: n}) for n in range(self.size(axis))]
+        """Return the ranks that differ from this one only on an axis, itself included, in their order on it."""
+        coordinates = {a: self.coordinate(rank, a) for a in AXES}
+        return [self.rank(**{**coordinates, axis: n}) for n in range(self.size(axis))]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process in the mesh, and the groups it belongs to.
+    """This process in a mesh, and the groups it belongs to.
 
     Attributes:
-        shape: where every rank is.
-        rank: this process.
-        device_mesh: the same for torch, with one dimension an axis, named as it.
+        shape: sizes and order of the axes.
+        rank: rank of this process.
+        device_mesh: torch's mesh of the same shape; its dimensions have the names of the axes.
     """
 
     shape: MeshShape
@@ -110,16 +110,16 @@ class Mesh:
     device_mesh: DeviceMesh
 
     def coordinate(self, axis: str) -> int:
-        """This process's place on an axis."""
+        """Return this process's coordinate on an axis."""
         return self.shape.coordinate(self.rank, axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The processes that differ from this one on an axis alone, itself included."""
+        """Return the group of processes that differ from this one only on an axis, itself included."""
         self.shape.size(axis)
         return self.device_mesh.get_group(axis)
 
     def axis(self, axis: str) -> DeviceMesh:
-        """The one-dimensional mesh of `group`, for ``parallelize_module``."""
+        """Return the one-dimensional mesh of `group`, for ``parallelize_module``."""
         self.shape.size(axis)
         return self.device_mesh[axis]
 
@@ -127,15 +127,15 @@ class Mesh:
 def make_mesh(
     pp: int = 1, dp: int = 1, tp: int = 1, *, order: Sequence[str] = AXES, device: str = "cpu"
 ) -> Mesh:
-    """The mesh of all processes; every process calls it, with ``torch.distributed`` initialised.
+    """Make a mesh of all processes; every process calls it, with ``torch.distributed`` initialised.
 
     Args:
-        pp, dp, tp: ranks on each axis.
-        order: the axes, outermost first.
-        device: the type of device that the groups are for.
+        pp, dp, tp: number of ranks on each axis (default 1).
+        order: axes, outermost first (default pp, dp, tp).
+        device: device type of the groups (default "cpu").
 
     Raises:
-        ConfigError: sizes that do not multiply to the number of processes.
+        ConfigError: if the product of the sizes is not the number of processes.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -150,10 +150,10 @@ def make_mesh(
 
 
 def require_fit(shape: MeshShape, processes: int) -> None:
-    """Check a mesh against a number of processes.
+    """Check that a mesh has as many ranks as there are processes.
 
     Raises:
-        ConfigError: they differ; says what would fit.
+        ConfigError: if the numbers differ; suggests one that fits.
     """
     if shape.ranks == processes:
         return
@@ -167,17 +167,18 @@ def require_fit(shape: MeshShape, processes: int) -> None:
 
 
 def replica_rows(rows: int, replicas: int, replica: int) -> slice:
-    """Which rows of the global batch are a replica's: equal runs, in order, so that together they are the batch.
+    """Return a replica's rows of the global batch; replicas get equal consecutive ranges.
 
-    Used on a batch's sample ids, it makes every replica's samples depend on the step alone.
+    Applied to a batch's sample ids, it makes every replica's samples depend only on the step.
 
     Args:
-        rows: of the global batch.
-        replicas: how many share it.
-        replica: which, from 0.
+        rows: number of rows in the global batch.
+        replicas: number of replicas that share the batch.
+        replica: number of the replica, from 0.
 
     Raises:
-        BatchError: rows that do not divide.
+        BatchError: if the rows do not divide evenly over the replicas.
+        ConfigError: if there is no such replica.
     """
     if not 0 <= replica < replicas:
         raise ConfigError(f"there is no replica {replica} among {replicas}")

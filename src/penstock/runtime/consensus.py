@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.encoding import sendable
 from penstock.errors import BatchError, NonFiniteError, PenstockError, StageError
-from penstock.parallel.dtensor import local, numbers_of
+from penstock.parallel.dtensor import local, real_values
 from penstock.runtime.transport.channel import Channel
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Message
@@ -97,7 +97,7 @@ def find_nonfinite(
     for s, stage in stages.items():
         found += [Refusal(_GRADIENT, last - s, first + n) for n in _nonfinite(stage.finite_sums)]
         stage.finite_sums.clear()
-        grads = [numbers_of(local(p.grad)) for p in stage.module.parameters() if p.grad is not None]
+        grads = [real_values(local(p.grad)) for p in stage.module.parameters() if p.grad is not None]
         grads += sharded_grads(s) if sharded_grads is not None else []
         if grads and not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
             found.append(Refusal(_WEIGHT, last - s, -1))

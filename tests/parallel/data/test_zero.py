@@ -239,7 +239,7 @@ def test_layers_wait_for_their_own_parameters_only_and_others_are_there_at_once(
         coming = set(optimizer.shards._coming)
 
         def number(p):
-            return optimizer.shards.part(p).entry.bucket
+            return optimizer.shards.find(p).entry.bucket
 
         numbers = [{number(p) for p in layer.parameters()} for layer in net]
         assert coming == numbers[1] | numbers[2] | numbers[3]

@@ -1,10 +1,10 @@
-"""Who has come to a collective, told through the store: for processes that cannot see each other.
+"""Attendance at collectives, recorded in the store, for processes that cannot see each other.
 
-A collective says that somebody did not come, and not who; a connection that breaks names a neighbour, who may only have
-given up. So a process that has waited for a while says so, once, in the store where they met; and one that waited in vain
-looks who has not. Nothing is written, and nobody is asked, where all come in time.
+When a collective times out, torch does not say which process is missing; when a connection breaks, it names a neighbour,
+which may only have given up. So a process that has waited for a while records its presence once in the rendezvous store,
+and one whose wait has failed reads which others have not. If all come in time, the store is neither written nor read.
 
-The store is on a host, too, which may be the one that is frozen or cut off. So it is asked in a thread, for a limited time.
+The host of the store may be the one that is frozen or unreachable. So a thread accesses the store, with a timeout.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import distributed as dist
 
 T = TypeVar("T")
 
-_PATIENCE = 1.0  # seconds of waiting before a process says that it is here
-_ANSWER = 2.0  # seconds for the store
-_LOOK = 0.1
-_MOST = 8  # names in a message
+_PATIENCE = 1.0  # seconds of waiting before a process records its presence
+_STORE_TIMEOUT = 2.0  # seconds
+_POLL_INTERVAL = 0.1  # seconds
+_MAX_NAMES = 8  # in a message
 
 
 class Attendance:
-    """The store, and what to call the processes.
+    """Records of all collectives in a store.
 
     Args:
-        store: of ``torch.distributed``, used by nothing else at the same time.
-        prefix: of keys; the same on every process, and never used before.
-        names: of all processes.
+        store: store of ``torch.distributed`` that nothing else uses at the same time.
+        prefix: prefix of the keys; the same on every process, and never used before.
+        names: names of all processes by rank, for messages.
     """
 
     def __init__(self, store: Any, prefix: str, names: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class Attendance:
         self._counts: dict[str, int] = {}
 
     def enter(self, group: dist.ProcessGroup | None) -> Visit:
-        """Begin the next collective of a group; all of its processes do, in one order."""
+        """Begin the next collective of a group; its processes must begin collectives in the same order."""
         name = "all" if group is None else group.group_name
         number = self._counts[name] = self._counts.get(name, 0) + 1
         ranks = range(len(self.names)) if group is None else dist.get_process_group_ranks(group)
@@ -46,62 +46,62 @@ class Attendance:
 
 
 class Visit:
-    """One collective, seen from one process."""
+    """One process's part in one collective."""
 
     def __init__(self, attendance: Attendance, key: str, ranks: Sequence[int]) -> None:
         self._attendance, self._key, self._ranks = attendance, key, ranks
         self._began = monotonic()
-        self._said = False
+        self._announced = False
 
-    def waits(self, limit: float) -> None:
-        """Say that this process is here, once it has waited for a while; to be called now and then.
+    def waits(self, timeout: float) -> None:
+        """Record this process's presence once it has waited for a while; call it repeatedly while waiting.
 
         Args:
-            limit: seconds for which it will wait in all.
+            timeout: total seconds for which the process will wait.
         """
-        if not self._said and monotonic() - self._began >= min(_PATIENCE, limit / 4):
-            self._say()
+        if not self._announced and monotonic() - self._began >= min(_PATIENCE, timeout / 4):
+            self._announce()
 
     def missing(self, patience: float = 0.0) -> str:
-        """Who has not come; empty if all have.
+        """Return a message that names the missing processes; empty if none is missing.
 
         Args:
-            patience: seconds for the others to say that they have.
+            patience: seconds to give the others to record their presence (default 0).
         """
-        until = monotonic() + patience
-        if not self._said:
-            self._say()
+        deadline = monotonic() + patience
+        if not self._announced:
+            self._announce()
         while True:
-            absent = _within(_ANSWER, self._absent)
+            absent = _run_with_timeout(_STORE_TIMEOUT, self._absent)
             if absent is None:
                 return "the store where the processes met, on the host of rank 0, does not answer"
-            if not absent or monotonic() >= until:
+            if not absent or monotonic() >= deadline:
                 break
-            sleep(_LOOK)
+            sleep(_POLL_INTERVAL)
         names = [self._attendance.names[rank] for rank in absent]
-        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-        return f"{', '.join(names[:_MOST])}{more} did not come" if names else ""
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return f"{', '.join(names[:_MAX_NAMES])}{more} did not come" if names else ""
 
-    def _say(self) -> None:
-        self._said = True
+    def _announce(self) -> None:
+        self._announced = True
         key = f"{self._key}/{dist.get_rank()}"
-        _within(_ANSWER, lambda: self._attendance.store.set(key, "here"))
+        _run_with_timeout(_STORE_TIMEOUT, lambda: self._attendance.store.set(key, "here"))
 
     def _absent(self) -> list[int]:
         return [rank for rank in self._ranks if not self._attendance.store.check([f"{self._key}/{rank}"])]
 
 
-def _within(seconds: float, job: Callable[[], T]) -> T | None:
-    """What a job returns, if it does so in time; one that does not is left alone."""
-    found: list[T] = []
+def _run_with_timeout(seconds: float, job: Callable[[], T]) -> T | None:
+    """Run a job in a thread; return its result, or None if it is not done in time (the thread is left alone)."""
+    results: list[T] = []
 
     def run() -> None:
         try:
-            found.append(job())
+            results.append(job())
         except RuntimeError:  # the connection to the store broke
             return
 
     thread = Thread(target=run, name="penstock-attendance", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None

@@ -1,4 +1,4 @@
-"""One bucket: a flat buffer, the gradients that live in it, and its reduction while that is under way."""
+"""One bucket: a flat buffer, the gradients in it, and its reduction."""
 
 from __future__ import annotations
 
@@ -12,84 +12,86 @@ from penstock.errors import PenstockError
 from penstock.parallel.data.layout import BucketPlan, Slot
 from penstock.parallel.data.reducer import Handle, Reducer, part_of
 from penstock.parallel.data.reduction_stream import ReductionStream
-from penstock.parallel.dtensor import gradient_dtype, is_dtensor, like, local, strides_of
+from penstock.parallel.dtensor import dense_strides, from_local_like, gradient_dtype, is_dtensor, local
 
 
 class BucketEntry:
-    """A parameter and its gradient's place.
+    """A parameter and the place of its gradient.
 
     Attributes:
-        name, parameter: which; the name is for messages.
-        index: its number among all parameters.
-        cut: whether it is cut over ranks (a DTensor).
-        bucket: the number of its bucket.
-        view: the place in the bucket's buffer, of the shape this process holds.
-        gradient: what ``.grad`` is to be; shares `view`'s memory.
-        seen: gradients that came since the last reduction.
-        counted: those of them that count towards `expected`.
-        expected: how many make it complete in this step.
-        ready: it is complete in this step.
+        name: name of the parameter, for messages.
+        parameter: the parameter itself.
+        index: number of the parameter among all parameters.
+        distributed: whether the parameter is a DTensor.
+        bucket: number of the bucket.
+        view: view of the bucket's buffer, with the shape of the parameter's local shard.
+        gradient: tensor that ``.grad`` is set to; shares `view`'s memory.
+        seen: number of gradients since the last reduction.
+        counted: number of these that count towards `expected`.
+        expected: number of gradients that make the parameter complete in this step.
+        ready: whether the gradient is complete in this step.
     """
 
     __slots__ = (
-        "bucket", "counted", "cut", "expected", "gradient", "index", "name", "parameter", "pointer", "ready", "seen", "view",
+        "bucket", "counted", "data_ptr", "distributed", "expected", "gradient", "index", "name", "parameter", "ready",
+        "seen", "view",
     )  # fmt: skip
 
     def __init__(self, name: str, parameter: Tensor, index: int) -> None:
         self.name = name
         self.parameter = parameter
         self.index = index
-        self.cut = is_dtensor(parameter)
+        self.distributed = is_dtensor(parameter)
         self.seen = self.counted = 0
         self.expected = 1
         self.ready = False
         self.bucket = -1
         self.view: Tensor
         self.gradient: Tensor | None = None
-        self.pointer = 0
+        self.data_ptr = 0
 
     def __str__(self) -> str:
         return f"parameter {self.name!r} (bucket {self.bucket})"
 
     def place(self, bucket: int, flat: Tensor, start: int) -> None:
-        """Give the gradient a place in a bucket's buffer; a gradient that is in its old place moves there."""
-        part = local(self.parameter.detach())
-        strides = strides_of(part)
-        where = flat[start : start + part.numel()]
-        view = where.view(part.shape) if strides is None else where.as_strided(part.shape, strides)
+        """Give the gradient a place in a bucket's buffer; a gradient in its old place moves there."""
+        shard = local(self.parameter.detach())
+        strides = dense_strides(shard)
+        memory = flat[start : start + shard.numel()]
+        view = memory.view(shard.shape) if strides is None else memory.as_strided(shard.shape, strides)
         moves = self.gradient is not None and self.parameter.grad is self.gradient
         if moves:
             view.copy_(self.view)
-        self.bucket, self.view, self.pointer = bucket, view, view.data_ptr()
-        self.gradient = like(view.detach(), self.parameter)
+        self.bucket, self.view, self.data_ptr = bucket, view, view.data_ptr()
+        self.gradient = from_local_like(view.detach(), self.parameter)
         if moves:
             self.parameter.grad = self.gradient
 
     def place_grad(self, scale: float = 1.0) -> None:
-        """Have ``.grad`` be the place in the buffer, times `scale`; what autograd put elsewhere is copied there.
+        """Put the gradient, times `scale`, into the buffer, and set ``.grad`` to its place there.
 
         Raises:
-            PenstockError: there is no gradient, or a sparse one, or one of another dtype or shape.
+            PenstockError: if there is no gradient, or it is sparse, or has another dtype or shape.
         """
-        grad, ours = self.parameter.grad, self.gradient
+        grad = self.parameter.grad
         if grad is None:
             raise PenstockError(f"{self} is ready, but it has no gradient")
-        if grad is ours and self._in_place():
+        if grad is self.gradient and self._in_place():
             if scale != 1:
                 self.view.mul_(scale)
             return
-        part = self.part(grad)
+        shard = self.local_grad(grad)
         if scale != 1:
-            torch.mul(part, scale, out=self.view)
+            torch.mul(shard, scale, out=self.view)
         else:
-            self.view.copy_(part)
-        self.adopt()
+            self.view.copy_(shard)
+        self.set_grad()
 
-    def part(self, grad: Tensor) -> Tensor:
-        """The part of a gradient that this process holds, of the shape of `view`.
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """Return this process's shard of a gradient, with the shape of `view`.
 
         Raises:
-            PenstockError: it is a sparse one, or has another dtype or shape.
+            PenstockError: if the gradient is sparse, or has another dtype or shape.
         """
         require_dense(str(self), grad)
         if (
@@ -97,64 +99,69 @@ class BucketEntry:
             or grad.dtype != self.view.dtype
             or grad.shape != self.parameter.shape
         ):
-            raise self._unlike(grad)
-        part = grad.detach()
-        if self.cut:  # what is there in parts only is added up
-            part = local(part.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
-        if part.shape != self.view.shape:
-            raise self._unlike(part)
-        return part
+            raise self._mismatch(grad)
+        shard = grad.detach()
+        if self.distributed:  # which also adds up partial sums
+            shard = local(shard.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
+        if shard.shape != self.view.shape:
+            raise self._mismatch(shard)
+        return shard
 
-    def late(self) -> Tensor | None:
-        """The part that this process holds of what came after the gradient was ready; ``.grad`` is the place again."""
+    def take_late(self) -> Tensor | None:
+        """Return this process's shard of a gradient that came after `ready`, if any; reset ``.grad`` to the buffer."""
         grad = self.parameter.grad
         self.parameter.grad = self.gradient
-        return None if grad is None or grad is self.gradient else self.part(grad)
+        return None if grad is None or grad is self.gradient else self.local_grad(grad)
 
-    def adopt(self) -> None:
-        """Have ``.grad`` be the place in the buffer, with what is there."""
+    def set_grad(self) -> None:
+        """Set ``.grad`` to the place in the buffer, with the values there."""
         if not self._in_place():
-            self.gradient = like(self.view.detach(), self.parameter)
+            self.gradient = from_local_like(self.view.detach(), self.parameter)
         self.parameter.grad = self.gradient
 
-    def twice(self, step: int) -> PenstockError:
-        """The error for a gradient that comes after it was ready."""
+    def already_ready(self, step: int) -> PenstockError:
+        """Return the error for a gradient that comes after it was ready."""
         return PenstockError(
             f"{self} got a gradient after it was ready in step {step}; {self.expected} contribution(s) were announced. Say "
             "how many there are in begin(), or accumulate the first ones inside accumulating()"
         )
 
     def _in_place(self) -> bool:
-        """Whether `gradient` still is what it was made as; ``nn.Module.to`` gives it other memory."""
+        """Return whether `gradient` is still in the buffer; ``nn.Module.to`` gives it other memory."""
         assert self.gradient is not None
-        part = local(self.gradient) if self.cut else self.gradient
-        return part.data_ptr() == self.pointer and part.dtype == self.view.dtype
+        shard = local(self.gradient) if self.distributed else self.gradient
+        return shard.data_ptr() == self.data_ptr and shard.dtype == self.view.dtype
 
-    def _unlike(self, grad: Tensor) -> PenstockError:
+    def _mismatch(self, grad: Tensor) -> PenstockError:
         return PenstockError(
             f"{self} was laid out for a dense gradient of shape {tuple(self.view.shape)}, {self.view.dtype}; now it has one "
             f"of shape {tuple(grad.shape)}, {grad.dtype}, {grad.layout}. Convert the model before its buckets are made"
         )
 
 
-def order_of(entries: Sequence[BucketEntry], given: Sequence[Tensor] | None) -> list[int]:
-    """The entries' numbers: first the parameters that are given, in their order, then all others backwards."""
-    place = {id(entry.parameter): entry.index for entry in entries}
-    first = dict.fromkeys(place[id(p)] for p in given or () if id(p) in place)
-    return [*first, *(entry.index for entry in reversed(entries) if entry.index not in first)]
+def bucket_order(entries: Sequence[BucketEntry], first: Sequence[Tensor] | None) -> list[int]:
+    """Return the entries' numbers: the parameters in `first`, in their order, then all others in reverse."""
+    index = {id(entry.parameter): entry.index for entry in entries}
+    leading = dict.fromkeys(index[id(p)] for p in first or () if id(p) in index)
+    return [*leading, *(entry.index for entry in reversed(entries) if entry.index not in leading)]
 
 
-def slot_of(parameter: Tensor, group: Hashable) -> Slot:
-    """What a parameter's gradient needs in a buffer."""
-    part = local(parameter)
-    return Slot(part.numel(), gradient_dtype(parameter), part.device, group)
+def make_slot(parameter: Tensor, group: Hashable) -> Slot:
+    """Return the slot of a parameter's gradient."""
+    shard = local(parameter)
+    return Slot(shard.numel(), gradient_dtype(parameter), shard.device, group)
+
+
+def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype to sum gradients in; None for their own, unless `reduce_dtype` has more bits."""
+    return reduce_dtype if reduce_dtype is not None and reduce_dtype.itemsize > dtype.itemsize else None
 
 
 def require_dense(what: str, grad: Tensor) -> None:
-    """Refuse a gradient that has no place in a buffer.
+    """Check that a gradient is dense, so that it fits into a buffer.
 
     Raises:
-        PenstockError: it is sparse.
+        PenstockError: if it is sparse.
     """
     if grad.layout == torch.sparse_coo:
         raise PenstockError(
@@ -164,24 +171,24 @@ def require_dense(what: str, grad: Tensor) -> None:
 
 
 def no_gradient(step: int, holes: Mapping[BucketEntry, Sequence[int]]) -> PenstockError:
-    """The error for parameters without a gradient, and on which replicas."""
-    told = [f"{entry} on replica(s) {where}" for entry, where in holes.items()]
-    more = f" and {len(told) - 5} more" if len(told) > 5 else ""
+    """Return the error for parameters without a gradient; `holes` are the replicas where each has none."""
+    places = [f"{entry} on replica(s) {replicas}" for entry, replicas in holes.items()]
+    more = f" and {len(places) - 5} more" if len(places) > 5 else ""
     return PenstockError(
-        f"no gradient in step {step} for {'; '.join(told[:5])}{more}. Take unused parameters out of the model, or let zeros "
-        'stand for them (missing="zeros")'
+        f"no gradient in step {step} for {'; '.join(places[:5])}{more}. Take unused parameters out of the model, or count "
+        'them as zeros (missing="zeros")'
     )
 
 
 class Bucket:
-    """A buffer and its reduction.
+    """A buffer of gradients and its reduction.
 
     Attributes:
-        plan: what it holds.
-        flat: 1-d, all its gradients.
-        pending: how many of them are not ready yet in this step.
-        scale: what each gradient is multiplied by before the reduction: where that changes no bit, it costs less
-            than dividing the sum.
+        plan: layout of the buffer.
+        flat: 1-d buffer of all gradients.
+        pending: number of gradients that are not ready yet in this step.
+        streams: streams that have written to the buffer in this step.
+        scale: factor of each gradient before the reduction; where it changes no bit, it costs less than dividing the sum.
     """
 
     def __init__(
@@ -198,41 +205,41 @@ class Bucket:
         self.streams: set[torch.cuda.Stream | None] = set()
         self._stream = stream
         self._wire: Tensor | None = None
-        self._reduce_dtype = reduce_dtype
-        exact = math.frexp(divisor)[0] == 0.5 and reduce_dtype is None
+        self._wire_dtype = wire_dtype(plan.dtype, reduce_dtype)
+        exact = math.frexp(divisor)[0] == 0.5 and self._wire_dtype is None
         self.scale, self._divisor = (1 / divisor, 1.0) if exact else (1.0, divisor)
         self._sharded = sharded
         self._handle: Handle | None = None
 
     def start(self, reducer: Reducer) -> None:
-        """Begin the reduction, after everything that the streams which filled it have been given."""
-        self.streams.add(self._stream.here())
-        self._stream.admit(self.flat, self.streams)
+        """Begin the reduction, after the work so far on the streams that filled the buffer."""
+        self.streams.add(self._stream.compute_stream())
+        self._stream.wait_for(self.flat, self.streams)
         self.streams.clear()
-        with self._stream.inside():
-            self._wire = self.flat if self._reduce_dtype is None else self.flat.to(self._reduce_dtype)
+        with self._stream.use():
+            self._wire = self.flat if self._wire_dtype is None else self.flat.to(self._wire_dtype)
             self._handle = reducer.scatter(self._wire) if self._sharded else reducer.start(self._wire)
 
     def wait(self, reducer: Reducer) -> None:
-        """Until it is reduced; the sum, divided, is in `flat` (or in this replica's part of it)."""
+        """Wait for the reduction; the sum, divided, is then in `flat` (or in this replica's part of it)."""
         if self._handle is None or self._wire is None:
             return
-        with self._stream.inside():
+        with self._stream.use():
             handle, self._handle = self._handle, None
             handle.wait()
-            wire, into = self._wire, self.flat
+            wire, target = self._wire, self.flat
             if self._sharded:
                 wire = part_of(wire, reducer.rank, reducer.size)
-                into = part_of(into, reducer.rank, reducer.size)
+                target = part_of(target, reducer.rank, reducer.size)
             if self._divisor != 1:
                 wire.div_(self._divisor)
-            if self._reduce_dtype is not None:
-                into.copy_(wire)
+            if self._wire_dtype is not None:
+                target.copy_(wire)
             self._wire = None
         self._stream.join()
 
     def drop(self) -> None:
-        """Forget a reduction that will not be waited for; what computes next on its device comes after it."""
+        """Drop a reduction without a wait on the host; the device's current stream still waits for it."""
         self._handle = self._wire = None
         self.streams.clear()
         self.pending = len(self.plan.members)

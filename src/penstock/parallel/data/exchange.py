@@ -1,4 +1,4 @@
-"""Values of every process of a group for every process of it, as `penstock.encoding` writes them: nothing is unpickled."""
+"""All-gather of Python values over processes, encoded by `penstock.encoding`: nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from penstock.encoding import decode, encode
@@ -21,46 +22,46 @@ def _wait(work: dist.Work) -> None:
 def gather_values(
     value: object, group: dist.ProcessGroup | None, finish: Callable[[dist.Work], None] = _wait
 ) -> list[Any]:
-    """The values of all processes of a group, by rank; all of them call it.
+    """Return the values of all processes of a group, by rank; all of them call it.
 
     Args:
-        value: as `encode` takes it.
-        group: None for all processes.
-        finish: waits for what was begun.
+        value: value of this process, of the types that `encode` accepts.
+        group: group of processes; None for all processes.
+        finish: function that waits for a started collective (default ``work.wait()``).
 
     Raises:
-        TypeError: as `encode`, before anything is sent.
-        TransportError: as `decode`.
-        RuntimeError: what ``torch.distributed``, or `finish`, raises where a process is gone.
+        TypeError: if `encode` does not accept the value, before anything is sent.
+        TransportError: if `decode` does not accept a received value.
+        RuntimeError: if ``torch.distributed`` or `finish` raises it, as for a process that is gone.
     """
     size = dist.get_world_size(group)
-    # Between hosts' memories where the group can, so that nobody waits for a device.
+    # In host memory where the group supports it, so that no process waits for a device.
     device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
     data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    finish(_started(dist.all_gather(lengths, torch.tensor([len(data)], device=device), group, async_op=True)))
-    counts = [int(length) for length in lengths]
-    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+
+    def all_gather(tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(size)]
+        work = dist.all_gather(gathered, tensor, group, async_op=True)
+        assert work is not None, "this process is in the group"
+        finish(work)
+        return gathered
+
+    lengths = [int(length) for length in all_gather(torch.tensor([len(data)], device=device))]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
-    parts = [torch.empty_like(padded) for _ in range(size)]
-    finish(_started(dist.all_gather(parts, padded, group, async_op=True)))
-    return [decode(part[:n].cpu().numpy().data) for part, n in zip(parts, counts, strict=True)]
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this process is in the group"
-    return work
+    gathered = all_gather(padded)
+    return [decode(tensor[:n].cpu().numpy().data) for tensor, n in zip(gathered, lengths, strict=True)]
 
 
 def run_each(job: Callable[[], T], exchange: Callable[[object], list[Any]] | None) -> list[T]:
     """Run a job on every process; return all results, or raise on every process if one failed.
 
     Args:
-        job: job of this process; returns a value that `encode` takes.
+        job: job of this process; returns a value that `encode` accepts.
         exchange: ``exchange(value)`` returns the values of all processes by rank; None if there is one process.
 
     Returns:
-        What the jobs returned, by rank.
+        Results of the jobs, by rank.
 
     Raises:
         PenstockError: on every process, if a job raised one, or an OSError, on any of them. A process whose own job failed

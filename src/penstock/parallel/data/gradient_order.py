@@ -1,7 +1,7 @@
-"""In which order a backward completes its parameters' gradients, read off the loss's graph before it runs.
+"""The order in which a backward completes its parameters' gradients, from the loss's graph before it runs.
 
-The autograd engine runs, of all nodes that are ready, the one that was made last; so a loss's leaves come up in about
-the reverse of the order in which the forward used them, and a leaf used several times comes up with its first use.
+Among the ready nodes the autograd engine runs the one that was created last. So a loss's leaves complete in about the
+reverse of the order in which the forward used them, and a leaf used several times completes at its first use.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from penstock.errors import PenstockError
 
 
 def parameter_order(*losses: Tensor) -> list[Tensor]:
-    """The leaves a backward from these losses gives gradients to, in the order in which they become complete.
+    """Return the leaves that a backward from these losses gives gradients, in the order in which they become complete.
 
-    The graph is walked as the engine of one device walks it (torch/csrc/autograd/engine.cpp, ``CompareNodeTaskTime``):
-    a node runs when all nodes that feed it have run, among those the latest made first, leaves before all others.
+    It walks the graph as the engine of one device does (torch/csrc/autograd/engine.cpp, ``CompareNodeTaskTime``): a node
+    runs when all nodes that feed it have run; among the ready ones the latest created runs first, and leaves before others.
 
     Args:
-        losses: the roots, or anything else with a graph.
+        losses: losses, or other tensors with a graph.
 
     Returns:
         Leaf tensors that require a gradient, each once.
 
     Raises:
-        PenstockError: a loss has no graph.
+        PenstockError: if a loss has no graph.
     """
     roots: list[Any] = []
     for loss in losses:
@@ -38,18 +38,18 @@ def parameter_order(*losses: Tensor) -> list[Tensor]:
         roots.append(loss.grad_fn)
     if any(root is None for root in roots):
         raise PenstockError(
-            "a leaf has no graph to take the order from; give the loss that was computed of it"
+            "a leaf has no graph to take the order from; give the loss that was computed from it"
         )
     waits_for: dict[Any, int] = {}
-    todo = list(dict.fromkeys(roots))
-    seen = set(todo)
-    while todo:
-        for following, _ in todo.pop().next_functions:
+    pending = list(dict.fromkeys(roots))
+    visited = set(pending)
+    while pending:
+        for following, _ in pending.pop().next_functions:
             if following is not None:
                 waits_for[following] = waits_for.get(following, 0) + 1
-                if following not in seen:
-                    seen.add(following)
-                    todo.append(following)
+                if following not in visited:
+                    visited.add(following)
+                    pending.append(following)
     heap: list[tuple[int, int, Any]] = []
 
     def push(node: Any) -> None:

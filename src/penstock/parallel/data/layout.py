@@ -1,6 +1,6 @@
-"""Which gradients share a buffer: parameters, in the order in which their gradients become ready, cut into buckets.
+"""Assignment of gradients to buckets, in the order in which they become ready.
 
-Data only; every replica makes the same plan of the same order.
+Pure data: every replica makes the same plan from the same order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """A gradient to be placed.
+    """Size and kind of one gradient in a buffer.
 
     Attributes:
-        elements: how many.
-        dtype, device: of the gradient.
-        group: only slots of equal groups share a bucket.
+        elements: number of elements.
+        dtype, device: dtype and device of the gradient.
+        group: key of the group; only slots of equal groups share a bucket (default None).
     """
 
     elements: int
@@ -37,19 +37,19 @@ class Slot:
 
     @property
     def bytes(self) -> int:
-        """Size of the gradient."""
+        """Size of the gradient in bytes."""
         return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket.
+    """Layout of one bucket.
 
     Attributes:
-        members: which slots, in the order of their readiness.
-        starts: where each begins in the buffer, in elements.
-        elements: of the buffer, padding included.
-        dtype, device, group: of all its slots.
+        members: numbers of its slots, soonest ready first.
+        starts: offset of each slot in the buffer, in elements.
+        elements: number of elements in the buffer, padding included.
+        dtype, device, group: dtype, device and group of all its slots.
     """
 
     members: tuple[int, ...]
@@ -68,20 +68,20 @@ def plan_buckets(
     parts: int = 1,
     limits: Mapping[Hashable, int] | None = None,
 ) -> list[BucketPlan]:
-    """Cut slots into buckets, which come in the order in which they will be full.
+    """Divide slots into buckets, in the order in which the buckets will be full.
 
     A bucket closes when the next gradient would not fit. A gradient as large as a bucket gets its own, and the small
     ones around it stay together.
 
     Args:
-        slots: all gradients.
-        order: the number of every slot, soonest ready first.
-        bucket_bytes, first_bucket_bytes: the most bytes of gradients in a bucket, and in the first one.
-        parts: each buffer divides into so many equal parts.
-        limits: group → the most bytes in each of its buckets, the first included; others have `bucket_bytes`.
+        slots: slots of all gradients.
+        order: number of every slot, soonest ready first.
+        bucket_bytes, first_bucket_bytes: maximum bytes of gradients in a bucket, and in the first one.
+        parts: number of equal parts that each buffer must divide into (default 1).
+        limits: group → maximum bytes in each of its buckets, the first included; others have `bucket_bytes`.
 
     Raises:
-        ConfigError: sizes that are not positive, or an order that does not name every slot once.
+        ConfigError: if a size is not positive, or the order does not name every slot once.
     """
     for name, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if not isinstance(value, int) or value < 1:
@@ -91,27 +91,27 @@ def plan_buckets(
     place = {slot: n for n, slot in enumerate(order)}
     full: list[list[int]] = []
     open_: dict[tuple[Hashable, ...], list[int]] = {}
-    usual = min(first_bucket_bytes, bucket_bytes)
+    default_limit = min(first_bucket_bytes, bucket_bytes)
     for number in order:
         slot = slots[number]
-        limit = (limits or {}).get(slot.group, usual)
+        limit = (limits or {}).get(slot.group, default_limit)
         key = (slot.dtype, slot.device, slot.group)
         if slot.bytes >= limit:
             full.append([number])
-            usual = bucket_bytes
+            default_limit = bucket_bytes
             continue
         members = open_.setdefault(key, [])
         if sum(slots[n].bytes for n in members) + slot.bytes > limit:
             full.append(members)
-            usual = bucket_bytes
+            default_limit = bucket_bytes
             members = open_[key] = []
         members.append(number)
     full += [members for members in open_.values() if members]
     full.sort(key=lambda members: place[members[-1]])
-    return [_place(slots, members, parts) for members in full]
+    return [_plan_bucket(slots, members, parts) for members in full]
 
 
-def _place(slots: Sequence[Slot], members: Sequence[int], parts: int) -> BucketPlan:
+def _plan_bucket(slots: Sequence[Slot], members: Sequence[int], parts: int) -> BucketPlan:
     first = slots[members[0]]
     step = max(1, ALIGNMENT_BYTES // first.dtype.itemsize)
     starts, end = [], 0

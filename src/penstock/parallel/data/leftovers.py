@@ -1,7 +1,7 @@
-"""What a step leaves over when all its backwards are done: gradients that are absent, and those that came too late.
+"""Gradients that are absent, or came too late for their bucket, when all backwards of a step are done.
 
-Too late for its bucket is a contribution after the bucket's sum has begun (of a layer that ran in more microbatches than
-in the step before), and the gradient of a parameter that began to require one after the buckets were made.
+Two kinds come too late: a contribution after the bucket's reduction has begun (of a layer that ran in more microbatches
+than in the step before), and the gradient of a parameter that began to require one after the buckets were made.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.parallel.data.bucket import BucketEntry, no_gradient, require_dense
+from penstock.parallel.data.bucket import BucketEntry, no_gradient, require_dense, wire_dtype
 from penstock.parallel.data.reducer import Reducer
-from penstock.parallel.dtensor import gradient_dtype, like, local, redistribute_grad
+from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
 
 Missing = Literal["error", "zeros"]
 
 
 def require_options(missing: object, reduce_dtype: torch.dtype | None, divisor: float) -> None:
-    """Check what `GradientBuckets` was given.
+    """Check options of `GradientBuckets`.
 
     Raises:
-        ConfigError: an option that cannot be used.
+        ConfigError: if an option cannot be used.
     """
     if missing not in ("error", "zeros"):
         raise ConfigError(f'missing must be "error" or "zeros", not {missing!r}')
@@ -41,51 +41,51 @@ def resolve_absent(
     missing: Missing,
     step: int,
 ) -> None:
-    """Decide what absent gradients are; every replica calls it where any has some.
+    """Resolve absent gradients; every replica calls it if any has some.
 
     Args:
-        reducer: all replicas.
-        entries: of all parameters.
-        absent: those that got no gradient here, and contributed zeros.
-        missing: what that means; see `GradientBuckets`.
-        step: which, for the error.
+        reducer: this replica's end of the communicator.
+        entries: bucket entries of all parameters.
+        absent: entries that got no gradient on this replica, and contributed zeros.
+        missing: treatment of absent gradients; see `GradientBuckets`.
+        step: number of the step, for the error.
 
     Raises:
-        PenstockError: on every replica, where that is an error.
+        PenstockError: on every replica, if `missing` is "error".
     """
-    without = {entry.index for entry in absent}
-    table = reducer.exchange([int(e.index in without) for e in entries])()
+    absent_here = {entry.index for entry in absent}
+    table = reducer.exchange([int(e.index in absent_here) for e in entries])()
     holes = {e.index: [r for r, row in enumerate(table) if row[e.index]] for e in entries}
     if missing == "error":
-        raise no_gradient(step, {entries[n]: where for n, where in holes.items() if where})
+        raise no_gradient(step, {entries[n]: replicas for n, replicas in holes.items() if replicas})
     for entry in absent:
         if len(holes[entry.index]) < reducer.size and entry.parameter.grad is None:
-            entry.adopt()
+            entry.set_grad()
 
 
 def find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, BucketEntry]) -> dict[int, Tensor]:
-    """Take what came too late out of the ``.grad`` of parameters, which are the places in the buckets again.
+    """Take late gradients out of the ``.grad`` of parameters, and reset those to their places in the buckets.
 
     Args:
-        known: (name, parameter), those included that required no gradient when the buckets were made.
-        entry_of: by the parameter's id.
+        known: (name, parameter) pairs, including parameters that required no gradient when the buckets were made.
+        entry_of: bucket entry of each parameter that has one, by the parameter's id.
 
     Returns:
-        By the number among the known ones, the part that this process holds.
+        This process's shard of each late gradient, by the parameter's number in `known`.
     """
-    found: dict[int, Tensor] = {}
+    late: dict[int, Tensor] = {}
     for n, (name, parameter) in enumerate(known):
         entry = entry_of.get(id(parameter))
-        part: Tensor | None = None
+        shard: Tensor | None = None
         if entry is not None:
-            part = entry.late() if entry.ready else None
+            shard = entry.take_late() if entry.ready else None
         elif parameter.requires_grad and parameter.grad is not None:
             require_dense(f"parameter {name!r}", parameter.grad)
             redistribute_grad(parameter)
-            part = local(parameter.grad)
-        if part is not None:
-            found[n] = part
-    return found
+            shard = local(parameter.grad)
+        if shard is not None:
+            late[n] = shard
+    return late
 
 
 @torch.no_grad()
@@ -97,13 +97,13 @@ def add_late(
     divisor: float,
     reduce_dtype: torch.dtype | None,
 ) -> None:
-    """Sum what came too late over the replicas, on its own, and add it; every replica calls it where any has some.
+    """Sum late gradients over the replicas and add them to the reduced ones; every replica calls it if any has some.
 
     Args:
-        reducer: all replicas.
-        known, entry_of: as for `find_late`.
-        late: what that found here.
-        divisor, reduce_dtype: of the sums; see `GradientBuckets`.
+        reducer: this replica's end of the communicator.
+        known, entry_of: parameters and bucket entries, as for `find_late`.
+        late: late gradients of this replica, as `find_late` returns them.
+        divisor, reduce_dtype: divisor and dtype of the sums; see `GradientBuckets`.
     """
     table = reducer.exchange([int(n in late) for n in range(len(known))])()
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -111,20 +111,19 @@ def add_late(
         if any(row[n] for row in table):
             kinds.setdefault((gradient_dtype(parameter), local(parameter).device), []).append(n)
     for (dtype, device), numbers in kinds.items():
-        wider = reduce_dtype is not None and reduce_dtype.itemsize > dtype.itemsize
         shapes = [local(known[n][1]).shape for n in numbers]
         sizes = [shape.numel() for shape in shapes]
-        flat = torch.zeros(sum(sizes), dtype=reduce_dtype if wider else dtype, device=device)
-        pieces = torch.split(flat, sizes)
-        for n, piece in zip(numbers, pieces, strict=True):
+        flat = torch.zeros(sum(sizes), dtype=wire_dtype(dtype, reduce_dtype) or dtype, device=device)
+        views = torch.split(flat, sizes)
+        for n, view in zip(numbers, views, strict=True):
             if n in late:
-                piece.copy_(late[n].reshape(-1))
+                view.copy_(late[n].reshape(-1))
         reducer.start(flat).wait()
         flat.div_(divisor)
-        for n, piece, shape in zip(numbers, pieces, shapes, strict=True):
+        for n, view, shape in zip(numbers, views, shapes, strict=True):
             parameter = known[n][1]
-            entry, total = entry_of.get(id(parameter)), piece.view(shape).to(dtype)
+            entry, total = entry_of.get(id(parameter)), view.view(shape).to(dtype)
             if entry is None:
-                parameter.grad = like(total, parameter)
+                parameter.grad = from_local_like(total, parameter)
             else:
                 entry.view.add_(total)

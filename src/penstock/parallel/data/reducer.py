@@ -1,7 +1,7 @@
-"""How replicas add up: what the buckets ask of a communicator, and the one over ``torch.distributed``.
+"""The communicator interface of the buckets, and its implementation over ``torch.distributed``.
 
-Everything is started in the same order by every replica, and may be under way at once. What replicas tell each other in
-small numbers (hashes, step counts) goes the same way, as int64.
+Every replica starts its collectives in the same order; several may be in progress at once. Small numbers (hashes, step
+counts) use the same collectives, as int64.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from penstock.parallel.data.exchange import gather_values
 
 
 class Handle(Protocol):
-    """Something started."""
+    """A collective in progress."""
 
     def wait(self) -> None:
-        """Until it is done; on CUDA the current stream waits instead, where the communicator can have that.
+        """Wait until it is done; on CUDA the current stream waits instead, if the communicator supports that.
 
         Raises:
-            PeerError: another replica is gone.
-            WaitTimeoutError: it did not end in time.
+            PeerError: if another replica is gone.
+            WaitTimeoutError: if it is not done in time.
         """
 
 
@@ -36,54 +36,55 @@ class Reducer(Protocol):
     """One replica's end of a communicator.
 
     Attributes:
-        rank, size: which replica this is, of how many.
+        rank, size: number of this replica, and number of replicas.
     """
 
     rank: int
     size: int
 
     def start(self, flat: Tensor) -> Handle:
-        """Begin to sum a 1-d tensor over the replicas, in place."""
+        """Start to sum a 1-d tensor over the replicas, in place."""
 
     def scatter(self, flat: Tensor) -> Handle:
-        """Begin to sum a 1-d tensor, its size a multiple of `size`; replica r needs its r-th part only, in place."""
+        """Start to sum a 1-d tensor whose size is a multiple of `size`; replica r gets only the r-th part, in place."""
 
     def gather(self, flat: Tensor) -> Handle:
-        """Begin to fill in a 1-d tensor of which replica r has the r-th part, in place."""
+        """Start to fill in a 1-d tensor whose r-th part is on replica r, in place."""
 
     def set_timeout(self, seconds: float) -> None:
-        """How long the waits of what is started from now on may last."""
+        """Set the timeout of the collectives that are started from now on."""
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
-        """Begin to give every replica's numbers, equally many, to every replica; the result is by replica."""
+        """Start to gather equally many numbers of every replica; return a function that waits for them, by replica."""
 
     def share(self, value: object) -> list[Any]:
-        """Give every replica's value to every replica, and wait; the result is by replica.
+        """Gather a value of every replica, and return them by replica.
 
         Raises:
-            PeerError: another replica is gone.
-            WaitTimeoutError: a replica did not come in time.
+            PeerError: if another replica is gone.
+            WaitTimeoutError: if a replica did not come in time.
         """
 
 
 def part_of(flat: Tensor, rank: int, size: int) -> Tensor:
-    """Replica `rank`'s part of a buffer that divides into `size` equal ones: a view."""
+    """Return a view of replica `rank`'s part of a buffer of `size` equal parts."""
     each = flat.numel() // size
     return flat[rank * each : (rank + 1) * each]
 
 
 class GroupReducer:
-    """Replicas that are processes: a ``torch.distributed`` group, used for nothing else.
+    """A communicator of replicas that are processes of a ``torch.distributed`` group, which nothing else may use.
 
     Args:
-        group: whose ranks are the replicas; by default all processes.
-        timeout: the longest a wait may last, in seconds.
-        blocking: finish everything before going on; for communicators that cannot go on by themselves.
-        require_all: called now and then while something is waited for; raises if a process is gone, wherever it was.
-        enter: called as a reduction begins; gives what knows afterwards who has not come to it, if anything does.
+        group: group whose ranks are the replicas (default: all processes).
+        timeout: seconds that a wait may last (default 60).
+        blocking: whether each call completes before it returns, for backends that make no progress on their own (default
+            False).
+        require_all: function called repeatedly during waits; raises if any process is gone (default: no check).
+        enter: function called as a reduction begins; returns a record that can name missing processes, or None (default).
 
     Raises:
-        ConfigError: this process is not in the group.
+        ConfigError: if this process is not in the group.
     """
 
     def __init__(
@@ -104,26 +105,26 @@ class GroupReducer:
         self.timeout = timedelta(seconds=timeout)
         self.blocking = blocking
         self._require_all, self._enter = require_all, enter
-        # Small numbers travel from host to host where they can, so that nobody waits for the device.
+        # Small numbers are exchanged in host memory where the group supports it, so that no process waits for the device.
         self._host = "cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"
 
     def start(self, flat: Tensor) -> Handle:
         return self._begin(
-            flat, "add up", lambda later: dist.all_reduce(flat, group=self.group, async_op=later)
+            flat, "all-reduce", lambda async_op: dist.all_reduce(flat, group=self.group, async_op=async_op)
         )
 
     def scatter(self, flat: Tensor) -> Handle:
         part = part_of(flat, self.rank, self.size)
         return self._begin(
             flat,
-            "add up and share out",
-            lambda later: _REDUCE_SCATTER(part, flat, group=self.group, async_op=later),
+            "reduce-scatter",
+            lambda async_op: _REDUCE_SCATTER(part, flat, group=self.group, async_op=async_op),
         )
 
     def gather(self, flat: Tensor) -> Handle:
         part = part_of(flat, self.rank, self.size)
         return self._begin(
-            flat, "collect", lambda later: _ALL_GATHER(flat, part, group=self.group, async_op=later)
+            flat, "all-gather", lambda async_op: _ALL_GATHER(flat, part, group=self.group, async_op=async_op)
         )
 
     def set_timeout(self, seconds: float) -> None:
@@ -146,7 +147,7 @@ class GroupReducer:
         try:
             return gather_values(value, self.group)
         except RuntimeError as error:
-            raise _failure(error, "share what they have", self.timeout) from error
+            raise _failure(error, "share their values", self.timeout) from error
 
     def _begin(self, flat: Tensor, what: str, start: Callable[[bool], Any]) -> Handle:
         visit = self._enter()
@@ -156,18 +157,18 @@ class GroupReducer:
             raise _failure(error, what, self.timeout, visit) from error
         if work is None:
             return DONE
-        # With a limit the host would wait for NCCL; NCCL's own watchdog has the group's.
+        # With a timeout the host would wait for NCCL, whose own watchdog enforces the group's timeout.
         timeout = None if flat.is_cuda else self.timeout
         return _Waiting(work, timeout, f"{what} {flat.numel()} values", self._require_all, visit)
 
 
 class _Done:
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        pass
 
 
 DONE = _Done()
-"""The handle of what a communicator did at once."""
+"""Handle of a collective that is already done."""
 
 
 class _Waiting:
@@ -194,11 +195,11 @@ class _Waiting:
             raise _failure(error, self.what, self.timeout, self.visit) from error
 
     def _wait(self, timeout: timedelta) -> None:
-        """Wait for so long, and look around now and then."""
-        until = monotonic() + timeout.total_seconds()
-        while (left := until - monotonic()) > _LOOK:
+        """Wait until the timeout, with a check of the other processes at every poll."""
+        deadline = monotonic() + timeout.total_seconds()
+        while (left := deadline - monotonic()) > _POLL_INTERVAL:
             try:
-                self.work.wait(timedelta(seconds=_LOOK))
+                self.work.wait(timedelta(seconds=_POLL_INTERVAL))
                 return
             except RuntimeError as error:
                 if "imed out" not in str(error):
@@ -227,7 +228,7 @@ def _failure(
     )
 
 
-_LOOK = 0.25
-# The names of torch 2.12 on; before, the others, which warn from then on.
+_POLL_INTERVAL = 0.25  # seconds
+# The first names exist from torch 2.12 on, where the second ones warn.
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,4 +1,4 @@
-"""Where reductions run: on CUDA a stream beside the one that computes, elsewhere wherever the communicator likes."""
+"""Streams for reductions: on CUDA one beside the compute stream; on other devices the communicator decides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ReductionStream:
-    """A device's lane for reductions. Its events live only from the record to the wait, so errors leave none behind."""
+    """A device's stream for reductions. Events live only from record to wait, so errors leave none behind."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -18,24 +18,24 @@ class ReductionStream:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def here(self) -> torch.cuda.Stream | None:
-        """The stream that computes now; None where there are no streams."""
+    def compute_stream(self) -> torch.cuda.Stream | None:
+        """Return the device's current stream; None where there are no streams."""
         return torch.cuda.current_stream(self.device) if self.stream is not None else None
 
-    def admit(self, flat: Tensor, streams: Iterable[torch.cuda.Stream | None]) -> None:
-        """What enters the lane from now on runs after what these streams, which used `flat`, have been given so far."""
+    def wait_for(self, flat: Tensor, streams: Iterable[torch.cuda.Stream | None]) -> None:
+        """Make later reductions wait for the work so far on these streams, which used `flat`."""
         for stream in streams:
             if self.stream is not None and stream is not None:
                 self.stream.wait_stream(stream)
-                # Its memory is not used again, once it is freed, before these are done with it.
+                # So that its memory, once freed, is not reused before these streams are done with it.
                 flat.record_stream(stream)
                 flat.record_stream(self.stream)
 
-    def inside(self) -> AbstractContextManager[object]:
-        """Within it, work goes into the lane."""
+    def use(self) -> AbstractContextManager[object]:
+        """Return a context that puts work on this stream."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def join(self) -> None:
-        """The stream that computes now goes on only after all work in the lane; the host does not wait."""
+        """Make the device's current stream wait for all reductions so far; the host does not wait."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)

@@ -1,4 +1,4 @@
-"""What replicas tell each other besides gradients: that their models are equal, whose order counts, who failed."""
+"""Checks among replicas besides gradients: equal models, one bucket order, equal steps, failures."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ def require_equal_models(reducer: Reducer, parameters: Sequence[tuple[str, Tenso
     """Compare names, shapes, dtypes and values of all replicas' parameters by hash; every replica calls it.
 
     Raises:
-        ConfigError: on every replica, if they differ; names the first parameter that does.
+        ConfigError: on every replica, if they differ; names the first parameter that differs.
     """
     kinds = [digest(f"{name} {tuple(p.shape)} {p.dtype}".encode()) for name, p in parameters]
     values = [digest(_bytes(local(p.detach()))) for _, p in parameters]
     rows = reducer.exchange([len(parameters), digest(repr(kinds).encode()), digest(repr(values).encode())])()
-    what = "the replicas' models differ"
     counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
         each = ", ".join(f"replica {r} has {count}" for r, count in enumerate(counts))
         raise ConfigError(
-            f"{what} in their number of parameters: {each}; build the same model on all of them"
+            f"the replicas' models differ in their number of parameters: {each}; build the same model on all of them"
         )
     for column, digests, aspect, advice in (
         (1, kinds, "name, shape or dtype", "build the same model on all of them"),
@@ -41,17 +40,17 @@ def require_equal_models(reducer: Reducer, parameters: Sequence[tuple[str, Tenso
             n, row = next((n, r) for n in range(len(parameters)) for r in table if r[n] != table[0][n])
             name, parameter = parameters[n]
             raise ConfigError(
-                f"{what} in {aspect}: replica {table.index(row)} from replica 0 first at parameter {n}, here {name!r} of "
-                f"shape {tuple(parameter.shape)}, {parameter.dtype}; {advice}"
+                f"the replicas' models differ in {aspect}: replica {table.index(row)} from replica 0 first at parameter "
+                f"{n}, here {name!r} of shape {tuple(parameter.shape)}, {parameter.dtype}; {advice}"
             )
 
 
 def require_same_step(reducer: Reducer, rows: Sequence[Sequence[int]]) -> None:
-    """Check what the replicas reported at the end of a step: (step, whether it failed, ...), by replica.
+    """Check the replicas' reports at the end of a step: (step, whether it failed, ...) of each.
 
     Raises:
-        PeerError: a replica failed.
-        PenstockError: they are at different steps.
+        PeerError: if a replica failed.
+        PenstockError: if they are at different steps.
     """
     failed = [r for r, row in enumerate(rows) if row[1]]
     if failed:
@@ -62,23 +61,23 @@ def require_same_step(reducer: Reducer, rows: Sequence[Sequence[int]]) -> None:
 
 
 def first_replicas(reducer: Reducer, numbers: list[int]) -> list[int]:
-    """The numbers of replica 0, for all; every replica calls it with equally many."""
+    """Return the numbers of replica 0 on every replica; all call it with equally many numbers."""
     return reducer.exchange(numbers)()[0]
 
 
 def raise_failure(reducer: Reducer, failed: Sequence[int], message: str = "") -> None:
-    """Every replica calls it once one has failed; those that have not learn what the first one said.
+    """Raise on the replicas that have not failed, with the message of the first one that has; every replica calls it.
 
     Args:
-        reducer: all replicas.
-        failed: which replicas failed; every replica knows that.
-        message: what this one has to say, if it failed.
+        reducer: this replica's end of the communicator.
+        failed: numbers of the failed replicas, the same on every replica.
+        message: error message of this replica, if it failed (default "").
 
     Raises:
-        PeerError: here, if this replica is not one of them.
+        PeerError: if this replica is not among the failed ones.
     """
-    said = message.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    numbers = [int.from_bytes(said[n : n + 8], "little", signed=True) for n in range(0, TEXT_BYTES, 8)]
+    data = message.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    numbers = [int.from_bytes(data[n : n + 8], "little", signed=True) for n in range(0, TEXT_BYTES, 8)]
     row = reducer.exchange(numbers)()[failed[0]]
     text = b"".join(number.to_bytes(8, "little", signed=True) for number in row)
     if reducer.rank not in failed:
@@ -88,7 +87,7 @@ def raise_failure(reducer: Reducer, failed: Sequence[int], message: str = "") ->
 
 
 def digest(data: Any) -> int:
-    """64 bits of a hash, as a signed number."""
+    """Return 64 bits of a hash as a signed integer."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 

@@ -1,4 +1,4 @@
-"""Which part of a parameter a replica has, and how parts become whole: what an optimizer keeps, divided and joined."""
+"""Slices of parameters over replicas, and the division and joining of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from penstock.encoding import sendable
 
 ONE_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's elementwise optimizers keep once for a whole parameter (torch/optim/nadam.py, asgd.py)."""
+"""State that torch's elementwise optimizers keep once for a whole parameter (torch/optim/nadam.py, asgd.py)."""
 
 
 @sendable
 @dataclass(frozen=True)
 class ShardSlice:
-    """A run of a parameter's elements, in the order in which memory has them.
+    """A range of a parameter's elements, in memory order.
 
     Attributes:
-        shape, stride: of the parameter.
-        first: the first element.
-        count: how many; it may be none.
+        shape, stride: shape and stride of the parameter.
+        first: number of the first element.
+        count: number of elements, possibly 0.
     """
 
     shape: tuple[int, ...]
@@ -32,44 +32,43 @@ class ShardSlice:
     count: int
 
     def of(self, value: Tensor) -> Tensor:
-        """The run out of a tensor of the parameter's shape, 1-d; shares its memory where that has the order."""
+        """Return the slice of a tensor of the parameter's shape, 1-d; shares its memory if the strides are equal."""
         if value.stride() != self.stride:
-            whole = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device)
-            value = whole.copy_(value)
+            full = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device)
+            value = full.copy_(value)
         return value.as_strided((self.count,), (1,), value.storage_offset() + self.first)
 
-    def holds(self, key: str, value: object) -> bool:
-        """Whether an optimizer's entry for the run has a number for each of its elements."""
+    def matches(self, key: str, value: object) -> bool:
+        """Return whether an optimizer's state entry has one number for each element of the slice."""
         return key not in ONE_A_PARAMETER and isinstance(value, Tensor) and value.shape == (self.count,)
 
     def covers(self, key: str, value: object) -> bool:
-        """Whether an optimizer's entry for the parameter has a number for each of its elements."""
+        """Return whether an optimizer's state entry has one number for each element of the parameter."""
         return key not in ONE_A_PARAMETER and isinstance(value, Tensor) and tuple(value.shape) == self.shape
 
 
 @dataclass(frozen=True)
 class ShardValues:
-    """The values of a `ShardSlice`, where a whole tensor could stand.
+    """Values of a `ShardSlice`, in place of a full tensor.
 
     Attributes:
-        values: 1-d.
+        values: 1-d tensor of the slice's elements.
     """
 
     values: Tensor
 
 
-def joined(pieces: Sequence[tuple[ShardSlice, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The entries of a whole parameter, made of those of all its pieces, where the first of them is."""
-    piece, entries = pieces[0]
-    size = torch.Size(piece.shape)
-    found: dict[str, Any] = {}
+def join_shards(shards: Sequence[tuple[ShardSlice, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Join the optimizer state of all shards of a parameter, on the device of the first."""
+    first, entries = shards[0]
+    size = torch.Size(first.shape)
+    state: dict[str, Any] = {}
     for key, sample in entries.items():
-        if not piece.holds(key, sample):
-            found[key] = sample
+        if not first.matches(key, sample):
+            state[key] = sample
             continue
-        flat = torch.empty_strided(size, piece.stride, dtype=sample.dtype, device=sample.device)
-        line = flat.as_strided((size.numel(),), (1,))
-        for one, own in pieces:
-            line[one.first : one.first + one.count] = own[key]
-        found[key] = flat
-    return found
+        state[key] = torch.empty_strided(size, first.stride, dtype=sample.dtype, device=sample.device)
+        flat = state[key].as_strided((size.numel(),), (1,))
+        for shard, shard_state in shards:
+            flat[shard.first : shard.first + shard.count] = shard_state[key]
+    return state

@@ -1,11 +1,11 @@
 """Parameters whose update is divided among the replicas (ZeRO stage 1, 1910.02054, section 5.1).
 
-Parameters live in flat buffers laid out like the buckets of their gradients. The gradients' sums are shared out instead of
-given to all: each replica gets its part of every bucket, updates that part of the parameters, and the parts are
-collected, first those that the next forward needs first, while it may already run.
+Parameters are in flat buffers laid out like the buckets of their gradients. The gradients are reduce-scattered: each
+replica gets the sums of its part of every bucket, and updates that part of the parameters. Then the parts are all-gathered,
+in the order in which the next forward needs them, while it may already run.
 
-What an optimizer is given are the pieces of parameters that are in this replica's parts. A piece is a parameter of its own,
-so that options, counts of steps and absent gradients stay those of the parameter it is a piece of.
+The optimizer gets the shards of parameters that are in this replica's parts. Each shard is a separate parameter, so that
+options, step counts and absent gradients remain those of the parameter it belongs to.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.data.leftovers import Missing
 from penstock.parallel.data.reducer import Handle, Reducer, part_of
 from penstock.parallel.data.reduction_stream import ReductionStream
-from penstock.parallel.data.shard_slice import ShardSlice, joined
-from penstock.parallel.dtensor import gradient_dtype, local, move
+from penstock.parallel.data.shard_slice import ShardSlice, join_shards
+from penstock.parallel.dtensor import gradient_dtype, local, set_local
 
 
 class ShardedParameter(NamedTuple):
-    """A parameter and what of it is updated here.
+    """A parameter and the shard of it that this replica updates.
 
     Attributes:
-        entry: its place in the buckets.
-        piece: which elements, of the part that this process holds if the parameter is cut over others.
-        own: those elements as a parameter of their own, which shares the whole one's memory; None if there are none.
-        at: where they begin in this replica's part of the bucket.
+        entry: entry of the parameter in the buckets.
+        slice: elements of the shard, in the local tensor if the parameter is a DTensor.
+        shard: parameter of these elements, which shares the full one's memory; None if there are none.
+        offset: offset of the shard in this replica's part of the bucket, in elements.
     """
 
     entry: BucketEntry
-    piece: ShardSlice
-    own: nn.Parameter | None
-    at: int
+    slice: ShardSlice
+    shard: nn.Parameter | None
+    offset: int
 
 
 class Shards:
-    """The parameters of a replica in flat buffers; every replica makes one at the same time.
+    """Parameters of a replica in flat buffers; every replica makes one at the same time.
 
     Args:
         parameters: (name, parameter) pairs; those that require no gradient are left out.
         reducer: this replica's end of the communicator.
-        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype, groups, dynamic: as for `GradientBuckets`.
+        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype, groups, dynamic: options of
+            `GradientBuckets`.
 
     Attributes:
-        buckets: of the gradients.
-        parts: one for each parameter.
+        buckets: buckets of the gradients.
+        sharded: sharded parameters, one for each parameter.
 
     Raises:
-        ConfigError: what `GradientBuckets` refuses.
+        ConfigError: if `GradientBuckets` raises it.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Shards:
         )  # fmt: skip
         self._flats: list[Tensor] = []
         self._streams = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
-        self._coming: dict[int, Handle] = {}
-        self._fresh = False
+        self._coming: dict[int, Handle] = {}  # all-gathers in progress, by bucket
+        self._unused_sums = False
         by_index: dict[int, ShardedParameter] = {}
         for bucket in self.buckets.buckets:
             members = [self.buckets.entries[m] for m in bucket.plan.members]
@@ -92,97 +93,99 @@ class Shards:
             self._flats.append(flat)
             for entry, start in zip(members, bucket.plan.starts, strict=True):
                 by_index[entry.index] = self._place(entry, flat, start)
-        self.parts = [by_index[n] for n in range(len(self.buckets.entries))]
-        self._part = {id(part.entry.parameter): part for part in self.parts}
+        self.sharded = [by_index[n] for n in range(len(self.buckets.entries))]
+        self._by_id = {id(sharded.entry.parameter): sharded for sharded in self.sharded}
 
     def _place(self, entry: BucketEntry, flat: Tensor, start: int) -> ShardedParameter:
-        """Move a parameter into its bucket's buffer; `start` is where it begins there."""
+        """Move a parameter into its bucket's buffer at offset `start`, and make its shard."""
         view = entry.view
-        place = flat.as_strided(view.shape, view.stride(), view.storage_offset())
-        place.copy_(local(entry.parameter).detach())
-        move(entry.parameter, place)
-        mine = part_of(flat, self.reducer.rank, self.reducer.size)
-        begin = self.reducer.rank * mine.numel()
-        at = min(max(0, start - begin), mine.numel())
-        count = max(0, min(mine.numel(), start - begin + view.numel()) - at)
-        piece = ShardSlice(tuple(view.shape), view.stride(), max(0, begin - start) if count else 0, count)
-        own = None
+        memory = flat.as_strided(view.shape, view.stride(), view.storage_offset())
+        memory.copy_(local(entry.parameter).detach())
+        set_local(entry.parameter, memory)
+        part = part_of(flat, self.reducer.rank, self.reducer.size)
+        part_start = self.reducer.rank * part.numel()
+        offset = min(max(0, start - part_start), part.numel())
+        count = max(0, min(part.numel(), start - part_start + view.numel()) - offset)
+        first = max(0, part_start - start) if count else 0
+        shard = None
         if count:
-            own = nn.Parameter(mine[at : at + count])
-            if hasattr(own, "grad_dtype"):
-                own.grad_dtype = gradient_dtype(entry.parameter)
-        return ShardedParameter(entry, piece, own, at)
+            shard = nn.Parameter(part[offset : offset + count])
+            if hasattr(shard, "grad_dtype"):
+                shard.grad_dtype = gradient_dtype(entry.parameter)
+        return ShardedParameter(
+            entry, ShardSlice(tuple(view.shape), view.stride(), first, count), shard, offset
+        )
 
-    def part(self, parameter: Tensor) -> ShardedParameter | None:
-        """What of a parameter is updated here; None if it is not among them."""
-        return self._part.get(id(parameter))
+    def find(self, parameter: Tensor) -> ShardedParameter | None:
+        """Return a parameter's entry in `sharded`; None if it has none."""
+        return self._by_id.get(id(parameter))
 
     @property
-    def fresh(self) -> bool:
-        """Whether there are sums that have been neither used nor let go of."""
-        return self._fresh
+    def has_unused_sums(self) -> bool:
+        """True if there are reduced gradients that have been neither used nor dropped."""
+        return self._unused_sums
 
     def owned(self) -> list[nn.Parameter]:
-        """All pieces of this replica."""
-        return [part.own for part in self.parts if part.own is not None]
+        """Return all shards of this replica."""
+        return [sharded.shard for sharded in self.sharded if sharded.shard is not None]
 
     def require_used(self) -> None:
-        """Refuse to go on where the next backward would write over sums that nobody has used.
+        """Check that the next backward would not overwrite unused reduced gradients.
 
         Raises:
-            PenstockError: there are such.
+            PenstockError: if it would.
         """
-        if self._fresh:
+        if self._unused_sums:
             raise PenstockError(
                 "the last step's gradients are shared out and wait for the optimizer's step() or zero_grad(); to add up "
                 "those of several steps, reduce them in the last one only"
             )
 
     def finish(self) -> None:
-        """As `GradientBuckets.finish`; afterwards the pieces have gradients, and whole parameters have none.
+        """Call `GradientBuckets.finish`, then move the gradients from the full parameters to the shards.
 
-        A piece of a parameter for which no replica had a gradient has none.
+        If no replica had a gradient for a parameter, its shards get none.
         """
         self.buckets.finish()
         rank, size = self.reducer.rank, self.reducer.size
-        for entry, piece, own, at in self.parts:
-            if own is not None:
+        for entry, elements, shard, offset in self.sharded:
+            if shard is not None:
                 sums = part_of(self.buckets.buckets[entry.bucket].flat, rank, size)
-                own.grad = None if entry.parameter.grad is None else sums[at : at + piece.count]
+                shard.grad = None if entry.parameter.grad is None else sums[offset : offset + elements.count]
             entry.parameter.grad = None
-        self._fresh = True
+        self._unused_sums = True
 
     def drop(self) -> None:
-        """Let go of all gradients."""
-        for part in self.parts:
-            part.entry.parameter.grad = None
-            if part.own is not None:
-                part.own.grad = None
-        self._fresh = False
+        """Drop all gradients."""
+        for sharded in self.sharded:
+            sharded.entry.parameter.grad = None
+            if sharded.shard is not None:
+                sharded.shard.grad = None
+        self._unused_sums = False
 
     def collect(self) -> None:
-        """After an update of the pieces: begin to fill in the others' parts of the parameters."""
-        for number in reversed(range(len(self._flats))):  # the first layers' are in the last buckets
+        """Start to gather the other replicas' parts of the parameters, after an update of the shards."""
+        for number in reversed(range(len(self._flats))):  # the last buckets have the first layers
             stream, flat = self._streams[number], self._flats[number]
-            stream.admit(flat, [stream.here()])
-            with stream.inside():
+            stream.wait_for(flat, [stream.compute_stream()])
+            with stream.use():
                 self._coming[number] = self.reducer.gather(flat)
 
     def wait(self, parameter: Tensor) -> None:
-        """Until a parameter has its new value; others are ignored."""
-        part = self._part.get(id(parameter))
-        if part is not None:
-            self._wait(part.entry.bucket)
+        """Wait until a parameter has its new value; parameters that are not sharded are ignored."""
+        sharded = self._by_id.get(id(parameter))
+        if sharded is not None:
+            self._wait(sharded.entry.bucket)
 
     def wait_all(self) -> None:
-        """Until every parameter has its new value."""
+        """Wait until every parameter has its new value."""
         for number in list(self._coming):
             self._wait(number)
 
     def waiter(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
-        """What waits for these parameters, at next to no cost where nothing is on its way."""
-        found = {self._part[id(p)].entry.bucket for p in parameters if id(p) in self._part}
-        numbers = sorted(found, reverse=True)
+        """Return a function that waits for these parameters, and costs next to nothing if none is being gathered."""
+        buckets = {self._by_id[id(p)].entry.bucket for p in parameters if id(p) in self._by_id}
+        numbers = sorted(buckets, reverse=True)
 
         def wait() -> None:
             for number in numbers if self._coming else ():
@@ -193,35 +196,36 @@ class Shards:
     def _wait(self, number: int) -> None:
         handle = self._coming.pop(number, None)
         if handle is not None:
-            with self._streams[number].inside():
+            with self._streams[number].use():
                 handle.wait()
             self._streams[number].join()
 
     def join(
         self, entries: Callable[[ShardedParameter], Mapping[str, Any] | None], keep: bool = True
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Make whole what every replica keeps for its pieces, a bucket at a time; every replica calls it.
+        """Join the optimizer state of all shards, a bucket at a time; every replica calls it.
 
         Args:
-            entries: of a piece of this replica; None for nothing.
-            keep: False only gives this replica's to the others.
+            entries: function that returns the state entries of a shard of this replica, or None.
+            keep: whether to yield the joined state (default True); False only sends this replica's state to the others.
 
         Yields:
-            (parameter, entries), the tensors among them on the CPU, of the part that this process holds of a parameter that
-            is cut; nothing for parameters no replica has any for.
+            (parameter, state entries), with tensors on the CPU, and of the local shape if the parameter is a DTensor;
+            nothing for a parameter without state on any replica.
         """
         for bucket in self.buckets.buckets:
-            here = [self.parts[m] for m in bucket.plan.members]
-            mine = {}
-            for part in here:
-                found = entries(part) if part.own is not None else None
-                if found is not None:
-                    mine[part.entry.index] = (part.piece, {k: _on_cpu(v) for k, v in found.items()})
-            rows = self.reducer.share(mine)
-            for part in here if keep else ():
-                pieces = [row[part.entry.index] for row in rows if part.entry.index in row]
-                if pieces:
-                    yield part.entry.parameter, joined(pieces)
+            members = [self.sharded[m] for m in bucket.plan.members]
+            local_states = {}
+            for sharded in members:
+                state = entries(sharded) if sharded.shard is not None else None
+                if state is not None:
+                    cpu_state = {k: _on_cpu(v) for k, v in state.items()}
+                    local_states[sharded.entry.index] = (sharded.slice, cpu_state)
+            rows = self.reducer.share(local_states)
+            for sharded in members if keep else ():
+                shards = [row[sharded.entry.index] for row in rows if sharded.entry.index in row]
+                if shards:
+                    yield sharded.entry.parameter, join_shards(shards)
 
 
 def _on_cpu(value: Any) -> Any:

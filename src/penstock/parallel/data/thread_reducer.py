@@ -1,7 +1,7 @@
-"""Replicas that are threads of one process: sums in the order of the replicas, so that they are the same every time.
+"""A communicator of replicas that are threads; it sums in the order of the replicas, so that results are reproducible.
 
-Every replica puts its buffer down; the last to come adds all of them up and fills in everybody's. Starting therefore
-never waits, however many are under way.
+Every replica registers its buffer; the last one to come computes the sums and writes them to all buffers. So a start never
+waits, however many collectives are in progress.
 """
 
 from __future__ import annotations
@@ -17,146 +17,146 @@ from penstock.errors import PeerError, WaitTimeoutError
 from penstock.parallel.data.reducer import Handle, part_of
 
 
-class _Meeting:
-    """One collective: what every replica brought, and whether it is done."""
+class _Collective:
+    """One collective of all replicas: their values, and its state."""
 
     def __init__(self, size: int) -> None:
-        self.brought: list[Any] = [None] * size
+        self.values: list[Any] = [None] * size
         self.missing = size
         self.done = threading.Event()
-        self.summed = False
+        self.succeeded = False
         self.ready: list[torch.cuda.Event] = []
         self.end: torch.cuda.Event | None = None
         self.error: BaseException | None = None
 
 
-class _Table:
-    """What the threads share."""
+class _Communicator:
+    """State shared by the threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.lock = threading.Lock()
-        self.meetings: dict[int, _Meeting] = {}
+        self.collectives: dict[int, _Collective] = {}
         self.failure: str | None = None
 
     def fail(self, message: str) -> None:
         with self.lock:
             if self.failure is None:
                 self.failure = message
-            waiting = list(self.meetings.values())
-        for meeting in waiting:
-            meeting.done.set()
+            pending = list(self.collectives.values())
+        for collective in pending:
+            collective.done.set()
 
-    def bring(
-        self, number: int, rank: int, value: Any, flat: Tensor | None, act: Callable[[list[Any]], None]
-    ) -> _Meeting:
+    def join(
+        self, number: int, rank: int, value: Any, flat: Tensor | None, compute: Callable[[list[Any]], None]
+    ) -> _Collective:
         with self.lock:
-            meeting = self.meetings.setdefault(number, _Meeting(self.size))
-            meeting.brought[rank] = value
+            collective = self.collectives.setdefault(number, _Collective(self.size))
+            collective.values[rank] = value
             if flat is not None and flat.is_cuda:
-                meeting.ready.append(torch.cuda.current_stream(flat.device).record_event())
-            meeting.missing -= 1
-            if meeting.missing or self.failure is not None:
-                return meeting
-            del self.meetings[number]
+                collective.ready.append(torch.cuda.current_stream(flat.device).record_event())
+            collective.missing -= 1
+            if collective.missing or self.failure is not None:
+                return collective
+            del self.collectives[number]
         try:
             with torch.no_grad():
                 if flat is not None and flat.is_cuda:
                     stream = torch.cuda.current_stream(flat.device)
-                    for event in meeting.ready:
+                    for event in collective.ready:
                         stream.wait_event(event)
-                    act(meeting.brought)
-                    meeting.end = stream.record_event()
+                    compute(collective.values)
+                    collective.end = stream.record_event()
                 else:
-                    act(meeting.brought)
-            meeting.summed = True
+                    compute(collective.values)
+            collective.succeeded = True
         except Exception as error:
-            meeting.error = error
-        meeting.ready.clear()
-        meeting.done.set()
-        return meeting
+            collective.error = error
+        collective.ready.clear()
+        collective.done.set()
+        return collective
 
 
 class ThreadReducer:
-    """One replica's end; made by `thread_reducers`."""
+    """One replica's end of the communicator; made by `thread_reducers`."""
 
-    def __init__(self, rank: int, table: _Table, timeout: float) -> None:
+    def __init__(self, rank: int, communicator: _Communicator, timeout: float) -> None:
         self.rank = rank
-        self.size = table.size
+        self.size = communicator.size
         self.timeout = timeout
-        self._table = table
+        self._communicator = communicator
         self._count = 0
 
     def start(self, flat: Tensor) -> Handle:
-        return self._bring(flat, flat, _add_up)
+        return self._join(flat, flat, _all_reduce)
 
     def scatter(self, flat: Tensor) -> Handle:
-        return self._bring(flat, flat, _add_up_parts)
+        return self._join(flat, flat, _reduce_scatter)
 
     def gather(self, flat: Tensor) -> Handle:
-        return self._bring(flat, flat, _fill_in)
+        return self._join(flat, flat, _all_gather)
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout = seconds
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
-        handle = self._bring(numbers, None, lambda brought: None)
+        handle = self._join(numbers, None, lambda values: None)
 
         def result() -> list[list[int]]:
             handle.wait()
-            return list(handle.meeting.brought)
+            return list(handle.collective.values)
 
         return result
 
     def share(self, value: object) -> list[Any]:
-        handle = self._bring(value, None, lambda brought: None)
+        handle = self._join(value, None, lambda values: None)
         handle.wait()
-        return list(handle.meeting.brought)
+        return list(handle.collective.values)
 
     def fail(self, message: str) -> None:
-        """Tell every replica that this one failed: whatever they wait for raises `PeerError`, now and later."""
-        self._table.fail(f"replica {self.rank} failed: {message}")
+        """Report that this replica failed: all waits of the others raise `PeerError`, now and later."""
+        self._communicator.fail(f"replica {self.rank} failed: {message}")
 
-    def _bring(self, value: Any, flat: Tensor | None, act: Callable[[list[Any]], None]) -> _Coming:
+    def _join(self, value: Any, flat: Tensor | None, compute: Callable[[list[Any]], None]) -> _Handle:
         number, self._count = self._count, self._count + 1
-        return _Coming(self, self._table.bring(number, self.rank, value, flat, act), flat)
+        return _Handle(self, self._communicator.join(number, self.rank, value, flat, compute), flat)
 
 
-class _Coming:
-    __slots__ = ("flat", "meeting", "reducer")
+class _Handle:
+    __slots__ = ("collective", "flat", "reducer")
 
-    def __init__(self, reducer: ThreadReducer, meeting: _Meeting, flat: Tensor | None) -> None:
-        self.reducer, self.meeting, self.flat = reducer, meeting, flat
+    def __init__(self, reducer: ThreadReducer, collective: _Collective, flat: Tensor | None) -> None:
+        self.reducer, self.collective, self.flat = reducer, collective, flat
 
     def wait(self) -> None:
-        meeting, reducer = self.meeting, self.reducer
-        table = reducer._table
-        if table.failure is None and not meeting.done.wait(reducer.timeout):
-            absent = [r for r, value in enumerate(meeting.brought) if value is None]
+        collective, reducer = self.collective, self.reducer
+        communicator = reducer._communicator
+        if communicator.failure is None and not collective.done.wait(reducer.timeout):
+            absent = [r for r, value in enumerate(collective.values) if value is None]
             raise WaitTimeoutError(
                 f"replica {reducer.rank} waited {reducer.timeout:g} s for replica(s) {absent}; "
                 "they failed, are slow, or left out a step"
             )
-        if meeting.error is not None:
-            raise PeerError(f"the replicas' sum failed: {meeting.error}") from meeting.error
-        if not meeting.summed:
-            raise PeerError(str(table.failure))
-        if meeting.end is not None and self.flat is not None:
-            torch.cuda.current_stream(self.flat.device).wait_event(meeting.end)
+        if collective.error is not None:
+            raise PeerError(f"the replicas' sum failed: {collective.error}") from collective.error
+        if not collective.succeeded:
+            raise PeerError(str(communicator.failure))
+        if collective.end is not None and self.flat is not None:
+            torch.cuda.current_stream(self.flat.device).wait_event(collective.end)
 
 
 def thread_reducers(size: int, timeout: float = 60.0) -> list[ThreadReducer]:
-    """The connected ends of `size` replicas, one for each thread.
+    """Return the connected reducers of `size` replicas, one for each thread.
 
     Args:
-        size: how many replicas.
-        timeout: the longest a wait may last, in seconds.
+        size: number of replicas, one a thread.
+        timeout: seconds that a wait may last (default 60).
     """
-    table = _Table(size)
-    return [ThreadReducer(rank, table, timeout) for rank in range(size)]
+    communicator = _Communicator(size)
+    return [ThreadReducer(rank, communicator, timeout) for rank in range(size)]
 
 
-def _add_up(flats: Sequence[Tensor]) -> None:
+def _all_reduce(flats: Sequence[Tensor]) -> None:
     total = flats[0]
     for flat in flats[1:]:
         total.add_(flat)
@@ -164,7 +164,7 @@ def _add_up(flats: Sequence[Tensor]) -> None:
         flat.copy_(total)
 
 
-def _add_up_parts(flats: Sequence[Tensor]) -> None:
+def _reduce_scatter(flats: Sequence[Tensor]) -> None:
     size = len(flats)
     for rank, flat in enumerate(flats):
         total = part_of(flats[0], rank, size).clone()
@@ -173,7 +173,7 @@ def _add_up_parts(flats: Sequence[Tensor]) -> None:
         part_of(flat, rank, size).copy_(total)
 
 
-def _fill_in(flats: Sequence[Tensor]) -> None:
+def _all_gather(flats: Sequence[Tensor]) -> None:
     size = len(flats)
     for rank, flat in enumerate(flats):
         for other in flats:

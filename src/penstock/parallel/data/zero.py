@@ -1,4 +1,4 @@
-"""An optimizer whose state is divided among the replicas (ZeRO stage 1): `Shards` in a user's hands."""
+"""An optimizer whose state is divided among the replicas (ZeRO stage 1), for use outside of a Pipeline."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from penstock.parallel.data.leftovers import Missing
 from penstock.parallel.data.reducer import Reducer
-from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, joined
+from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, join_shards
 from penstock.parallel.data.shards import ShardedParameter, Shards
 from penstock.parallel.dtensor import is_dtensor
 
 NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-"""Optimizers whose update of an element depends on others; cut parameters would change what they do."""
+"""Optimizers whose update of an element depends on other elements, so that sharding would change their results."""
 
 
 class ShardedOptimizer:
-    """A torch optimizer over this replica's part of the parameters.
+    """A torch optimizer over this replica's shards of the parameters.
 
     Every replica makes one at the same time and takes the same steps::
 
@@ -33,23 +33,23 @@ class ShardedOptimizer:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
 
-    After a reduction no replica has whole gradients, so ``.grad`` is None; the parts are in `optimizer`'s parameters.
+    After a reduction no replica has full gradients, so ``.grad`` is None; the parameters of `optimizer` have the shards.
 
     Args:
-        parameters: a module, (name, parameter) pairs, or groups of them: dicts with pairs under "params", and options.
-        kind: an optimizer class that updates every element by itself, such as ``torch.optim.AdamW``.
+        parameters: a module, (name, parameter) pairs, or groups: dicts of options with such pairs under "params".
+        kind: optimizer class that updates each element independently, such as ``torch.optim.AdamW``.
         reducer: this replica's end of the communicator.
-        layers: modules whose forwards wait for the parameters below them, so that collecting overlaps with them.
-            Parameters of no such module are waited for in `step`.
-        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype: as for `GradientBuckets`.
-        options: of the optimizer.
+        layers: modules whose forwards wait for their parameters, so that gathering overlaps with the forward (default
+            none). `step` waits for all other parameters.
+        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype: options of `GradientBuckets`.
+        options: options of the optimizer, such as ``lr``.
 
     Attributes:
-        buckets: of the gradients.
-        optimizer: the torch optimizer, over pieces of parameters; learning-rate schedules take this one.
+        buckets: buckets of the gradients.
+        optimizer: torch optimizer over the shards; pass this one to learning-rate schedulers.
 
     Raises:
-        ConfigError: an optimizer that is not elementwise, a DTensor among the parameters, or what `GradientBuckets` refuses.
+        ConfigError: if the optimizer is not elementwise, a parameter is a DTensor, or `GradientBuckets` raises it.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class ShardedOptimizer:
             )
         groups = _as_groups(parameters)
         named = [(name, p) for group in groups for name, p in group["params"]]
-        cut = next((name for name, p in named if is_dtensor(p)), None)
-        if cut is not None:
+        distributed = next((name for name, p in named if is_dtensor(p)), None)
+        if distributed is not None:
             raise ConfigError(
-                f"parameter {cut!r} is a DTensor, and norms and states here are of whole parameters; use "
-                "PipelineOptimizer(zero=True), which knows of those that tensor parallelism has cut"
+                f"parameter {distributed!r} is a DTensor, but norms and states here are of full parameters; use "
+                "PipelineOptimizer(zero=True), which supports tensor parallelism"
             )
         self.reducer = reducer
         self.shards = Shards(
@@ -90,38 +90,38 @@ class ShardedOptimizer:
         seen: set[int] = set()
         self._members: list[list[ShardedParameter]] = []
         for group in groups:
-            mine = [part for _, p in group["params"] if (part := self.shards.part(p)) and id(p) not in seen]
-            seen |= {id(part.entry.parameter) for part in mine}
-            self._members.append(mine)
+            members = [s for _, p in group["params"] if (s := self.shards.find(p)) and id(p) not in seen]
+            seen |= {id(sharded.entry.parameter) for sharded in members}
+            self._members.append(members)
         self.optimizer = kind(
             [
-                {**group, "params": [part.own for part in mine if part.own is not None]}
-                for group, mine in zip(groups, self._members, strict=True)
+                {**group, "params": [sharded.shard for sharded in members if sharded.shard is not None]}
+                for group, members in zip(groups, self._members, strict=True)
             ],
             **options,
         )
-        listed = list(layers)
-        covered = {id(p) for layer in listed for p in layer.parameters()}
-        self._at_once = self.shards.waiter(
-            e.parameter for e in self.buckets.entries if id(e.parameter) not in covered
+        layers = list(layers)
+        in_layers = {id(p) for layer in layers for p in layer.parameters()}
+        self._wait_for_others = self.shards.waiter(
+            e.parameter for e in self.buckets.entries if id(e.parameter) not in in_layers
         )
-        for layer in listed:
-            _before(layer, self.shards.waiter(layer.parameters()))
+        for layer in layers:
+            _call_before_forward(layer, self.shards.waiter(layer.parameters()))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The torch optimizer's groups; options set here count."""
+        """The torch optimizer's groups; changes of their options take effect."""
         return self.optimizer.param_groups
 
     def begin(self, contributions: int | Mapping[Tensor, int] = 1, step: int | None = None) -> None:
-        """As `GradientBuckets.begin`."""
+        """Begin a step; see `GradientBuckets.begin`."""
         self.buckets.begin(contributions, step)
 
     def finish(self) -> None:
-        """As `GradientBuckets.finish`; afterwards this replica has its part of the gradients.
+        """End a step; see `GradientBuckets.finish`. Afterwards this replica has the gradients of its shards.
 
         Raises:
-            PenstockError: the gradients of the step before have not been used.
+            PenstockError: if the gradients of the previous step have not been used.
         """
         self.shards.require_used()
         self.shards.wait_all()
@@ -131,7 +131,7 @@ class ShardedOptimizer:
     def reducing(
         self, contributions: int | Mapping[Tensor, int] = 1, step: int | None = None
     ) -> Iterator[None]:
-        """`begin`, and `finish` after the body; if it fails, the other replicas are told."""
+        """Call `begin`, then `finish` after the body; if it fails, report the failure to the other replicas."""
         self.begin(contributions, step)
         try:
             yield
@@ -147,154 +147,155 @@ class ShardedOptimizer:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
         Returns:
-            0-d tensor, float32: the norm before, over all replicas' parts; the same number on every replica.
+            0-d float32 tensor: the norm before clipping, over all replicas' shards; the same number on every replica.
         """
-        owned = self._with_gradients()
-        mine = sum(
-            float(torch.linalg.vector_norm(own.grad, dtype=torch.float64)) ** 2
-            for own in owned
-            if own.grad is not None
+        shards = self._require_gradients()
+        square = sum(
+            float(torch.linalg.vector_norm(shard.grad, dtype=torch.float64)) ** 2
+            for shard in shards
+            if shard.grad is not None
         )
-        (bits,) = struct.unpack("<q", struct.pack("<d", mine))
+        (bits,) = struct.unpack("<q", struct.pack("<d", square))
         squares = [
             struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in self.reducer.exchange([bits])()
         ]
         total = torch.tensor(sum(squares) ** 0.5)
-        nn.utils.clip_grads_with_norm_(owned, max_norm, total)
+        nn.utils.clip_grads_with_norm_(shards, max_norm, total)
         return total
 
     def step(self) -> None:
-        """Update this replica's part of the parameters and begin to collect the others'.
+        """Update this replica's shards and start to gather the others'.
 
         Raises:
-            PenstockError: there are no reduced gradients.
+            PenstockError: if there are no reduced gradients.
         """
-        self._with_gradients()
+        self._require_gradients()
         self.optimizer.step()
         self.zero_grad()
         self.shards.collect()
-        self._at_once()
+        self._wait_for_others()
 
     def zero_grad(self) -> None:
-        """Let go of all gradients."""
+        """Drop all gradients."""
         self.shards.drop()
 
     def wait(self, parameter: Tensor) -> None:
-        """Until a parameter has its new value; others are ignored."""
+        """Wait until a parameter has its new value; parameters that are not sharded are ignored."""
         self.shards.wait(parameter)
 
     def wait_all(self) -> None:
-        """Until every parameter has its new value: before parameters are read outside of `layers`' forwards."""
+        """Wait until every parameter has its new value; call it before parameters are read outside of `layers`' forwards."""
         self.shards.wait_all()
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state that this replica holds."""
+        """Return the bytes of optimizer state that this replica holds."""
         tensors = [
             t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
         ]
         return sum(t.numel() * t.itemsize for t in tensors)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This replica's part of the state, by parameter name; `join_state_dicts` makes the whole of all parts."""
-        parts = {
-            part.entry.name: (part.piece, {k: _copied(v) for k, v in own.items()})
-            for part in self.shards.parts
-            if (own := self._entries(part)) is not None
+        """Return this replica's state by parameter name; `join_state_dicts` joins those of all replicas."""
+        state = {
+            sharded.entry.name: (sharded.slice, {k: _clone(v) for k, v in entries.items()})
+            for sharded in self.shards.sharded
+            if (entries := self._entries(sharded)) is not None
         }
         replica = (self.reducer.rank, self.reducer.size)
-        return {"state": parts, "param_groups": self._groups_by_name(), "replica": replica}
+        return {"state": state, "param_groups": self._groups_by_name(), "replica": replica}
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state on every replica, by parameter name, in the parameters' shapes; every replica calls it.
-
-        Tensors are on the CPU.
-        """
+        """Return the full state by parameter name, in the parameters' shapes and on the CPU; every replica calls it."""
         names = {id(e.parameter): e.name for e in self.buckets.entries}
         state = {names[id(p)]: entries for p, entries in self.shards.join(self._entries)}
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` or `join_state_dicts` gave, whatever the number of replicas then.
+        """Load the result of `state_dict` or `join_state_dicts`, from any number of replicas.
 
         Raises:
-            ConfigError: a parameter is missing in it, or has another shape.
+            ConfigError: if a parameter is missing in the state, or has another shape.
         """
-        parts = self.shards.parts if state["state"] else []
+        loaded = self.shards.sharded if state["state"] else []
         entries: dict[Tensor, Any] = {
-            part.own: _cut(state["state"], part) for part in parts if part.own is not None
+            sharded.shard: _shard_entries(state["state"], sharded)
+            for sharded in loaded
+            if sharded.shard is not None
         }
         self.optimizer.state.update(entries)
         by_name = {name: group for group in state["param_groups"] for name in group["params"]}
         for group, members in zip(self.param_groups, self._members, strict=True):
-            for name in [part.entry.name for part in members][:1]:
+            for name in [sharded.entry.name for sharded in members][:1]:
                 if name not in by_name:
                     raise ConfigError(f"the state has no options for parameter {name!r}")
                 group.update({k: v for k, v in by_name[name].items() if k != "params"})
 
-    def _entries(self, part: ShardedParameter) -> dict[str, Any] | None:
-        entries = self.optimizer.state.get(part.own) if part.own is not None else None
+    def _entries(self, sharded: ShardedParameter) -> dict[str, Any] | None:
+        entries = self.optimizer.state.get(sharded.shard) if sharded.shard is not None else None
         return None if not entries else {k: v for k, v in entries.items() if v is not None}
 
     def _groups_by_name(self) -> list[dict[str, Any]]:
         return [
-            {**group, "params": [part.entry.name for part in members]}
+            {**group, "params": [sharded.entry.name for sharded in members]}
             for group, members in zip(self.param_groups, self._members, strict=True)
         ]
 
-    def _with_gradients(self) -> list[nn.Parameter]:
-        if not self.shards.fresh:
+    def _require_gradients(self) -> list[nn.Parameter]:
+        if not self.shards.has_unused_sums:
             raise PenstockError("there are no reduced gradients; run a backward inside reducing() first")
         return self.shards.owned()
 
 
 def join_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole state of all replicas' parts, as `ShardedOptimizer.local_state_dict` gives them.
+    """Join the states of all replicas, as `ShardedOptimizer.local_state_dict` returns them.
 
     Raises:
-        ConfigError: a replica's part is not there, or there twice.
+        ConfigError: if a replica's part is missing, or there twice.
     """
-    given, size = [part["replica"][0] for part in parts], parts[0]["replica"][1]
-    if sorted(given) != list(range(size)):
+    replicas, size = [part["replica"][0] for part in parts], parts[0]["replica"][1]
+    if sorted(replicas) != list(range(size)):
         raise ConfigError(
-            f"parts of replicas {given} out of {size}; give the part of every replica, each once"
+            f"parts of replicas {replicas} out of {size}; give the part of every replica, each once"
         )
     names = dict.fromkeys(name for part in parts for name in part["state"])
-    state = {name: joined([part["state"][name] for part in parts if name in part["state"]]) for name in names}
+    state = {
+        name: join_shards([part["state"][name] for part in parts if name in part["state"]]) for name in names
+    }
     return {"state": state, "param_groups": parts[0]["param_groups"]}
 
 
-def _cut(state: Mapping[str, Mapping[str, Any]], part: ShardedParameter) -> dict[str, Any]:
-    """An optimizer's entries for a piece, out of those for the parameter."""
-    name, piece, own = part.entry.name, part.piece, part.own
-    assert own is not None
+def _shard_entries(state: Mapping[str, Mapping[str, Any]], sharded: ShardedParameter) -> dict[str, Any]:
+    """Return the state entries of a shard, out of those of the full parameter."""
+    name, elements, shard = sharded.entry.name, sharded.slice, sharded.shard
+    assert shard is not None
     if name not in state:
         raise ConfigError(f"the state has nothing for parameter {name!r}; it has {', '.join(state)}")
-    found = {}
+    entries = {}
     for key, value in state[name].items():
         if key in ONE_A_PARAMETER or not isinstance(value, Tensor):
-            found[key] = _copied(value)
+            entries[key] = _clone(value)
             continue
-        if not piece.covers(key, value):
+        if not elements.covers(key, value):
             raise ConfigError(
                 f"{key!r} of parameter {name!r} has shape {tuple(value.shape)} in the state, but the parameter has "
-                f"{piece.shape}"
+                f"{elements.shape}"
             )
-        found[key] = piece.of(value).to(own.device, copy=True)
-    return found
+        entries[key] = elements.of(value).to(shard.device, copy=True)
+    return entries
 
 
-def _copied(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _before(layer: nn.Module, wait: Any) -> None:
+def _call_before_forward(layer: nn.Module, wait: Any) -> None:
     layer.register_forward_pre_hook(lambda module, args: wait())
 
 
 def _as_groups(parameters: Any) -> list[dict[str, Any]]:
     if isinstance(parameters, nn.Module):
         return [{"params": list(parameters.named_parameters())}]
-    listed = list(parameters)
-    if listed and isinstance(listed[0], dict):
-        return [{**group, "params": list(group["params"])} for group in listed]
-    return [{"params": listed}]
+    groups = list(parameters)
+    if groups and isinstance(groups[0], dict):
+        return [{**group, "params": list(group["params"])} for group in groups]
+    return [{"params": groups}]

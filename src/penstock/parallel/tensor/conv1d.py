@@ -1,8 +1,8 @@
-"""Tensor parallelism for layers whose weight is (in, out), as Hugging Face's GPT-2 has them (``Conv1D``).
+"""Tensor parallelism for layers with a weight of shape (in, out), such as ``Conv1D`` of Hugging Face's GPT-2.
 
-torch's styles know ``nn.Linear`` and ``nn.Embedding``. Here are the same cuts for the other way round, and one for a
-matrix that makes query, key and value side by side: each rank has its heads' columns of all three. Such a parameter's
-placement is torch's strided one, so that, put together, it is the very matrix of one process.
+torch's styles support ``nn.Linear`` and ``nn.Embedding``. This module shards transposed weights in the same ways, and also
+a matrix that computes query, key and value side by side: each rank has its heads' columns of all three. Such a parameter
+has torch's strided placement, so that its full tensor is exactly the matrix of one process.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ if TYPE_CHECKING:
 
 
 def cut_columns(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank has its run of the outputs; inputs are whole, outputs in parts."""
+    """Shard a module by columns: each rank computes its slice of the outputs from the full inputs."""
     from torch.distributed.tensor import Shard
 
     _distribute(module, mesh, {"weight": Shard(1), "bias": Shard(0)}, Shard(-1))
 
 
 def cut_rows(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank has its run of the inputs; inputs are in parts, outputs whole."""
+    """Shard a module by rows: each rank takes its slice of the inputs; outputs are summed over the ranks."""
     from torch.distributed.tensor import Replicate, Shard
 
     _distribute(module, mesh, {"weight": Shard(0), "bias": Replicate()}, Replicate())
 
 
 def cut_side_by_side(module: nn.Module, mesh: DeviceMesh, parts: int) -> None:
-    """Each rank has its run of the outputs of each of `parts` matrices that lie side by side."""
+    """Shard each of `parts` matrices that lie side by side by columns."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    columns, of_bias = (_StridedShard(dim, split_factor=parts) for dim in (1, 0))
-    _distribute(module, mesh, {"weight": columns, "bias": of_bias}, Shard(-1))
+    weight, bias = (_StridedShard(dim, split_factor=parts) for dim in (1, 0))
+    _distribute(module, mesh, {"weight": weight, "bias": bias}, Shard(-1))
     module.forward = partial(_forward, module)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any], outputs: Any) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
-    def cut(_: str, owner: nn.Module, mesh: DeviceMesh) -> None:
+    def shard_parameters(_: str, owner: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(owner.named_parameters(recurse=False)):
             tensor = distribute_tensor(parameter, mesh, [placements[key]])
             owner.register_parameter(key, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
 
     inputs = Shard(-1) if placements["weight"].is_shard(0) else Replicate()
 
-    def take(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+    def prepare_input(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         return (DTensor.from_local(args[0], mesh, [inputs], run_check=False),)
 
-    def give(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def prepare_output(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.redistribute(placements=[outputs]).to_local()
 
-    distribute_module(module, mesh, cut, take, give)
+    distribute_module(module, mesh, shard_parameters, prepare_input, prepare_output)
 
 
 def _forward(module: nn.Module, x: Any) -> Any:
-    """Of the columns of all parts that this rank has, which for the product are a matrix cut by columns."""
+    """Multiply by this rank's columns of all parts, which for the product are one matrix sharded by columns."""
     from torch.distributed.tensor import DTensor, Shard
 
     def side_by_side(parameter: Any, dim: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.dtensor import is_sharded, local, numbers_of
+from penstock.parallel.dtensor import is_sharded, local, real_values
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 
@@ -42,8 +42,8 @@ def held(
     """
     found = []
     for name, whole, counts in parameters.counted():
-        part = None if shards is None else shards.part(whole)
-        updated = whole if shards is None else None if part is None else part.own
+        part = None if shards is None else shards.find(whole)
+        updated = whole if shards is None else None if part is None else part.shard
         if updated is not None:
             found.append(CountedGradient(places[name], updated, counts, is_sharded(whole)))
     return found
@@ -83,7 +83,7 @@ def clip_(
         if one.parameter.grad.layout == torch.sparse_coo:  # whose values then share its memory
             one.parameter.grad = one.parameter.grad.coalesce()
         grad = local(one.parameter.grad)
-        norm = torch.linalg.vector_norm(grad if grad.is_complex() else numbers_of(grad))
+        norm = torch.linalg.vector_norm(grad if grad.is_complex() else real_values(grad))
         present[_DTYPES.index(grad.dtype), one.place] = 1.0
         norm = norm.double()
         if one.cut:
@@ -101,7 +101,7 @@ def clip_(
     places += (cut + pieces).sqrt()
     total = _total(places, present)
     parts = [
-        _Gradient(numbers_of(local(h.parameter.grad))) for h in parameters if h.parameter.grad is not None
+        _Gradient(real_values(local(h.parameter.grad))) for h in parameters if h.parameter.grad is not None
     ]
     nn.utils.clip_grads_with_norm_(parts, max_norm, total)  # type: ignore[arg-type]
     return total

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.parallel.dtensor import local, numbers_of
+from penstock.parallel.dtensor import local, real_values
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -164,5 +164,5 @@ def _unscale(gradients: list[Tensor], factor: float) -> float:
         gradient.mul_(factor)
     device = gradients[0].device
     return float(
-        torch.stack([numbers_of(g).isfinite().all().logical_not().to(device) for g in gradients]).sum()
+        torch.stack([real_values(g).isfinite().all().logical_not().to(device) for g in gradients]).sum()
     )

@@ -151,8 +151,8 @@ class PipelineOptimizer:
         """The pieces of a group's parameters that are updated here; without ZeRO they are the parameters."""
         if self.shards is None:
             return part
-        pairs = [(name, p, self.shards.part(p)) for name, p in part]
-        owned = [(name, p if piece is None else piece.own) for name, p, piece in pairs]
+        pairs = [(name, p, self.shards.find(p)) for name, p in part]
+        owned = [(name, p if piece is None else piece.shard) for name, p, piece in pairs]
         return [(name, own) for name, own in owned if own is not None]
 
     def step(self) -> OptimizerStep:

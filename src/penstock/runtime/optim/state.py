@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.errors import ConfigError
 from penstock.parallel.data.shard_slice import ShardSlice, ShardValues
 from penstock.parallel.data.shards import ShardedParameter, Shards
-from penstock.parallel.dtensor import distribute_like, full_tensor, is_dtensor, like, local
+from penstock.parallel.dtensor import distribute_like, from_local_like, full_tensor, is_dtensor, local
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
@@ -104,7 +104,7 @@ def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
             if updated is not None and updated in torch_optimizer.state:
                 state["state"][name] = _joined(torch_optimizer.state[updated], parameter)
             if name in mains:
-                state["main_weights"][name] = full_tensor(like(mains[name].detach(), parameter))
+                state["main_weights"][name] = full_tensor(from_local_like(mains[name].detach(), parameter))
         _collect_divided(optimizer, rank, members, state, keep)
     return state
 
@@ -139,10 +139,10 @@ def _members(optimizer: StatefulOptimizer, rank: int) -> Iterator[_Member]:
     main = optimizer.main_weights[rank]
     for n, pairs in enumerate(optimizer.parts(rank)):
         for name, parameter in pairs:
-            part = optimizer.shards.part(parameter) if optimizer.shards is not None else None
-            own = parameter if part is None else part.own
+            part = optimizer.shards.find(parameter) if optimizer.shards is not None else None
+            own = parameter if part is None else part.shard
             updated = None if own is None else main.of(name, own)
-            yield _Member(n, name, parameter, updated, None if part is None else part.piece)
+            yield _Member(n, name, parameter, updated, None if part is None else part.slice)
 
 
 def _joined(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _put_together(value: Any, parameter: Tensor) -> Any:
     part = local(parameter)
     if not is_dtensor(parameter) or not isinstance(value, Tensor) or value.shape != part.shape:
         return value
-    return full_tensor(like(value.to(part.device), parameter)).to(value.device)
+    return full_tensor(from_local_like(value.to(part.device), parameter)).to(value.device)
 
 
 def _taken_apart(value: Any, parameter: Tensor) -> Any:

@@ -246,11 +246,11 @@ class Replicas:
         """The gradients of a stage's parameters, where they are divided: those that are here."""
         if self.shards is None:
             return []
-        parts = [self.shards.part(p) for p in self._modules[stage].parameters()]
+        parts = [self.shards.find(p) for p in self._modules[stage].parameters()]
         return [
-            part.own.grad
+            part.shard.grad
             for part in parts
-            if part is not None and part.own is not None and part.own.grad is not None
+            if part is not None and part.shard is not None and part.shard.grad is not None
         ]
 
     def gather(

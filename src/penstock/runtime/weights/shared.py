@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ReplicaError
 from penstock.parallel.data.bucket import require_dense
-from penstock.parallel.dtensor import like, local, redistribute_grad
+from penstock.parallel.dtensor import from_local_like, local, redistribute_grad
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.ties import Ties
 from penstock.schedule.placement import Placement
@@ -159,7 +159,9 @@ class SharedGradients:
                 if found:
                     total = reduce(torch.add, found[1:], found[0])
                     parameter.grad = (
-                        like(total, parameter) if old is None else old.add_(like(total, parameter))
+                        from_local_like(total, parameter)
+                        if old is None
+                        else old.add_(from_local_like(total, parameter))
                     )
         self._before = []
 
