@@ -1,9 +1,9 @@
-"""Tensor parallelism: which matrices of a model are cut how, for torch's ``parallelize_module``.
+"""Tensor parallelism: how each matrix of a model is sharded, for torch's ``parallelize_module``.
 
-In attention and feed-forward the first matrices are cut by columns (whole heads stay together) and the last one by rows,
-so that a block talks twice in a forward (1909.08053, section 3). The token table and the head are cut by vocabulary.
-With sequence parallelism (2205.05198, section 4.2.2) what is between the blocks is cut along the sequence, and so are the
-norms; it is here for the built-in model.
+In attention and feed-forward the first matrices are sharded by columns (whole heads stay together) and the last one by rows,
+so that a block communicates twice in a forward (1909.08053, section 3). The token table and the head are sharded by
+vocabulary. Sequence parallelism (2205.05198, section 4.2.2) also shards the norms and the values between blocks along the
+sequence; it supports only the built-in model.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a family's modules are cut; each is a regular expression that the whole end of a module's name matches.
+    """Sharding of a family's modules, by regular expressions that must match the last components of a module's name.
 
     Attributes:
-        heads: cut by columns, whole heads together.
-        columns, rows: cut by columns, by rows.
-        table, head: the token table and the matrix that makes logits, cut by vocabulary.
-        within_heads: not cut, but used on a rank's own heads, so that their gradients are in parts.
-        norms, gathered: for sequence parallelism, the norms, and the modules before which the sequence is put together.
-        inputs_first: whether matrices other than table and head are kept as (in, out); a linear layer's is (out, in).
-        qkv: query, key and value have matrices of their own; or are in one, each head's three together; or all queries,
-            then all keys, then all values.
-        width: where they are side by side, the attribute of the matrix's parent that says how wide each is.
+        heads: matrices sharded by columns, whole heads together.
+        columns, rows: matrices sharded by columns, and by rows.
+        table, head: the token table and the matrix that computes logits, sharded by vocabulary.
+        within_heads: modules that are not sharded, but used on each rank's heads, so that ranks have partial gradients.
+        norms, gathered: for sequence parallelism, the norms, and the modules that need the full sequence as input.
+        inputs_first: whether matrices other than table and head have shape (in, out), unlike a linear layer's (out, in).
+        qkv: layout of query, key and value: separate matrices; or one matrix with the three of each head together, or with
+            all queries, then all keys, then all values.
+        width: for "side by side", the attribute of the matrix's parent with the width of each of the three.
     """
 
     heads: str
@@ -104,16 +104,16 @@ def tensor_parallel(
     family: str = "penstock",
     sequence: bool = False,
 ) -> None:
-    """Cut a model's matrices over a mesh, in place; every rank of the mesh calls it, with the same values.
+    """Shard a model's matrices over a mesh, in place; every rank of the mesh calls it, with the same values.
 
     Args:
-        layers: a module, or (name in the whole model, layer) pairs, as a pipeline rank holds them.
-        mesh: one-dimensional; `penstock.parallel.mesh.Mesh.axis` ("tp").
-        family: which model it is.
-        sequence: also sequence parallelism; sequences must divide over the mesh.
+        layers: a module, or (name in the whole model, layer) pairs of the layers that a pipeline rank holds.
+        mesh: one-dimensional device mesh, as `penstock.parallel.mesh.Mesh.axis` ("tp") returns it.
+        family: key of the model's plan in `PLANS` (default "penstock", the built-in model).
+        sequence: whether to use sequence parallelism, too; sequences must divide over the mesh (default False).
 
     Raises:
-        ConfigError: a family without a plan, or heads or widths that do not divide over the mesh. Nothing is cut then.
+        ConfigError: if the family has no plan, or heads or widths do not divide over the mesh. Nothing is sharded then.
     """
     plan = plan_of(family, sequence)
     named = [("", layers)] if isinstance(layers, nn.Module) else list(layers)
@@ -137,10 +137,10 @@ def tensor_parallel(
 
 
 def plan_of(family: str, sequence: bool = False) -> TensorPlan:
-    """The plan of a family.
+    """Return the plan of a family.
 
     Raises:
-        ConfigError: there is none, or none for sequence parallelism.
+        ConfigError: if there is none, or it has no sequence parallelism.
     """
     if family not in PLANS:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _apply(
     before = dict(module.named_parameters(recurse=False))
     cut(module, mesh)
     for key, parameter in before.items():
-        # A parameter that two modules share is still one.
+        # A parameter that two modules share must remain one parameter.
         now = done.setdefault(id(parameter), getattr(module, key))
         module.register_parameter(key, now)
     if _is(plan.table, name) and sequence:
@@ -218,7 +218,7 @@ def _apply(
 
 
 def _by_columns_and_rows(plan: TensorPlan, name: str) -> Callable[[nn.Module, DeviceMesh], object] | None:
-    """How a matrix kept as (in, out) is cut; None for other modules."""
+    """Return the function that shards a matrix of shape (in, out); None for other modules."""
     if _is(plan.heads, name) and plan.qkv == "side by side":
         return partial(cut_side_by_side, parts=3)
     if _is(f"{plan.heads}|{plan.columns}", name):
@@ -229,7 +229,7 @@ def _by_columns_and_rows(plan: TensorPlan, name: str) -> Callable[[nn.Module, De
 def _by_style(
     plan: TensorPlan, name: str, sequence: bool
 ) -> Callable[[nn.Module, DeviceMesh], object] | None:
-    """How torch cuts a module; None for one that stays as it is."""
+    """Return the function that shards a module by a style of torch; None for a module without one."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -257,7 +257,7 @@ def _by_style(
 
 
 class _AddUp:
-    """A parameter's gradient is the sum of what the ranks' heads give."""
+    """Hook that sums a parameter's gradient over the ranks, each of which has the gradient from its heads."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -269,7 +269,7 @@ class _AddUp:
 
 
 def sums_gradients(hook: object) -> bool:
-    """Whether a parameter's hook is one of `tensor_parallel`, which only adds gradients up over ranks."""
+    """Return whether a parameter's hook is one of `tensor_parallel`, which only sums gradients over ranks."""
     return isinstance(hook, _AddUp)
 
 
@@ -287,7 +287,7 @@ class _RequireSequence:
 
 
 def _arrived(module: nn.Module, args: Any, output: Any) -> Any:
-    """Outputs are plain tensors, which can be handed to another stage; torch leaves some still under way."""
+    """Wait for an output that torch leaves in progress, so that it is a plain tensor, which another stage can take."""
     return _Arrive.apply(output) if hasattr(output, "trigger_wait") else output  # type: ignore[no-untyped-call]
 
 
