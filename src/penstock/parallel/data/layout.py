@@ -74,7 +74,7 @@ def plan_buckets(
     ones around it stay together.
 
     Args:
-        slots: slots of all gradients.
+        slots: slots of all gradients, numbered from 0.
         order: number of every slot, soonest ready first.
         bucket_bytes, first_bucket_bytes: maximum bytes of gradients in a bucket, and in the first one.
         parts: number of equal parts that each buffer must divide into (default 1).
