@@ -90,10 +90,10 @@ class Isolation:
                 )
 
 
-def graph_nodes(roots: Iterable[Tensor]) -> set[Any]:
-    """Return the nodes of the autograd graph behind some tensors."""
-    pending = [root.grad_fn for root in roots if root.grad_fn is not None]
-    nodes: set[Any] = set(pending)
+def graph_nodes(roots: Iterable[Any]) -> set[Any]:
+    """Return some nodes of the autograd graph and all nodes behind them; a None among them is ignored."""
+    nodes = {root for root in roots if root is not None}
+    pending = list(nodes)
     while pending:
         for node, _ in pending.pop().next_functions:
             if node is not None and node not in nodes:

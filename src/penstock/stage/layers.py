@@ -106,16 +106,16 @@ def _require_plain(model: nn.Module) -> None:
     """
     base = nn.Sequential if isinstance(model, nn.Sequential) else nn.ModuleList
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = [
+    extras = [
         *(["a forward"] if type(model).forward is not base.forward or "forward" in vars(model) else []),
         *(["a __call__"] if type(model).__call__ is not nn.Module.__call__ else []),
         *(["hooks"] if any(getattr(model, name) for name in hooks) else []),
         *(f"parameter {name}" for name, _ in model.named_parameters(recurse=False)),
         *(f"buffer {name}" for name, _ in model.named_buffers(recurse=False)),
     ]
-    if own:
+    if extras:
         raise SplitError(
-            f"the {type(model).__name__} that holds the layers also has {', '.join(own)}, which would be lost when it "
+            f"the {type(model).__name__} that holds the layers also has {', '.join(extras)}, which would be lost when it "
             "is split; put that into a layer, or give list(model) to leave it out"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from penstock.errors import SplitError
 
@@ -74,9 +74,7 @@ def by_weights(weights: Sequence[float], stages: int) -> Ranges:
         raise SplitError(f"weights must be finite and not negative; given {bad[0]!r}")
     n = len(weights)
     _require_enough(n, stages)
-    prefix = [0.0]
-    for weight in weights:
-        prefix.append(prefix[-1] + weight)
+    prefix = list(accumulate(weights, initial=0.0))
     # least[k][i]: the lightest possible heaviest stage when layers i.. go to k stages.
     least = [[math.inf] * (n + 1) for _ in range(stages + 1)]
     cut = [[n] * (n + 1) for _ in range(stages + 1)]
@@ -106,7 +104,4 @@ def _require_enough(blocks: int, stages: int) -> None:
 
 
 def _from_counts(counts: Sequence[int]) -> Ranges:
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    return tuple(pairwise(ends))
+    return tuple(pairwise(accumulate(counts, initial=0)))

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PenstockError
+from penstock.stage.isolation import graph_nodes
 from penstock.stage.values import InputGrads
-
-_Edge = tuple[Node, int]
 
 
 def follow_hooks(
@@ -34,9 +33,15 @@ def follow_hooks(
     """
     if True not in hooked:
         return input_grads.hooked
-    edges: list[_Edge] = [(root.node, root.output_nr) for root in roots]
+    edges = [(root.node, root.output_nr) for root in roots]
     hooked_edges = {edge for edge, has_hook in zip(edges, hooked, strict=True) if has_hook}
-    uses = Counter(edges) + Counter(_edges_behind(edges))
+    uses = Counter(edges)
+    uses.update(
+        (node, number)
+        for behind in graph_nodes(node for node, _ in edges)
+        for node, number in behind.next_functions
+        if node is not None
+    )
     if any(uses[edge] > 1 for edge in hooked_edges):
         raise PenstockError(
             "a layer sets a hook on a tensor that it is given (tensor.register_hook), and layers of the stage before use "
@@ -50,18 +55,3 @@ def follow_hooks(
     ]
     own_hooks = input_grads.hooked or (False,) * len(passed_on)
     return [a or b for a, b in zip(own_hooks, passed_on, strict=True)]
-
-
-def _edges_behind(roots: Sequence[_Edge]) -> list[_Edge]:
-    """Return all edges of the graph behind some roots, repeated ones included."""
-    pending = list({node for node, _ in roots})
-    visited, edges = set(pending), []
-    while pending:
-        for node, number in pending.pop().next_functions:
-            if node is None:
-                continue
-            edges.append((node, number))
-            if node not in visited:
-                visited.add(node)
-                pending.append(node)
-    return edges

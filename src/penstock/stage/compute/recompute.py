@@ -7,7 +7,7 @@ inputs, and runs again just before its backward, with the same random numbers (1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.stage.compute.footprint import refuses_hooks
+from penstock.stage.module import BufferPlace, buffer_places, get_buffers, replaced_buffers
 
 Policy = str | int
 """``"none"``, ``"full"`` (every layer), a number k (every k-th layer), or ``"auto"`` (as few as a limit allows)."""
@@ -107,9 +108,8 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        owners = dict.fromkeys(owner for module in modules for owner in module.modules())
-        self._all = [(owner, name) for owner in owners for name, _ in owner.named_buffers(recurse=False)]
-        self._changing: dict[bool, list[tuple[nn.Module, str]]] = {}
+        self._all = buffer_places(modules)
+        self._changing: dict[bool, list[BufferPlace]] = {}
 
     def run_first(self, forward: Callable[[], None]) -> list[Tensor]:
         """Run the first forward; return the values of the changing buffers before it."""
@@ -118,35 +118,23 @@ class Buffers:
         if not watched:
             forward()
             return []
-        before = [owner.get_buffer(name).clone() for owner, name in watched]
+        before = [buffer.clone() for buffer in get_buffers(watched)]
         forward()
         if training not in self._changing:
             # By value: the kernel of batch normalisation does not count its writes.
-            changed = [
-                (place, old)
-                for place, old in zip(watched, before, strict=True)
-                if not torch.equal(place[0].get_buffer(place[1]), old)
-            ]
-            self._changing[training] = [place for place, _ in changed]
-            before = [old for _, old in changed]
+            now = get_buffers(watched)
+            changed = [n for n, old in enumerate(before) if not torch.equal(now[n], old)]
+            self._changing[training] = [watched[n] for n in changed]
+            before = [before[n] for n in changed]
         return before
 
     @property
     def _training(self) -> bool:
         return any(module.training for root in self._modules for module in root.modules())
 
-    @contextmanager
-    def restored(self, before: Sequence[Tensor]) -> Iterator[None]:
-        """Give the modules the buffer values from before the first forward; put their own buffers back afterwards.
+    def restored(self, before: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which the changing buffers are those from before the first forward.
 
         So the second forward sees the same values as the first, and nothing later writes to what it saves of them.
         """
-        places = self._changing.get(self._training, []) if before else []
-        current = [owner.get_buffer(name) for owner, name in places]
-        for (module, name), value in zip(places, before, strict=True):
-            setattr(module, name, value)
-        try:
-            yield
-        finally:
-            for (module, name), value in zip(places, current, strict=True):
-                setattr(module, name, value)
+        return replaced_buffers(self._changing.get(self._training, []) if before else [], before)

@@ -282,7 +282,7 @@ class Stage:
     def _graph(self, input_grads: InputGrads, output: SegmentOutput) -> SavedGraph:
         input_grads.after_forward()
         if self._first:
-            nodes = graph_nodes(output.roots)
+            nodes = graph_nodes(root.grad_fn for root in output.roots)
             self.isolation.require_own_leaves(nodes)
             self._runner.in_place.record_casts(nodes)
         if output.report is not None:

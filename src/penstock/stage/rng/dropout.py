@@ -183,26 +183,24 @@ def _recurrent(source: Source, func: Any, args: tuple[Any, ...], kwargs: dict[st
     """Call stacked recurrent layers one by one, with dropout between them; for the calls of nn.RNN, nn.LSTM and nn.GRU."""
     # Arguments of a packed sequence: (data, batch sizes, states, weights, ...); of others: (input, states, weights, ...).
     packed = isinstance(args[3], list | tuple)
-    head, (weights, biases, layers, p, train, both_ways, *batch_first) = (
-        args[: 2 + packed],
-        args[2 + packed :],
-    )
+    weights, biases, layers, p, train, bidirectional, *batch_first = args[2 + packed :]
     if not train or p == 0 or layers == 1:
         return func(*args, **kwargs)
-    x, *sizes, states = head
-    first = any(batch_first)
-    x = x.transpose(0, 1) if first else x
-    directions, each = 1 + both_ways, len(weights) // layers
-    ends = []
+    x, *batch_sizes, states = args[: 2 + packed]
+    transposed = any(batch_first)
+    x = x.transpose(0, 1) if transposed else x
+    directions, each = 1 + bidirectional, len(weights) // layers
+    options = (biases, 1, 0.0, train, bidirectional, *(False for _ in batch_first))
+    final_states = []
     for n in range(layers):
         if n:
             x = torch.zeros_like(x) if p == 1 else _dropped(source, x, p)
         rows = slice(n * directions, (n + 1) * directions)
-        begin = states[rows] if isinstance(states, Tensor) else tuple(state[rows] for state in states)
-        own = weights[n * each : (n + 1) * each]
-        x, *end = func(x, *sizes, begin, own, biases, 1, 0.0, train, both_ways, *(False for _ in batch_first))
-        ends.append(end)
-    return (x.transpose(0, 1) if first else x, *(torch.cat(end) for end in zip(*ends, strict=True)))
+        initial = states[rows] if isinstance(states, Tensor) else tuple(state[rows] for state in states)
+        x, *final = func(x, *batch_sizes, initial, weights[n * each : (n + 1) * each], *options)
+        final_states.append(final)
+    x = x.transpose(0, 1) if transposed else x
+    return (x, *(torch.cat(final) for final in zip(*final_states, strict=True)))
 
 
 def _pool(dimensions: int) -> Replacement:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.stage.module import snapshot_buffers
+from penstock.stage.module import buffer_places, get_buffers, replaced_buffers, snapshot_buffers
 from penstock.stage.rng.audit import Audit, NoForwardMode, refused_draw
 from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use, cuda_states, default_states
 from penstock.stage.rng.isolated_rng import isolated_rng
@@ -221,19 +221,11 @@ def _run_watched(layer: object, audit: Audit, call: Callable[[], T]) -> T:
     before = default_states()
     result = call()
     if default_states() != before:
-        modules = list(layer.modules()) if isinstance(layer, nn.Module) else []
-        originals = [dict(module._buffers) for module in modules]
-        try:
-            # Clones, since the buffers may have been saved for the backward, which forbids writes to them.
-            for module in modules:
-                clones = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
-                module._buffers.update(clones)
-            with torch.no_grad():
-                _run_within(audit, call)
-        finally:
-            for module, buffers in zip(modules, originals, strict=True):
-                module._buffers.clear()
-                module._buffers.update(buffers)
+        places = buffer_places([layer] if isinstance(layer, nn.Module) else [])
+        # Clones, since the buffers may have been saved for the backward, which forbids writes to them.
+        clones = [buffer.clone() for buffer in get_buffers(places)]
+        with replaced_buffers(places, clones), torch.no_grad():
+            _run_within(audit, call)
     return result
 
 

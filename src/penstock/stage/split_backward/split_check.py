@@ -13,7 +13,7 @@ A layer passes if, for every weight that would be deferred,
 
 All weights of a layer that fails get their gradients in I from then on. On a CPU values must be equal bit for bit; on other
 devices, whose kernels need not be deterministic, up to rounding. For weights that are sharded over processes (DTensor) each
-process compares its own shard, up to rounding and without communication. As their verdicts could differ, a layer that fails
+process compares its own shard, up to rounding and without communication. As their results could differ, a layer that fails
 is an error.
 """
 
