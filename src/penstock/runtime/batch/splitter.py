@@ -148,7 +148,9 @@ class BatchSplitter:
             if not has_tensor(value):
                 by_name[name] = [value] * len(inputs)
                 continue
-            by_name[name], rows = split_batch(value, self.microbatches, f"the keyword input {name}", self.device)
+            by_name[name], rows = split_batch(
+                value, self.microbatches, f"the keyword input {name}", self.device
+            )
             if rows != rows_in and not isinstance(value, Microbatches):
                 raise BatchError(
                     f"{_unequal(f'keyword input {name}', rows, rows_in)}; wrap what is not to be cut in "
