@@ -1,6 +1,6 @@
-"""On a CUDA device: reductions on a stream of their own, waited for by the stream that computes. Skipped without one.
+"""Reductions on a separate CUDA stream, for which the compute stream waits. Skipped without a CUDA device.
 
-`Late` keeps the device busy before it passes a gradient on, so that a stream that does not wait reads what is not there.
+`Late` keeps the device busy before it passes a gradient on, so that a stream that does not wait reads old values.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def expected(n: int, size: int) -> dict[str, torch.Tensor]:
     return gradients(net)
 
 
-def assert_close(found: dict, other: dict) -> None:
+def assert_close(actual: dict, other: dict) -> None:
     for name, grad in other.items():
-        assert torch.allclose(found[name].cpu(), grad.cpu(), rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(actual[name].cpu(), grad.cpu(), rtol=1e-4, atol=1e-6), name
 
 
 def test_replicas_in_threads_wait_for_each_others_streams():
@@ -75,9 +75,9 @@ def test_replicas_in_threads_wait_for_each_others_streams():
                 net.zero_grad(set_to_none=n % 2 == 0)
                 with buckets.step():
                     loss_of(net, *shares(n, reducer.rank, 2)).backward()
-                found = gradients(net)
+                actual = gradients(net)
             torch.cuda.synchronize()
-            return found
+            return actual
 
     first, second = together(2, body)
     assert_close(first, expected(3, 2))
@@ -119,8 +119,8 @@ def test_bfloat16_gradients_are_added_in_float32():
         torch.cuda.synchronize()
         return gradients(net)
 
-    for found in together(2, body):
-        for grad in found.values():
+    for actual in together(2, body):
+        for grad in actual.values():
             assert torch.equal(grad, torch.full_like(grad, 1.0 + 1 / 256))
 
 
@@ -138,15 +138,15 @@ def test_a_divided_optimizer_collects_its_parameters_in_time():
             return {name: p.detach().clone() for name, p in net.named_parameters()}
 
     net = on_device(late=False)
-    whole = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    plain_optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for n in range(4):
-        whole.zero_grad()
+        plain_optimizer.zero_grad()
         for rank in range(2):
             (loss_of(net, *shares(n, rank, 2)) / 2).backward()
-        whole.step()
-    for found in together(2, body):
+        plain_optimizer.step()
+    for actual in together(2, body):
         for name, p in net.named_parameters():
-            assert torch.allclose(found[name], p, rtol=1e-3, atol=1e-4), name
+            assert torch.allclose(actual[name], p, rtol=1e-3, atol=1e-4), name
 
 
 def over_gloo(rank: int) -> dict[str, torch.Tensor]:
@@ -162,5 +162,5 @@ def over_gloo(rank: int) -> dict[str, torch.Tensor]:
 
 
 def test_processes_that_share_a_device_reduce_through_gloo(processes):
-    for found in processes.run(2, over_gloo, timeout=300):
-        assert_close(found, expected(2, 2))
+    for actual in processes.run(2, over_gloo, timeout=300):
+        assert_close(actual, expected(2, 2))

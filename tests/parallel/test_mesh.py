@@ -1,4 +1,4 @@
-"""Every rank has its place, and the groups are those of the places."""
+"""Every rank has its coordinates, and the groups follow from them."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ def test_a_mesh_that_does_not_multiply_says_what_would_fit():
 
 def sums_over_axes(rank: int, order: tuple[str, ...]) -> list[tuple[int, float]]:
     mesh = make_mesh(pp=2, tp=2, order=order)
-    found = []
+    sums = []
     for axis in AXES:
         value = torch.tensor([float(10**rank)])
         dist.all_reduce(value, group=mesh.group(axis))
         assert mesh.axis(axis).size() == mesh.shape.size(axis)
         assert mesh.device_mesh.get_local_rank(axis) == mesh.coordinate(axis)
-        found.append((mesh.coordinate(axis), value.item()))
-    return found
+        sums.append((mesh.coordinate(axis), value.item()))
+    return sums
 
 
 @pytest.mark.parametrize("order", [AXES, ("tp", "dp", "pp")])
 def test_groups_hold_the_ranks_of_their_line(processes: LocalProcesses, order):
     shape = MeshShape(2, 1, 2, order)
-    for rank, found in enumerate(processes.run(4, sums_over_axes, order)):
-        for axis, (coordinate, total) in zip(AXES, found, strict=True):
+    for rank, sums in enumerate(processes.run(4, sums_over_axes, order)):
+        for axis, (coordinate, total) in zip(AXES, sums, strict=True):
             assert coordinate == shape.coordinate(rank, axis)
             assert total == sum(10**r for r in shape.line(rank, axis))
 

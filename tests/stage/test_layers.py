@@ -1,4 +1,4 @@
-"""What may be a layer, and what is refused with the words that help."""
+"""Everything that may be a layer, and helpful errors for the rest."""
 
 from __future__ import annotations
 
@@ -180,14 +180,14 @@ def test_virtual_stages_beside_a_schedule_that_says_otherwise_are_refused():
         Pipeline(linears(4), F.mse_loss, microbatches=4, schedule=two, virtual_stages=3)
     with pytest.raises(ScheduleError, match="virtual_stages=2"):
         Pipeline(linears(4), F.mse_loss, microbatches=4, schedule=one, virtual_stages=2)
-    for given in (1, 2):
-        Pipeline(linears(4), F.mse_loss, microbatches=4, schedule=two, virtual_stages=given).close()
+    for virtual_stages in (1, 2):
+        Pipeline(linears(4), F.mse_loss, microbatches=4, schedule=two, virtual_stages=virtual_stages).close()
     both = build_schedule("dualpipe", 2, 4)
     Pipeline(linears(2), F.mse_loss, microbatches=4, schedule=both, virtual_stages=2).close()
 
 
 class Residual(nn.Sequential):
-    """Adds what it is given to what its layers return."""
+    """Adds its input to the output of its layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)

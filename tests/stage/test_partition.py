@@ -1,4 +1,4 @@
-"""Every way of cutting, against the rule in words and against trying all splits."""
+"""Every kind of partition, compared with its definition and with a search over all partitions."""
 
 from __future__ import annotations
 

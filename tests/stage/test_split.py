@@ -1,4 +1,4 @@
-"""Layers end up on the stages that the split names, built once, under whole-model names."""
+"""Layers are on the stages that the split names, built once, with their names in the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers between stages: the same ones, made the same way, in threads and in processes."""
+"""Containers between stages: threads and processes accept the same ones, and rebuild them in the same way."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_a_container_arrives_as_what_it_was(processes: LocalProcesses, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_another_process_could_not_make_is_refused_in_threads_too(processes: LocalProcesses, name):
-    for told in (trained(0, name), *processes.run(2, trained, name)):
-        assert isinstance(told, str)
-        assert re.search(REFUSED[name][1], told)
+    for text in (trained(0, name), *processes.run(2, trained, name)):
+        assert isinstance(text, str)
+        assert re.search(REFUSED[name][1], text)
 
 
 @pytest.mark.parametrize(

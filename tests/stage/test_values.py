@@ -1,4 +1,4 @@
-"""A batch is cut into microbatches, where they are wanted."""
+"""A batch is split into microbatches on the requested device."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_plain_values_of_subclasses_are_refused_where_they_travel(value: object)
 
 
 class Scaled(nn.Linear):
-    """Hands on, and takes, a number beside its value."""
+    """Takes and returns a number beside its value."""
 
-    def forward(self, given: Tensor | tuple[Tensor, np.float64]) -> tuple[Tensor, np.float64]:
-        x, scale = given if isinstance(given, tuple) else (given, np.float64(0.5))
+    def forward(self, value: Tensor | tuple[Tensor, np.float64]) -> tuple[Tensor, np.float64]:
+        x, scale = value if isinstance(value, tuple) else (value, np.float64(0.5))
         return super().forward(x) * float(scale), scale
 
 

@@ -1,4 +1,4 @@
-"""Gradients of replicas: those of one process on the whole batch, whoever is late, missing or broken."""
+"""Gradients of replicas equal those of one process on the whole batch, even if a replica is late, missing or broken."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_gradients_live_in_the_buffer_and_stay_there():
             storages = {b.flat.untyped_storage().data_ptr() for b in buckets.buckets}
             if n:  # the first step's buckets are still the ones before the order was seen
                 assert all(p.grad.untyped_storage().data_ptr() in storages for p in net.parameters())
-            found = gradients(net)
+            actual = gradients(net)
             net.zero_grad(set_to_none=to_none)
             if not to_none:
                 assert not any(b.flat.any() for b in buckets.buckets)
-        return found
+        return actual
 
-    for found in together(2, body):
-        assert_equal(found, plain(3, ROWS, 2))
+    for actual in together(2, body):
+        assert_equal(actual, plain(3, ROWS, 2))
 
 
 def test_zero_clears_the_buffers_and_keeps_the_views():
@@ -121,8 +121,8 @@ def test_zero_clears_the_buffers_and_keeps_the_views():
         buckets.finish()
         return gradients(net)
 
-    for found in together(2, body):
-        assert_equal(found, plain(2, ROWS, 2))
+    for actual in together(2, body):
+        assert_equal(actual, plain(2, ROWS, 2))
 
 
 @pytest.mark.parametrize("divisor", [None, 1.0])
@@ -140,8 +140,8 @@ def test_gradients_accumulate_over_steps_that_are_not_zeroed(divisor):
     for n in range(3):
         for name, grad in plain(n, ROWS, 2).items():
             expected[name] = expected.get(name, 0) + grad * (1 if divisor is None else 2)
-    for found in together(2, body):
-        assert_close(found, expected)
+    for actual in together(2, body):
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("divisor", [None, 1.0])
@@ -162,13 +162,13 @@ def test_nothing_starts_while_accumulating(divisor):
             assert reducer._count == calls
             with buckets.step():
                 (loss_of(net, *parts[-1]) / microbatches).backward()
-            found = gradients(net)
+            actual = gradients(net)
             net.zero_grad()
-        return found
+        return actual
 
-    for found in together(2, body):
+    for actual in together(2, body):
         times = 1 if divisor is None else 2
-        assert_close(found, {name: grad * times for name, grad in plain(1, ROWS, 2).items()})
+        assert_close(actual, {name: grad * times for name, grad in plain(1, ROWS, 2).items()})
 
 
 def test_a_parameter_is_ready_after_the_contributions_announced_for_it():
@@ -196,7 +196,7 @@ def test_a_parameter_is_ready_after_the_contributions_announced_for_it():
 
 
 def split_backwards(reducer, spread: bool):
-    """Two stages on a replica, three microbatches; the weights' halves come last, in an order of their own."""
+    """Run two stages on a replica, with three microbatches; the weight halves come last, in another order."""
     net = model()
     stages = [Stage(0, StageModule([Layer("0", lambda: net[:2])]))]
     stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss))
@@ -264,9 +264,9 @@ def test_a_tied_weight_counts_once():
 
     net = Tied()
     loss_of(net, *batch(0, ROWS)).backward()
-    for count, found in together(2, body):
+    for count, actual in together(2, body):
         assert count == 3
-        assert_close(found, gradients(net))
+        assert_close(actual, gradients(net))
 
 
 def test_buckets_start_in_their_order_whatever_the_order_of_readiness():
@@ -346,8 +346,8 @@ def test_dtypes_never_share_a_bucket_and_bfloat16_can_be_added_in_float32():
         return before, gradients(net)
 
     for dtype in (None, torch.float32):
-        (first, found), (second, _), (third, _) = together(3, lambda r, dtype=dtype: body(r, dtype))
-        for name, grad in found.items():
+        (first, actual), (second, _), (third, _) = together(3, lambda r, dtype=dtype: body(r, dtype))
+        for name, grad in actual.items():
             wide = dtype if dtype and grad.dtype == torch.bfloat16 else grad.dtype
             total = (first[name].to(wide) + second[name].to(wide)) + third[name].to(wide)
             assert torch.equal(grad, (total / 3).to(grad.dtype)), (dtype, name)
@@ -369,8 +369,8 @@ def test_gradients_of_another_dtype_than_their_parameter():
             buckets.finish()
         return local, gradients(net)
 
-    (_, found), (_, other) = together(2, body)
-    for name, grad in found.items():
+    (_, actual), (_, other) = together(2, body)
+    for name, grad in actual.items():
         assert grad.dtype == torch.float32
         assert torch.equal(grad, other[name])
 
@@ -398,8 +398,8 @@ def half_used(reducer, missing: str, uses: tuple[bool, bool]):
 
 def test_zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one_that_none_has():
     first, second = together(2, lambda r: half_used(r, "zeros", (True, False)))
-    for found in (first, second):
-        assert found.pop("2.weight") is None
+    for actual in (first, second):
+        assert actual.pop("2.weight") is None
     assert_equal(first, second)
     x, y = share(2, ROWS, 0, 2)
     net, extra = model(), nn.Linear(WIDTH, WIDTH)
@@ -411,8 +411,8 @@ def test_zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one
 
 
 def test_a_missing_gradient_is_an_error_on_every_replica_that_names_it_and_the_replica():
-    found = each(2, lambda r: half_used(r, "error", (True, False)))
-    for error in found:
+    actual = each(2, lambda r: half_used(r, "error", (True, False)))
+    for error in actual:
         assert type(error) is PenstockError
         assert "'1.weight'" in str(error)
         assert "replica(s) [1]" in str(error)
@@ -470,8 +470,8 @@ def step_after_failure(rank: int) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def test_after_a_failed_step_processes_take_the_next_one(processes: LocalProcesses):
-    (told, first), (_, second) = processes.run(2, step_after_failure)
-    assert "replica 1 failed: ArithmeticError: a bad batch" in told
+    (message, first), (_, second) = processes.run(2, step_after_failure)
+    assert "replica 1 failed: ArithmeticError: a bad batch" in message
     assert_equal(first, second)
     assert_close(first, plain(1, ROWS, 2))
 
@@ -523,8 +523,8 @@ def test_a_model_moved_between_steps_gets_its_gradients_back_into_the_buffer():
         buckets.finish()
         return gradients(net)
 
-    for found in together(2, body):
-        assert_equal(found, plain(2, ROWS, 2))
+    for actual in together(2, body):
+        assert_equal(actual, plain(2, ROWS, 2))
 
 
 @pytest.mark.parametrize(
@@ -677,5 +677,5 @@ def test_every_combination_of_sizes_and_dtypes_reduces_alike():
             buckets.finish()
             return gradients(net)
 
-        for found in together(2, body):
-            assert_equal(found, expected)
+        for actual in together(2, body):
+            assert_equal(actual, expected)

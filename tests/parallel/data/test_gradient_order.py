@@ -34,7 +34,7 @@ def test_a_plain_stack_comes_backwards():
 
 
 class Random(nn.Module):
-    """Parameters used in random places of a random graph, some several times, some never."""
+    """Uses parameters in random places of a random graph, some several times, some never."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

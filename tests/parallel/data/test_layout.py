@@ -1,4 +1,4 @@
-"""Buckets are cut as said: in order, by size, by kind."""
+"""Buckets are made in order, by size and by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas in processes: what is said where one of them is gone."""
+"""Replicas in processes: errors when one of them is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def broken(rank: int, blocking: bool) -> list[str]:
     if rank == 1:
         dist.destroy_process_group()
         return []
-    told = []
+    messages = []
     begin = (
         reducer.start,
         reducer.start,
@@ -27,13 +27,13 @@ def broken(rank: int, blocking: bool) -> list[str]:
     for act in begin:
         with pytest.raises(PeerError) as info:
             act(torch.ones(4)).wait()
-        told.append(str(info.value))
-    return told
+        messages.append(str(info.value))
+    return messages
 
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(
     processes: LocalProcesses, blocking: bool
 ):
-    told, _ = processes.run(2, broken, blocking)
-    assert all(text.startswith("the connection to another replica broke: ") for text in told), told
+    messages, _ = processes.run(2, broken, blocking)
+    assert all(text.startswith("the connection to another replica broke: ") for text in messages), messages

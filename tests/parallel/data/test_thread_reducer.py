@@ -1,4 +1,4 @@
-"""Replicas in threads: the same sums every time, and no wait without an end."""
+"""Replicas in threads: reproducible sums, and no endless wait."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_sums_are_in_the_order_of_the_replicas():
             handle.wait()
         return mine
 
-    for found in together(3, body):
-        for n, flat in enumerate(found):
+    for actual in together(3, body):
+        for n, flat in enumerate(actual):
             assert torch.equal(flat, (values(10 * n) + values(10 * n + 1)) + values(10 * n + 2))
 
 
@@ -31,20 +31,20 @@ def test_each_gets_its_part_of_the_sum_and_all_get_all_parts():
         flat = values(reducer.rank)
         reducer.scatter(flat).wait()
         mine = part_of(flat, reducer.rank, 3).clone()
-        whole = torch.zeros(12)
-        part_of(whole, reducer.rank, 3).copy_(mine)
-        reducer.gather(whole).wait()
-        return mine, whole
+        full = torch.zeros(12)
+        part_of(full, reducer.rank, 3).copy_(mine)
+        reducer.gather(full).wait()
+        return mine, full
 
     total = (values(0) + values(1)) + values(2)
-    for rank, (mine, whole) in enumerate(together(3, body)):
+    for rank, (mine, full) in enumerate(together(3, body)):
         assert torch.equal(mine, part_of(total, rank, 3))
-        assert torch.equal(whole, total)
+        assert torch.equal(full, total)
 
 
 def test_numbers_are_exchanged():
-    found = together(3, lambda r: r.exchange([r.rank, -7])())
-    assert found == [[[0, -7], [1, -7], [2, -7]]] * 3
+    actual = together(3, lambda r: r.exchange([r.rank, -7])())
+    assert actual == [[[0, -7], [1, -7], [2, -7]]] * 3
 
 
 def test_who_did_not_come_is_named():

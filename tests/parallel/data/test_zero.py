@@ -1,4 +1,4 @@
-"""An optimizer divided among replicas takes the steps of the whole one, with its share of the memory."""
+"""An optimizer divided among replicas takes the same steps as a plain one, with a fraction of its memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weights(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain(kind: str, steps: int, size: int, start: int = 0, net=None, optimizer=None):
-    """One process with the whole optimizer, fed with the sums in the order of the replicas."""
+    """Train one process with a plain optimizer, on sums in the order of the replicas."""
     if net is None:
         net = model()
         optimizer = KINDS[kind][0](net.parameters(), **KINDS[kind][1])
@@ -72,8 +72,8 @@ def test_threads_take_the_steps_of_the_whole_optimizer_bit_for_bit(kind, size, o
         return weights(net)
 
     expected = weights(plain(kind, 20, size)[0])
-    for found in together(size, body):
-        assert_equal(found, expected)
+    for actual in together(size, body):
+        assert_equal(actual, expected)
 
 
 def train_in_a_group(rank: int, size: int):
@@ -87,8 +87,8 @@ def train_in_a_group(rank: int, size: int):
 
 def test_processes_take_the_steps_of_the_whole_optimizer_bit_for_bit(processes: LocalProcesses):
     net, optimizer = plain("AdamW", 20, 2)
-    for found, state in processes.run(2, train_in_a_group, 2):
-        assert_equal(found, weights(net))
+    for actual, state in processes.run(2, train_in_a_group, 2):
+        assert_equal(actual, weights(net))
         for name, p in net.named_parameters():
             assert_equal(state["state"][name], optimizer.state[p])
 
@@ -96,10 +96,10 @@ def test_processes_take_the_steps_of_the_whole_optimizer_bit_for_bit(processes: 
 def test_four_processes_stay_bit_identical_and_near_the_whole_optimizer(processes: LocalProcesses):
     results = processes.run(4, train_in_a_group, 4)
     net, _ = plain("AdamW", 20, 4)
-    for found, _ in results:
-        assert_equal(found, results[0][0])
+    for actual, _ in results:
+        assert_equal(actual, results[0][0])
         for name, value in weights(net).items():
-            assert torch.allclose(found[name], value, rtol=0, atol=2e-4), name
+            assert torch.allclose(actual[name], value, rtol=0, atol=2e-4), name
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -116,9 +116,9 @@ def test_a_replica_holds_its_share_of_the_state(size):
         optimizer.wait_all()
         return optimizer.state_bytes(), len(optimizer.shards.owned())
 
-    whole = 2 * 4 * 2 * (64 * 64 + 64)  # two moments, four bytes, two layers
-    for found, pieces in together(size, body):
-        assert found - 4 * pieces == whole // size
+    total = 2 * 4 * 2 * (64 * 64 + 64)  # two moments, four bytes, two layers
+    for actual, shards in together(size, body):
+        assert actual - 4 * shards == total // size
 
 
 def test_groups_keep_their_options_and_schedules_reach_them():
@@ -142,19 +142,19 @@ def test_groups_keep_their_options_and_schedules_reach_them():
 
     net = model()
     decayed, rest = groups_of(net)
-    whole = torch.optim.AdamW(
+    plain_optimizer = torch.optim.AdamW(
         [
             {"params": [p for _, p in decayed], "weight_decay": 0.3},
             {"params": [p for _, p in rest], "weight_decay": 0.0},
         ],
         lr=1e-2,
     )
-    schedule = torch.optim.lr_scheduler.ExponentialLR(whole, 0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(plain_optimizer, 0.5)
     for n in range(4):
-        plain("", 1, 2, n, net, whole)
+        plain("", 1, 2, n, net, plain_optimizer)
         schedule.step()
-    for found in together(2, body):
-        assert_equal(found, weights(net))
+    for actual in together(2, body):
+        assert_equal(actual, weights(net))
 
 
 def test_clipping_uses_the_norm_over_all_parts():
@@ -172,10 +172,10 @@ def test_clipping_uses_the_norm_over_all_parts():
     for rank in range(2):
         (loss_of(net, *share(0, ROWS, rank, 2)) / 2).backward()
     expected = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-    (norm, found), (other, _) = together(2, body)
+    (norm, actual), (other, _) = together(2, body)
     assert norm == other == pytest.approx(expected.item(), rel=1e-6)
     for name, grad in gradients(net).items():
-        assert torch.allclose(found[name], grad, rtol=1e-3, atol=1e-7), name
+        assert torch.allclose(actual[name], grad, rtol=1e-3, atol=1e-7), name
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 2)])
@@ -222,9 +222,9 @@ def test_a_state_goes_on_with_another_number_of_replicas(before, after, gathered
         for rank in range(rows_of):
             (loss_of(net, *share(n, ROWS, rank, rows_of)) / rows_of).backward()
         optimizer.step()
-    for found in together(after, second):
+    for actual in together(after, second):
         for name, value in weights(net).items():
-            assert torch.allclose(found[name], value, rtol=0, atol=1e-6), name
+            assert torch.allclose(actual[name], value, rtol=0, atol=1e-6), name
 
 
 def test_layers_wait_for_their_own_parameters_only_and_others_are_there_at_once():

@@ -1,4 +1,4 @@
-"""Two ranks that share every matrix compute what one process does."""
+"""Two ranks that share every matrix compute the same as one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A microbatch whose saved bytes are counted is checked as every other."""
+"""A microbatch whose saved bytes are counted is checked like every other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.stage.compute.footprint import Footprint
 
 
 class Spoils(nn.Module):
-    """Writes into what the backward of its matrix product needs."""
+    """Writes into a tensor that the backward of its matrix product needs."""
 
     def __init__(self) -> None:
         super().__init__()

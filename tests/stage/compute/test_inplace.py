@@ -1,4 +1,4 @@
-"""Layers that write into what they are given train as they do in plain PyTorch, wherever the model is cut."""
+"""Layers that write into their inputs train as in plain PyTorch, wherever the model is split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = plain.WIDTH
 
 
 class Writes(nn.Module):
-    """Begins with an in-place operation, then goes on with a linear layer."""
+    """Begins with an in-place operation, then calls a linear layer."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -71,28 +71,28 @@ def model(how: str, frozen: bool = False) -> nn.Sequential:
 
 
 def steps(net: nn.Sequential, ranks: int, **options: object) -> list[torch.Tensor]:
-    """Losses of two steps, gradients and the evaluation's loss."""
-    found = []
+    """Return the losses of two steps, the evaluation's loss, buffers and gradients."""
+    actual = []
     with Pipeline(net, F.mse_loss, microbatches=4, ranks=ranks, timeout=300, **options) as pipe:
         for n in range(2):
             x, y = plain.batch(n, 8)
-            found.append(pipe.step(x, y).losses)
+            actual.append(pipe.step(x, y).losses)
             assert torch.equal(x, plain.batch(n, 8)[0])  # the batch stays as it was
-        found.append(pipe.evaluate(*plain.batch(0, 8)).losses)
-        found += [b.clone() for _, b in sorted(pipe.state_dict().items())]
-        found += [p.grad for p in pipe.parameters() if p.grad is not None]
-    return found
+        actual.append(pipe.evaluate(*plain.batch(0, 8)).losses)
+        actual += [b.clone() for _, b in sorted(pipe.state_dict().items())]
+        actual += [p.grad for p in pipe.parameters() if p.grad is not None]
+    return actual
 
 
 def expected(net: nn.Sequential) -> list[torch.Tensor]:
-    found = [plain.step(_with_copy(net), F.mse_loss, *plain.batch(n, 8), 4)[0] for n in range(2)]
+    actual = [plain.step(_with_copy(net), F.mse_loss, *plain.batch(n, 8), 4)[0] for n in range(2)]
     net.eval()
     with torch.no_grad():
         x, y = plain.batch(0, 8)
         pairs = zip(x.chunk(4), y.chunk(4), strict=True)
-        found.append(torch.stack([F.mse_loss(net(a.clone()), b) for a, b in pairs]))
-    found += [b for _, b in sorted(net.state_dict().items())]
-    return found + [p.grad for p in net.parameters() if p.grad is not None]
+        actual.append(torch.stack([F.mse_loss(net(a.clone()), b) for a, b in pairs]))
+    actual += [b for _, b in sorted(net.state_dict().items())]
+    return actual + [p.grad for p in net.parameters() if p.grad is not None]
 
 
 def _with_copy(net: nn.Sequential) -> nn.Module:
@@ -109,8 +109,8 @@ def _with_copy(net: nn.Sequential) -> nn.Module:
     return Copied()
 
 
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+def same(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(actual) == len(wanted) and all(map(torch.equal, actual, wanted))
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -136,7 +136,7 @@ def in_process(rank: int, how: str) -> list[torch.Tensor]:
 
 def test_in_processes_as_well(processes: LocalProcesses):
     wanted = expected(model("late"))[:2]
-    assert all(same(found, wanted) for found in processes.run(4, in_process, "late"))
+    assert all(same(actual, wanted) for actual in processes.run(4, in_process, "late"))
 
 
 def test_a_first_layer_that_writes_leaves_the_batch_alone():
@@ -146,7 +146,7 @@ def test_a_first_layer_that_writes_leaves_the_batch_alone():
 
 
 def test_one_of_several_values_may_be_written_to():
-    found = []
+    actual = []
     for split in (True, False):
         torch.manual_seed(0)
         net = nn.Sequential(Pair(), Both())
@@ -156,12 +156,12 @@ def test_one_of_several_values_may_be_written_to():
                 losses = pipe.step(x, y).losses
         else:
             losses = plain.step(net, F.mse_loss, x, y, 4)[0]
-        found.append([losses, *(p.grad for p in net.parameters())])
-    assert same(*found)
+        actual.append([losses, *(p.grad for p in net.parameters())])
+    assert same(*actual)
 
 
 class Sometimes(nn.Module):
-    """Writes into what it is given, but not the first time."""
+    """Writes into its input, but not the first time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,9 +179,9 @@ class Sometimes(nn.Module):
 def test_a_layer_that_begins_to_write_later_is_refused_once_with_what_to_do(frozen, recompute):
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen), Sometimes())
     with Pipeline(net, F.mse_loss, microbatches=2, ranks=2, recompute=recompute) as pipe:
-        with pytest.raises(StageError) as told:
+        with pytest.raises(StageError) as caught:
             pipe.step(*plain.batch(0, 4))
-        cause = told.value.__cause__
+        cause = caught.value.__cause__
         assert "begin with x = x.clone()" in " ".join([str(cause), *getattr(cause, "__notes__", [])])
         pipe.step(*plain.batch(0, 4))
 

@@ -1,4 +1,4 @@
-"""Hooks on what a layer is given see the whole gradient, as in plain PyTorch, or are refused."""
+"""Hooks on a layer's inputs get the full gradient, as in plain PyTorch, or are an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Linear(nn.Module):
 
 
 class Balanced(Linear):
-    """Uses its output in a loss of its own."""
+    """Uses its output in an auxiliary loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)
@@ -43,7 +43,7 @@ class Hooked(Linear):
 
 
 class Reshaped(nn.Module):
-    """Hands on another tensor of the same memory."""
+    """Returns another tensor with the same memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -67,7 +67,7 @@ X, Y = (torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(n)) for n 
 
 
 def plain(layers: list[nn.Module]) -> list[Tensor]:
-    """The gradients of the unsplit model, two microbatches accumulated."""
+    """Return the gradients of the unsplit model, two microbatches accumulated."""
     layers = copy.deepcopy(layers)
     for x, y in zip(X.chunk(2), Y.chunk(2), strict=True):
         context = Context({}, {}, frozenset({"h"}))
@@ -81,10 +81,10 @@ def plain(layers: list[nn.Module]) -> list[Tensor]:
 
 
 def split(layers: list[nn.Module], **options: object) -> list[Tensor]:
-    """The gradients of a second step, on a rank for each layer."""
+    """Return the gradients of a second step, with one layer a rank."""
     layers = copy.deepcopy(layers)
-    given = {"ranks": len(layers), "microbatches": 2, "timeout": 300, **options}
-    with penstock.Pipeline(layers, F.mse_loss, **given) as pipe:
+    settings = {"ranks": len(layers), "microbatches": 2, "timeout": 300, **options}
+    with penstock.Pipeline(layers, F.mse_loss, **settings) as pipe:
         for _ in range(2):
             for p in pipe.parameters():
                 p.grad = None

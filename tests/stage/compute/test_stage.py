@@ -1,4 +1,4 @@
-"""The bytes that a stage says it holds."""
+"""The count of bytes that a stage holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `isolated_rng` computes on devices other than the CPU, where it keeps a mask of one byte an element."""
+"""Dropout of `isolated_rng` on devices other than the CPU, where it keeps a mask of one byte an element."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def test_the_mask_of_one_byte_gives_the_product_and_its_gradients():
     mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) > 0.3
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        found = _Masked.apply(x, mask, 2.5)
-    assert torch.equal(found, x * mask * 2.5)
+        actual = _Masked.apply(x, mask, 2.5)
+    assert torch.equal(actual, x * mask * 2.5)
     assert [t.dtype for t in saved] == [torch.bool]
     assert torch.autograd.gradcheck(lambda x: _Masked.apply(x, mask, 2.5), x)
     assert torch.autograd.gradgradcheck(lambda x: _Masked.apply(x, mask, 2.5), x)

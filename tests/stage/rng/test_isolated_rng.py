@@ -1,4 +1,4 @@
-"""Within `isolated_rng` a layer draws what it would draw alone after torch.manual_seed, and leaves torch's generators be."""
+"""Within `isolated_rng` a layer draws the same as alone after torch.manual_seed, and does not use torch's generators."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ for kind in (nn.LSTM, nn.GRU, nn.RNN):
 
 
 def alone(call: Callable[[], Any], key: tuple[int, int, int, str] = KEY) -> Any:
-    """What the call gives in a process of its own, its default generator seeded."""
+    """Return the result of the call alone in a process, with a seeded default generator."""
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(seed_of(*key))
         return call()
@@ -133,10 +133,10 @@ def test_draws_are_those_of_the_seeded_default_generator_which_is_not_touched(na
     expected = alone(CASES[name])
     before = torch.get_rng_state()
     with isolated_rng(*KEY) as mode:
-        found = CASES[name]()
+        actual = CASES[name]()
     assert torch.equal(torch.get_rng_state(), before)
     assert mode.drew
-    assert_same(found, expected)
+    assert_same(actual, expected)
     with isolated_rng(*KEY):
         assert_same(CASES[name](), expected)
 
@@ -169,8 +169,8 @@ def test_threads_draw_what_they_draw_alone():
             return F.dropout(F.dropout(torch.ones(64, 64), 0.3), 0.2)
 
     with ThreadPoolExecutor(8) as pool:
-        for key, found in zip(keys, pool.map(mask, keys), strict=True):
-            assert torch.equal(found, alone(lambda: F.dropout(F.dropout(torch.ones(64, 64), 0.3), 0.2), key))
+        for key, actual in zip(keys, pool.map(mask, keys), strict=True):
+            assert torch.equal(actual, alone(lambda: F.dropout(F.dropout(torch.ones(64, 64), 0.3), 0.2), key))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -203,9 +203,9 @@ def test_gradients_are_those_of_torch(name: str):
     try:
         expected = alone(gradients)
         with isolated_rng(*KEY):
-            found = gradients()
-        assert found
-        assert_same(found, expected)
+            actual = gradients()
+        assert actual
+        assert_same(actual, expected)
     finally:
         for leaf in (X, Q, K):
             leaf.requires_grad_(False)
@@ -234,19 +234,19 @@ def test_wrong_probabilities_are_refused_in_torch_own_words():
 
 
 def test_a_generator_of_the_layer_is_left_alone():
-    own = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     with isolated_rng(*KEY) as mode:
-        found = [
-            torch.rand(3, generator=own),
-            torch.rand(3).uniform_(generator=own),
-            torch.poisson(X.exp(), own),
+        actual = [
+            torch.rand(3, generator=generator),
+            torch.rand(3).uniform_(generator=generator),
+            torch.poisson(X.exp(), generator),
         ]
-        again = [torch.rand_like(X, generator=own)]
-    own.manual_seed(5)
-    assert_same(found[0], torch.rand(3, generator=own))
-    assert_same(found[1], torch.rand(3, generator=own))
-    assert_same(found[2], torch.poisson(X.exp(), own))
-    assert_same(again, [torch.rand_like(X, generator=own)])
+        again = [torch.rand_like(X, generator=generator)]
+    generator.manual_seed(5)
+    assert_same(actual[0], torch.rand(3, generator=generator))
+    assert_same(actual[1], torch.rand(3, generator=generator))
+    assert_same(actual[2], torch.poisson(X.exp(), generator))
+    assert_same(again, [torch.rand_like(X, generator=generator)])
     assert mode.drew  # by the one rand without
 
 
@@ -283,7 +283,7 @@ NETS = {
 @pytest.mark.parametrize("order", ["within", "around"])
 @pytest.mark.parametrize("name", NETS)
 def test_with_the_split_backward_gradients_are_those_of_torch(name: str, order: str, autocast: bool):
-    """Neither mode hides from the other what it has to see: linear layers are deferred, all draws are the key's.
+    """Each mode sees its functions within the other: linear layers are deferred, all draws are the key's.
 
     torch's multi-head attention hides its linear layers from `defer_weight_grads` alone; `isolated_rng` within it brings one
     to light, the other one's input is not contiguous.
@@ -339,7 +339,7 @@ def _is_tagged(name: str) -> bool:
 
 
 def test_every_function_of_torch_that_is_tagged_as_drawing_is_replaced():
-    functions = [func for found in get_overridable_functions().values() for func in found]
+    functions = [func for group in get_overridable_functions().values() for func in group]
     functions += [getattr(torch, name) for name in dir(torch._C._VariableFunctions) if hasattr(torch, name)]
     missing = {getattr(func, "__name__", "") for func in functions if func not in _REPLACED}
     # Private names and miopen's are kernels, reached through the functions that are replaced; Audit sees the rest.

@@ -1,4 +1,4 @@
-"""What a layer draws depends on (seed, step, microbatch, name) alone, or the layer is refused by name."""
+"""A layer's draws depend only on (seed, step, microbatch, name), or an error names the layer."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def forward(
 def test_a_model_cut_in_two_in_threads_and_out_of_order_draws_what_it_draws_whole():
     model = layers()
     with torch.no_grad():
-        twin, whole = copy.deepcopy(model), RandomState(7)
-        expected = [[forward(whole, twin, X, step, m) for m in range(4)] for step in range(3)]
+        twin, unsplit = copy.deepcopy(model), RandomState(7)
+        expected = [[forward(unsplit, twin, X, step, m) for m in range(4)] for step in range(3)]
 
         def work(n: int) -> list[list[Tensor]]:
             with torch.no_grad():
-                own, state = copy.deepcopy(model), RandomState(7)
-                found = []
+                copied, state = copy.deepcopy(model), RandomState(7)
+                actual = []
                 for step in range(3):
-                    half = [forward(state, own[:2], X, step, m) for m in range(4)]
+                    half = [forward(state, copied[:2], X, step, m) for m in range(4)]
                     torch.rand(n + 1)  # others draw from the default generator, each as much as it likes
-                    found.append([forward(state, own[2:], half[m], step, m) for m in range(4)])
-                return found
+                    actual.append([forward(state, copied[2:], half[m], step, m) for m in range(4)])
+                return actual
 
         with ThreadPoolExecutor(4) as pool:
-            for found in pool.map(work, range(4)):
-                for ours, theirs in zip(found, expected, strict=True):
+            for actual in pool.map(work, range(4)):
+                for ours, theirs in zip(actual, expected, strict=True):
                     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -111,7 +111,7 @@ def test_a_layer_that_draws_nothing_runs_without_modes_until_its_settings_change
 
 
 class Late(nn.Module):
-    """Begins to draw, and nothing in its settings shows it."""
+    """Begins to draw without a change in its settings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,12 +140,12 @@ def test_a_layer_that_begins_to_draw_unseen_is_named_once_and_holds_from_then_on
 
 
 def test_draws_of_other_threads_do_no_harm():
-    state, quiet = RandomState(7), Seen()
+    state, rng_free = RandomState(7), Seen()
     for step in range(4):
         with state.watching():
-            state.run("quiet", quiet, step, 0, lambda: quiet(X))
+            state.run("quiet", rng_free, step, 0, lambda: rng_free(X))
             torch.rand(1)
-    assert quiet.modes == [1, 1, 1, 1]
+    assert rng_free.modes == [1, 1, 1, 1]
 
 
 class Calls(nn.Module):
@@ -195,8 +195,8 @@ def test_operators_that_draw_from_the_default_generator_are_refused_by_name():
 )  # fmt: skip
 def test_operators_that_draw_nothing_here_are_let_through(call: Any):
     layer = Calls(call)
-    found = RandomState(7).run("blocks.3", layer, 0, 0, lambda: layer(X))
-    assert torch.equal(found, call(X))
+    actual = RandomState(7).run("blocks.3", layer, 0, 0, lambda: layer(X))
+    assert torch.equal(actual, call(X))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -215,9 +215,9 @@ def test_a_compiled_layer_may_not_draw_and_is_compiled_all_the_same():
         return module.forward
 
     state, plain = RandomState(7), nn.Linear(8, 8)
-    quiet = torch.compile(plain, backend=backend)
+    rng_free = torch.compile(plain, backend=backend)
     for step in range(2):
-        assert torch.equal(state.run("quiet", quiet, step, 0, lambda: quiet(X)), plain(X))
+        assert torch.equal(state.run("quiet", rng_free, step, 0, lambda: rng_free(X)), plain(X))
     assert len(compiled) == 1
     drops = nn.Dropout(0.5)
     drops.compile(backend=backend)
@@ -254,8 +254,8 @@ def test_building_within_building_goes_on_as_if_it_had_not_been():
         return first, torch.rand(3)
 
     first, second = build_seeded(build, 7, "outer")
-    whole = build_seeded(lambda: torch.stack([torch.rand(3), torch.rand(3)]), 7, "outer")
-    assert torch.equal(torch.stack([first, second]), whole)
+    both = build_seeded(lambda: torch.stack([torch.rand(3), torch.rand(3)]), 7, "outer")
+    assert torch.equal(torch.stack([first, second]), both)
 
 
 def test_under_autocast_a_draw_from_a_default_generator_is_refused_by_its_operator():
@@ -275,9 +275,9 @@ def test_under_autocast_a_draw_of_another_thread_is_no_fault_of_the_layer():
         return layer(X)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = RandomState(7).run("layer", layer, 0, 0, call)
-        found.sum().backward()
-        assert torch.equal(found, twin(X))
+        actual = RandomState(7).run("layer", layer, 0, 0, call)
+        actual.sum().backward()
+        assert torch.equal(actual, twin(X))
     assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
 
 
@@ -306,7 +306,7 @@ def test_an_encoder_in_evaluation_takes_the_path_it_takes_in_plain_pytorch():
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
         expected = layer(x)
-        assert len(calls) == 1, "torch has a path of its own for it"
+        assert len(calls) == 1, "torch has a special path for it"
         for microbatch in range(2):
             assert torch.equal(state.run("encoder", layer, 0, microbatch, lambda: layer(x)), expected)
     assert len(calls) == 3

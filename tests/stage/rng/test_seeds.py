@@ -1,4 +1,4 @@
-"""Seeds are fixed by what they are for, and different things never share one by the way they are written."""
+"""Seeds depend only on their key, and different keys never give the same bytes."""
 
 from __future__ import annotations
 

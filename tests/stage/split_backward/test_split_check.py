@@ -1,4 +1,4 @@
-"""Layers whose weights the split backward does not see rightly: found on the first microbatch, and run whole."""
+"""Layers whose use of weights the split backward does not see: detected on the first microbatch, and not split."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Checkpointed(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.inside, x, use_reentrant=self.reentrant)
-        return found
+        output: Tensor = checkpoint(self.inside, x, use_reentrant=self.reentrant)
+        return output
 
 
 class HalfCheckpointed(Checkpointed):
@@ -42,7 +42,7 @@ class HalfCheckpointed(Checkpointed):
 
 
 class Offloaded(nn.Module):
-    """Packs what is saved for the backward itself."""
+    """Sets hooks on the tensors that it saves for the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Penalty(nn.Module):
 
 
 class Transformed(nn.Module):
-    """The same by torch.func."""
+    """Adds the gradient of an inner energy, by torch.func."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Hidden(torch.autograd.Function):
 
 
 class OwnFunction(nn.Module):
-    """Uses a weight by an autograd function of its own, and by a linear layer."""
+    """Uses a weight in a custom autograd function, and in a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,10 +277,10 @@ def test_two_steps_give_the_bits_of_plain_pytorch(kind: str, schedule: str):
                 others.step()
             info = pipe.trace().info
     texts = [str(w.message) for w in caught if "cannot be split" in str(w.message)]
-    whole = info.get("whole_backward", [])
-    assert len(texts) == len(whole)  # each is named once
-    # The first stage of zb-h1 has nobody to send gradients to, so its backwards are not split.
-    assert whole == ([] if not falls_back else ["2"] if schedule == "zb-h1" else ["1", "2"])
+    unsplit = info.get("whole_backward", [])
+    assert len(texts) == len(unsplit)  # each is named once
+    # The first stage of zb-h1 sends no gradients, so its backwards are not split.
+    assert unsplit == ([] if not falls_back else ["2"] if schedule == "zb-h1" else ["1", "2"])
 
 
 def test_a_transform_that_pytorch_does_not_recompute_is_refused_by_name():
@@ -327,7 +327,7 @@ def test_forward_mode_derivatives_are_refused_in_threads_and_right_in_one_rank(s
 
 
 class Writes(nn.Module):
-    """Writes into what it is given."""
+    """Writes into its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2).add_(1)
@@ -398,18 +398,18 @@ def test_the_check_leaves_buffers_hooks_and_random_numbers_alone():
         net[0].register_forward_hook(lambda *_: calls.append(None))
         return net
 
-    found = {}
+    output = {}
     for schedule in ("1f1b", "zb-h1"):
         calls.clear()
         net = model()
         with Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=2) as pipe:
             pipe.step(*batch(0))
-        found[schedule] = [
+        output[schedule] = [
             *net.state_dict().values(),
             *(p.grad for p in net.parameters()),
             torch.tensor(len(calls)),
         ]
-    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*output.values(), strict=True))
 
 
 def test_a_change_of_what_requires_a_gradient_is_checked_again():

@@ -1,4 +1,4 @@
-"""The two halves of the backward give bit for bit the gradients of the whole."""
+"""The two halves of the backward give bit for bit the gradients of the full one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ CASES = {
 
 
 def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcontext) -> int:
-    """Run plainly and in halves; assert equality; returns how many uses the last microbatch deferred."""
+    """Run plainly and in halves; assert equality; return the number of uses that the last microbatch deferred."""
     plain, shared, deferred = copy.deepcopy(net), set(), 0
     for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
         other.grad_dtype = mine.grad_dtype  # deepcopy leaves it out
@@ -211,7 +211,7 @@ def stage(*layers: nn.Module) -> Stage:
 
 
 def checked(one: Stage) -> Stage:
-    """The stage after its first microbatch, which checks the split and runs the full backward."""
+    """Return a stage after its first microbatch, which checks the split and runs the full backward."""
     (out,) = one.forward(0, (Message((randn(2, 3),), None, (True,)),), split=True)
     one.backward(0, (Message((torch.ones_like(out.leaves[0]),)),))
     one.module.zero_grad()
