@@ -7,31 +7,14 @@ than in the step before), and the gradient of a parameter that began to require 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
 from penstock.parallel.data.bucket import BucketEntry, no_gradient, require_dense, wire_dtype
+from penstock.parallel.data.options import Missing
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
-
-Missing = Literal["error", "zeros"]
-
-
-def require_options(missing: object, reduce_dtype: torch.dtype | None, divisor: float) -> None:
-    """Check options of `GradientBuckets`.
-
-    Raises:
-        ConfigError: if an option cannot be used.
-    """
-    if missing not in ("error", "zeros"):
-        raise ConfigError(f'missing must be "error" or "zeros", not {missing!r}')
-    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-        raise ConfigError(f"reduce_dtype must be a floating-point dtype, not {reduce_dtype}")
-    if not divisor > 0:
-        raise ConfigError(f"divisor must be a positive number, not {divisor!r}")
 
 
 def resolve_absent(

@@ -10,8 +10,8 @@ options, step counts and absent gradients remain those of the parameter it belon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from penstock.parallel.data.leftovers import Missing
+from penstock.parallel.data.options import BucketOptions
 from penstock.parallel.data.reducer import Handle, Reducer, part_of
 from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards
@@ -49,8 +48,7 @@ class Shards:
     Args:
         parameters: (name, parameter) pairs; those that require no gradient are left out.
         reducer: this replica's end of the communicator.
-        order, bucket_bytes, first_bucket_bytes, divisor, missing, reduce_dtype, groups, dynamic: options of
-            `GradientBuckets`.
+        options: options of `GradientBuckets`.
 
     Attributes:
         buckets: buckets of the gradients.
@@ -64,23 +62,14 @@ class Shards:
         self,
         parameters: Iterable[tuple[str, Tensor]],
         reducer: Reducer,
-        *,
-        order: Sequence[Tensor] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-        divisor: float | None = None,
-        missing: Missing = "error",
-        reduce_dtype: torch.dtype | None = None,
-        groups: Mapping[Tensor, Hashable] | None = None,
-        dynamic: bool = False,
+        **options: Unpack[BucketOptions],
     ) -> None:
         named = list(parameters)
         self.reducer = reducer
-        self.buckets = GradientBuckets(
-            named, reducer, order=order, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes,
-            divisor=divisor, missing=missing, reduce_dtype=reduce_dtype, rebuild=False, sharded=True, dynamic=dynamic,
-            groups={p: (p.dtype, (groups or {}).get(p)) for _, p in named},
-        )  # fmt: skip
+        # A parameter has the place of its gradient, so buckets have parameters of one dtype.
+        groups = options.get("groups") or {}
+        options["groups"] = {p: (p.dtype, groups.get(p)) for _, p in named}
+        self.buckets = GradientBuckets(named, reducer, rebuild=False, sharded=True, **options)
         self._flats: list[Tensor] = []
         self._streams = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
         self._coming: dict[int, Handle] = {}  # all-gathers in progress, by bucket
