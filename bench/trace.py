@@ -103,7 +103,7 @@ def building(folder: Path, rounds: int) -> dict[str, float]:
 def opening(folder: Path, rounds: int) -> dict[str, float]:
     """Seconds until the page of 50,000 blocks is drawn, and milliseconds a picture while it is moved."""
     try:
-        from tests.show.browser import browser, missing
+        from tests.support.browser import browser, missing
     except ImportError:
         return {}
     if missing():

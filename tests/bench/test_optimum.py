@@ -4,7 +4,7 @@ import pytest
 
 from penstock.schedule.families import build_schedule
 from penstock.simulate.bounds import lower_bound
-from tests.simulate.cases import priced, timed
+from tests.support.simulated import priced, timed
 
 pytest.importorskip("ortools")
 

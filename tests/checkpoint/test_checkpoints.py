@@ -17,8 +17,8 @@ from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.run_lock import locked
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.checkpoint import runs
-from tests.checkpoint.runs import adamw, equal, joined, pipeline, state_of, steps, trained
+from tests.support import checkpoint_runs
+from tests.support.checkpoint_runs import adamw, equal, joined, pipeline, state_of, steps, trained
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b", "dualpipe-v"])
@@ -263,7 +263,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path):
     ):
         checkpoints.load_newest()
     with pipeline(ranks=2) as pipe:
-        optimizer = runs.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        optimizer = checkpoint_runs.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
         with (
             Checkpoints(tmp_path, pipe, optimizer) as checkpoints,
             pytest.raises(ConfigError, match="does not fit"),

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 from penstock.cli.trace import command
 from penstock.errors import ConfigError, DataError
 from penstock.trace.folder import step_path
-from tests.show.cases import kept_run
+from tests.support.measured import kept_run
 
 
 def run(*words: object) -> Result:

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli import group, main
 from tests.runtime.start.test_launch_environment import SRUN, free_port
-from tests.train.tiny import text_folder
+from tests.support.tiny_run import text_folder
 
 LONG = "n" * 5000
 """No file system takes such a name, and asks about it with an error of its own."""

@@ -20,11 +20,11 @@ from penstock.launch.exit_codes import ExitCode
 from penstock.launch.supervise import supervise
 from penstock.run_lock import locked
 from penstock.train.config.config import Config
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.victim import NOTES, PLAN
 from tests.train.test_resume import config_of, run, same
-from tests.train.tiny import text_folder, tiny
-from tests.train.victim import NOTES, PLAN
 
-VICTIM = (sys.executable, "-m", "tests.train.victim", "train")
+VICTIM = (sys.executable, "-m", "tests.support.victim", "train")
 
 
 def until(holds: Callable[[], bool], limit: float = 60.0) -> None:

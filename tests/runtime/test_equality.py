@@ -12,7 +12,7 @@ from torch import nn
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b"]
 CASES = [

@@ -23,7 +23,7 @@ from penstock.runtime.batch.splitter import digest_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches
-from tests.runtime import plain
+from tests.support import plain
 
 
 class Boom(nn.Module):

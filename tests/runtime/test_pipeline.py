@@ -20,7 +20,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.trace.events import Activity
-from tests.runtime import plain
+from tests.support import plain
 
 ROOT = Path(__file__).parents[2]
 

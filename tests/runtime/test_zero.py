@@ -20,11 +20,11 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
-from tests.runtime import plain
 from tests.runtime.optim.test_optimizer_ties import batch as words
 from tests.runtime.optim.test_optimizer_ties import loss_fn as words_loss
 from tests.runtime.optim.test_optimizer_ties import model as tied_model
 from tests.runtime.optim.test_state import assert_equal, joined
+from tests.support import plain
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
 GROUPS = [{"match": r"norm|embedding", "weight_decay": 0.0, "lr": 0.02}]

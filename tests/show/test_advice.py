@@ -9,8 +9,8 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.memory import peak
 from penstock.show.advice import advise, over_plan, recut, where_it_went
 from penstock.show.planned import plan
-from tests.simulate.cases import built, timed
-from tests.trace.cases import trace_of
+from tests.support.simulated import built, timed
+from tests.support.traces import trace_of
 
 
 def advice(trace):

@@ -24,8 +24,8 @@ from penstock.train.model import llama
 from penstock.train.model.llama import layers, next_token_loss
 from penstock.train.model.trainable import language_of
 from penstock.train.report.progress import Silent
-from tests.train.tiny import text_folder, tiny
-from tests.train.unsplit import adamw
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.unsplit import adamw
 
 
 def quietly(steps: int, leads: bool) -> Silent:

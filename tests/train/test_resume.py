@@ -22,7 +22,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
 from penstock.train.loop import train
 from penstock.train.report.progress import Silent
-from tests.train.tiny import text_folder, tiny
+from tests.support.tiny_run import text_folder, tiny
 
 TIMES = ("tokens_per_second", "bubble", "seconds")
 

@@ -14,9 +14,9 @@ from penstock.train.data.training_text import batch_of, open_text
 from penstock.train.loop import train
 from penstock.train.model.trainable import language_of
 from penstock.train.report.progress import Silent
-from tests.train import hf
-from tests.train.tiny import WORDS, text_folder, tiny
-from tests.train.unsplit import adamw
+from tests.support import hf_folders
+from tests.support.tiny_run import WORDS, text_folder, tiny
+from tests.support.unsplit import adamw
 
 STEPS = 50
 MODELS = {"gpt2": True, "llama": False}
@@ -24,7 +24,7 @@ MODELS = {"gpt2": True, "llama": False}
 
 
 def config_of(root: Path, family: str, ranks: int) -> Config:
-    model = hf.folder(root, family, tied=MODELS[family])
+    model = hf_folders.folder(root, family, tied=MODELS[family])
     return tiny(
         root,
         text_folder(root),
@@ -57,7 +57,7 @@ def plain_losses(config: Config) -> list[float]:
 
 def assert_same_curve(config: Config, falls_to: float = 0.7) -> None:
     expected = plain_losses(config)
-    seen = [line["loss"] for line in hf.lines(Path(config.train.folder) / config.train.name, "train")]
+    seen = [line["loss"] for line in hf_folders.lines(Path(config.train.folder) / config.train.name, "train")]
     assert len(seen) == config.train.steps
     assert expected[-1] < falls_to * expected[0]
     worst = max(abs(a - b) for a, b in zip(seen, expected, strict=True))
@@ -77,7 +77,7 @@ def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, t
     run = Path(outcome.folder)
     again = AutoModelForCausalLM.from_pretrained(run)
     tokens, _ = batch_of(open_text(config, language_of(config)), config, language_of(config), 0)
-    assert again(tokens, labels=tokens).loss.item() < 0.7 * hf.lines(run, "train")[0]["loss"]
+    assert again(tokens, labels=tokens).loss.item() < 0.7 * hf_folders.lines(run, "train")[0]["loss"]
     assert (run / "tokenizer.json").is_file()
     assert set(outcome.sample.split()) <= set(WORDS) | {"<unknown>"}
 

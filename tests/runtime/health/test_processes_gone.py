@@ -28,7 +28,7 @@ from penstock import Pipeline
 from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ParallelOptions
-from tests.runtime import plain
+from tests.support import plain
 
 torch.set_num_threads(1)
 if "APART" in os.environ:  # as on a host each: no process sees another one's memory or state

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 WORDS, MICROBATCHES = 11, 4
 

@@ -25,7 +25,7 @@ from penstock.runtime.start.launch_environment import (
     own_device,
 )
 from penstock.runtime.workers.world import STORE
-from tests.runtime import plain
+from tests.support import plain
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,7 +19,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
-from tests.runtime import plain
+from tests.support import plain
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=8, heads=4, kv_heads=2, hidden=32)
 M, ROWS, SEQUENCE, STEPS = 4, 1, 8, 2

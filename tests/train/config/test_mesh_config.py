@@ -19,9 +19,9 @@ from penstock.train.config.config import Config, ParallelConfig, from_mapping, r
 from penstock.train.config.mesh_config import describe, find_mesh, shape_of
 from penstock.train.loop import train
 from penstock.train.report.progress import Silent
+from tests.support.tiny_run import text_folder, tiny
 from tests.train import hf, test_transformers_curve
 from tests.train.test_loop import lines, unsplit
-from tests.train.tiny import text_folder, tiny
 
 STEPS = 12
 

@@ -13,7 +13,7 @@ from penstock.train.config.config import Config
 from penstock.train.loop import train
 from penstock.train.report.profile import WARM
 from penstock.train.report.progress import Silent
-from tests.train.tiny import text_folder, tiny
+from tests.support.tiny_run import text_folder, tiny
 
 
 def profiled(rank: int, config: Config) -> None:

@@ -18,8 +18,8 @@ from penstock.train.loop import Outcome, train
 from penstock.train.report import traces
 from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.progress import Silent
-from tests.runtime import plain
-from tests.train.tiny import text_folder, tiny
+from tests.support import plain
+from tests.support.tiny_run import text_folder, tiny
 
 SPLIT = [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head"]]
 

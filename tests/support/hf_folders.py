@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.huggingface import tiny
-from tests.train.tiny import WORDS
+from tests.support import hf_models
+from tests.support.tiny_run import WORDS
 
 END, UNKNOWN = 0, 1
 
@@ -19,7 +19,7 @@ def folder(root: Path, family: str, *, tied: bool, tokenizer: bool = True, **cha
     """A model of 4 blocks, its tokens the words of `text_folder`."""
     place = root / family
     torch.manual_seed(5)
-    tiny.model(
+    hf_models.model(
         family, tied=tied, bos_token_id=END, eos_token_id=END, pad_token_id=None, **changes
     ).save_pretrained(place)
     if tokenizer:

@@ -1,4 +1,4 @@
-"""``python -m tests.train.victim train ...``: the command, in which something happens to one rank before a step.
+"""``python -m tests.support.victim train ...``: the command, in which something happens to one rank before a step.
 
 The environment's ``VICTIM`` says what: ``ATTEMPT:RANK:STEP:WHAT``, several with commas between them. Steps count from 0, as
 batches do; attempts as TORCHELASTIC_RESTART_COUNT does.
@@ -18,7 +18,7 @@ from typing import Any
 from penstock.cli import main
 from penstock.launch import signals
 from penstock.train import steps
-from tests.runtime.listening import listening
+from tests.support.listening_rank import listening
 
 PLAN = "VICTIM"
 NOTES = "VICTIM_NOTES"
