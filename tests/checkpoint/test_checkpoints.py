@@ -18,7 +18,8 @@ from penstock.parallel.mesh import MeshShape
 from penstock.run_lock import locked
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import checkpoint_runs
-from tests.support.checkpoint_runs import adamw, equal, joined, pipeline, state_of, steps, trained
+from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps, trained
+from tests.support.states import joined
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b", "dualpipe-v"])

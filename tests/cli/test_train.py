@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import group, main
-from tests.runtime.start.test_launch_environment import SRUN, free_port
+from tests.support.launchers import SRUN, free_port
 from tests.support.tiny_run import text_folder
 
 LONG = "n" * 5000

@@ -14,22 +14,9 @@ import pytest
 from penstock.checkpoint.find import is_whole
 from penstock.launch.exit_codes import ExitCode, of_signal
 from penstock.launch.signals import SIGNALS, Interrupts
-from penstock.train.config import file as config_file
-from penstock.train.config.config import Config
 from tests.support.tiny_run import text_folder
-from tests.support.victim import PLAN
-from tests.train.test_resume import config_of, run, same
-
-
-def started(
-    config: Config, plan: str, *launcher: str, words: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """The command in processes of its own, in which happens what `plan` says."""
-    file = Path(config.train.folder).parent / f"{config.train.name}.toml"
-    file.write_text(config_file.dump(config))
-    command = [*(launcher or [sys.executable]), "-m", "tests.support.victim", "train", str(file), *words]
-    environment = {**os.environ, PLAN: plan, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+from tests.support.trainer import config_of, run, same
+from tests.support.victim import started
 
 
 class Counted(Interrupts):

@@ -21,8 +21,8 @@ from penstock.launch.supervise import supervise
 from penstock.run_lock import locked
 from penstock.train.config.config import Config
 from tests.support.tiny_run import text_folder, tiny
-from tests.support.victim import NOTES, PLAN
-from tests.train.test_resume import config_of, run, same
+from tests.support.trainer import config_of, run, same
+from tests.support.victim import NOTES, PLAN, started
 
 VICTIM = (sys.executable, "-m", "tests.support.victim", "train")
 
@@ -188,8 +188,6 @@ def test_bad_input_starts_nothing(config: Config, tmp_path: Path, monkeypatch: p
 
 
 def test_a_run_under_torchrun_goes_on_by_itself_and_sigterm_saves_it(tmp_path: Path):
-    from tests.launch.test_signals import started
-
     text = text_folder(tmp_path)
     run(config_of(tmp_path, text, "once", 6, runtime={"threads": 1}))
     config = config_of(tmp_path, text, "again", 6, runtime={"threads": 1})

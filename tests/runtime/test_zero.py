@@ -20,11 +20,8 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
-from tests.runtime.optim.test_optimizer_ties import batch as words
-from tests.runtime.optim.test_optimizer_ties import loss_fn as words_loss
-from tests.runtime.optim.test_optimizer_ties import model as tied_model
-from tests.runtime.optim.test_state import assert_equal, joined
-from tests.support import plain
+from tests.support import plain, tied
+from tests.support.states import assert_equal, joined
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
 GROUPS = [{"match": r"norm|embedding", "weight_decay": 0.0, "lr": 0.02}]
@@ -145,17 +142,17 @@ def compare(divided: list, whole: list, mesh: MeshShape, case: str) -> None:
 
 
 def test_a_tied_weight_stays_one(processes: LocalProcesses):
-    for weights, tied in processes.run(4, tied_and_divided):
+    for weights, views in processes.run(4, tied_and_divided):
         whole = tied_and_whole()
-        assert all(torch.equal(view, tied[0]) for view in tied)
+        assert all(torch.equal(view, views[0]) for view in views)
         for name, value in weights.items():
             torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)
 
 
 def tied_and_divided(rank: int):
     with Pipeline(
-        tied_model(),
-        words_loss,
+        tied.model(),
+        tied.loss_fn,
         microbatches=2,
         mesh=MeshShape(2, 2, 1),
         timeout=300,
@@ -165,7 +162,7 @@ def tied_and_divided(rank: int):
             pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5, zero="overlap"
         )
         for n in range(3):
-            pipe.step(*words(n))
+            pipe.step(*tied.batch(n))
             optimizer.step()
         weights = {n: p.detach().clone() for n, p in pipe.named_parameters()}
         table = [v for n, v in pipe.state_dict().items() if n in ("0.weight", "5.weight")]
@@ -173,10 +170,10 @@ def tied_and_divided(rank: int):
 
 
 def tied_and_whole() -> dict[str, Tensor]:
-    with Pipeline(tied_model(), words_loss, microbatches=4, ranks=1) as pipe:
+    with Pipeline(tied.model(), tied.loss_fn, microbatches=4, ranks=1) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5)
         for n in range(3):
-            pipe.step(*words(n))
+            pipe.step(*tied.batch(n))
             optimizer.step()
         return {n: p.detach().clone() for n, p in pipe.named_parameters()}
 

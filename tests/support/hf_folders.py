@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,3 @@ def folder(root: Path, family: str, *, tied: bool, tokenizer: bool = True, **cha
         words.add_special_tokens(["<end>"])
         words.save(str(place / "tokenizer.json"))
     return place
-
-
-def lines(run: Path, kind: str) -> list[dict[str, float]]:
-    """The lines of a run's metrics of one kind."""
-    read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in read if line["kind"] == kind]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,41 +15,13 @@ import torch
 from penstock.checkpoint.find import damage, read_manifest, steps_in
 from penstock.checkpoint.format.manifest import MANIFEST, dump
 from penstock.errors import ConfigError, DataError
-from penstock.huggingface import weights
 from penstock.run_lock import LOCK
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
 from penstock.train.loop import train
 from penstock.train.report.progress import Silent
-from tests.support.tiny_run import text_folder, tiny
-
-TIMES = ("tokens_per_second", "bubble", "seconds")
-
-
-class Said(Silent):
-    """Keeps what was told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
-def run(config: Config) -> list[str]:
-    said = Said()
-    train(config, lambda steps, leads: said)
-    return said.lines
-
-
-def config_of(root: Path, text: Path, name: str, steps: int, resume: str = "", **sections) -> Config:
-    told = {"steps": steps, "name": name, "checkpoint_every": 2, "eval_every": 2, "resume": resume}
-    return tiny(root, text, **{**sections, "train": {**told, **sections.get("train", {})}})
-
-
-def metrics(folder: Path) -> list[dict]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in found]
+from tests.support.tiny_run import text_folder
+from tests.support.trainer import config_of, metrics, run, same, stopped_at
 
 
 @pytest.fixture
@@ -58,24 +29,6 @@ def straight(tmp_path: Path) -> Path:
     """A run of 6 steps, in one go."""
     run(config_of(tmp_path, text_folder(tmp_path), "straight", 6))
     return tmp_path / "runs" / "straight"
-
-
-def stopped_at(root: Path, folder: Path, step: int) -> None:
-    """Make of a finished run what one leaves that is killed after a step, with a line of metrics cut short."""
-    for later, path in steps_in(folder / "checkpoints"):
-        if later > step:
-            path.rename(root / path.name)
-    for path in (*folder.glob("model*"), folder / "sample.txt"):
-        path.unlink()
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')
-
-
-def same(one: Path, other: Path) -> None:
-    first, second = weights.load(one), weights.load(other)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert metrics(one) == metrics(other)
 
 
 def test_a_second_run_in_the_folder_is_refused_and_the_first_is_not_disturbed(tmp_path: Path):

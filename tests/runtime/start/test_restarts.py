@@ -68,7 +68,7 @@ class Agent:
             "--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=6",
         ]  # fmt: skip
         code = [
-            str(ROOT / "tests" / "runtime" / "under_restarts.py"),
+            str(ROOT / "tests" / "support" / "under_restarts.py"),
             str(folder / "mark"),
             str(folder / "turn"),
             act,

@@ -19,9 +19,11 @@ from penstock.train.config.config import Config, ParallelConfig, from_mapping, r
 from penstock.train.config.mesh_config import describe, find_mesh, shape_of
 from penstock.train.loop import train
 from penstock.train.report.progress import Silent
+from tests.support import hf_folders
+from tests.support.hf_curve import assert_same_curve
 from tests.support.tiny_run import text_folder, tiny
-from tests.train import hf, test_transformers_curve
-from tests.train.test_loop import lines, unsplit
+from tests.support.trainer import lines
+from tests.support.unsplit import unsplit
 
 STEPS = 12
 
@@ -235,7 +237,7 @@ def test_a_tied_hugging_face_model_whose_matrices_are_cut(
     family: str, schedule: str, parallel: dict, tmp_path: Path, processes: LocalProcesses
 ):
     """The two ends that share the table are on two ranks with 1f1b, and on one with zb-v."""
-    model = hf.folder(tmp_path, family, tied=True, vocab_size=62)
+    model = hf_folders.folder(tmp_path, family, tied=True, vocab_size=62)
     config = tiny(
         tmp_path,
         text_folder(tmp_path),
@@ -247,4 +249,4 @@ def test_a_tied_hugging_face_model_whose_matrices_are_cut(
         runtime={"threads": 1, "timeout": 300.0},
     )
     processes.run(4, in_a_process, config)
-    test_transformers_curve.assert_same_curve(config, falls_to=0.9)
+    assert_same_curve(config, falls_to=0.9)
