@@ -6,6 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.children import end_with_this_process
+
+
+def pytest_configure() -> None:
+    """No process that a test starts outlives the tests, also where they are killed."""
+    end_with_this_process()
+
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[object]:

@@ -1,6 +1,6 @@
 """Row 16, by hand: for half an hour a kill, a stop or a delay every 30 seconds, at random.
 
-    python -m bench.faults.soak [--minutes 30] [--every 30] [--seed 0] [--keep FOLDER]
+    python -m bench.faults.soak [--minutes 30] [--every 30] [--seed 0] [--keep FOLDER] [--quick] [--json]
 
 A clean run of the same length comes first, and says what the weights should be. With --keep its folder stays, and the next
 call with it uses the clean run that is there. Goodput is the time that the run's steps take undisturbed (as its own between
@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.compare import emit, machine
+from bench.compare import Figures, main
 from bench.faults.dying import weights
 from bench.faults.runs import Ended, Victim
 from penstock.train.config.file import load
@@ -126,23 +126,26 @@ def soak(root: Path, minutes: float, every: float, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="a folder for the runs; it stays")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Run clean, then disturbed."""
+    minutes = options.minutes or (0.25 if options.quick else 30.0)
+    every = options.every or (4.0 if options.quick else 30.0)
     with contextlib.ExitStack() as stack:
         folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-"))
-        found = soak(Path(folder), options.minutes, options.every, options.seed)
-    emit({**found, "machine": machine()}, [*(f"{k}: {v}" for k, v in found.items()), machine()], options.json)
-    sys.exit(0 if found["weights bit-equal"] and found["exit code"] == 0 and not found["left running"] else 1)
+        result = soak(Path(folder), minutes, every, options.seed)
+    for name, value in result.items():
+        yield f"{name}: {value}"
+    return result
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
+    parser.add_argument("--minutes", type=float, help="of the disturbed run (default 30)")
+    parser.add_argument("--every", type=float, help="seconds from one fault to the next (default 30)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for the runs; it stays")
 
 
 if __name__ == "__main__":
-    main()
+    found = main(measure, __doc__, add=add)
+    sys.exit(0 if found["weights bit-equal"] and found["exit code"] == 0 and not found["left running"] else 1)
