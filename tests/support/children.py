@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -26,10 +25,9 @@ def end_with_this_process() -> None:
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     own = f"{os.getpid()}-{time.time_ns()}"
     os.environ[MARK] = "/".join(filter(None, (os.environ.get(MARK), own)))
-    subprocess.Popen(
-        [sys.executable, "-I", __file__, str(os.getpid()), own],
-        env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    null = [(os.POSIX_SPAWN_OPEN, end, os.devnull, os.O_RDWR, 0) for end in range(3)]
+    command = [sys.executable, "-I", __file__, str(os.getpid()), own]
+    os.posix_spawn(command[0], command, environment, file_actions=null, setsid=True)
 
 
 def having(variable: str, value: str) -> list[int]:
@@ -53,6 +51,7 @@ def _environments() -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _guard(process: int, mark: str) -> None:
+    os.chdir("/")
     with suppress(ProcessLookupError):
         ended = os.pidfd_open(process)
         if os.getppid() == process:  # else it had ended before, and its number may be another's
