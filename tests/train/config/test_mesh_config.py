@@ -105,8 +105,15 @@ def on_a_mesh(root: Path, **parallel: object) -> Config:
     )
 
 
-def assert_like_unsplit(config: Config) -> None:
-    losses, norms, last, bits = unsplit(config)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """The run of `on_a_mesh` in plain PyTorch; it is the same on every mesh."""
+    torch.set_num_threads(1)
+    return unsplit(on_a_mesh(tmp_path_factory.mktemp("unsplit")))
+
+
+def assert_like(reference: tuple, config: Config) -> None:
+    losses, norms, last, bits = reference
     folder = Path(config.train.folder) / config.train.name
     seen = lines(folder, "train")
     worst = max(abs(line["loss"] - loss) for line, loss in zip(seen, losses, strict=True))
@@ -139,30 +146,32 @@ MESHES = {
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_training_on_a_mesh_is_the_unsplit_loop(name: str, tmp_path: Path, processes: LocalProcesses):
+def test_training_on_a_mesh_is_the_unsplit_loop(
+    name: str, tmp_path: Path, processes: LocalProcesses, reference
+):
     parallel, files = MESHES[name]
     config = on_a_mesh(tmp_path, **parallel)
     told = processes.run(4, in_a_process, config)
     assert [outcome is None for outcome in told] == [False, True, True, True]
-    assert_like_unsplit(config)
+    assert_like(reference, config)
     kept = config_file.load(tmp_path / "runs" / "tiny" / "config.toml").parallel
     assert (kept.pp, kept.dp * kept.tp) == (files, 4 // files)
     assert len(list((tmp_path / "runs" / "tiny").glob("model*.safetensors"))) == files
 
 
-def test_pipelines_of_threads_side_by_side_are_the_unsplit_loop(tmp_path: Path):
+def test_pipelines_of_threads_side_by_side_are_the_unsplit_loop(tmp_path: Path, reference):
     config = on_a_mesh(tmp_path, dp=2)
     in_a_process(0, config)
-    assert_like_unsplit(config)
+    assert_like(reference, config)
 
 
-def test_eight_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path):
+def test_eight_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path, reference):
     config = on_a_mesh(tmp_path)
     (tmp_path / "run.toml").write_text(config_file.dump(config))
     words = ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2"]
     done = torchrun(8, str(tmp_path / "run.toml"), "--set", *words)
     assert done.returncode == 0, done.stderr
-    assert_like_unsplit(config)
+    assert_like(reference, config)
 
 
 def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
