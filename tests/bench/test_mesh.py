@@ -14,6 +14,8 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support.tied import batch, loss_fn, model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[LocalProcesses]:

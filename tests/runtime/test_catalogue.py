@@ -37,7 +37,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "ranks", "microbatches"), CASES)
+@pytest.mark.parametrize(
+    ("family", "ranks", "microbatches"),
+    [pytest.param(*case, marks=() if case[1:] == (4, 11) else pytest.mark.slow) for case in CASES],
+)
 def test_threads_run_the_family(family, ranks, microbatches):
     (row,) = verify(SUBJECT, [(family, 1)], [ranks], [microbatches], transports=["threads"])
     assert_good(row, family)

@@ -130,6 +130,7 @@ def cut(processes: LocalProcesses) -> dict[tuple, list]:
     return in_processes(processes, MeshShape(1, 2, 2), CUT, (False, "overlap"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CUT)
 def test_matrices_that_are_cut_are_divided_as_well(cut, case: str):
     compare(cut[case, "overlap"], cut[case, False], MeshShape(1, 2, 2), case)

@@ -211,6 +211,7 @@ def test_a_loop_under_srun_is_one_pipeline_of_all_tasks():
     assert [one.stdout for one in ended] == [f"rank {r} of 2: {loss!r}\n" for r in range(2)], ended
 
 
+@pytest.mark.slow
 def test_a_loop_under_mpirun_is_one_pipeline_of_all_processes_or_refused_on_all():
     ranks = [
         {"OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_LOCAL_RANK": r, "OMPI_COMM_WORLD_SIZE": "2"}

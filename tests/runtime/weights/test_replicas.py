@@ -77,7 +77,13 @@ def check(told: list, mesh: MeshShape, microbatches: int, steps: int = STEPS) ->
 MICROBATCHES = {name: 8 if name in ("chimera", "dualpipe", "dualpipe-v") else M for name in sorted(FAMILIES)}
 
 
-@pytest.fixture(scope="module", params=[MeshShape(2, 2, 1), MeshShape(2, 1, 2)], ids=["pp2 dp2", "pp2 tp2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(MeshShape(2, 2, 1), id="pp2 dp2"),
+        pytest.param(MeshShape(2, 1, 2), id="pp2 tp2", marks=pytest.mark.slow),
+    ],
+)
 def every_schedule(processes: LocalProcesses, request) -> tuple[MeshShape, dict[str, list]]:
     cases = [(request.param, *case) for case in MICROBATCHES.items()]
     return request.param, dict(zip(MICROBATCHES, run_cases(processes, 4, trained, cases), strict=True))
@@ -89,7 +95,13 @@ def test_every_schedule_beside_data_or_tensor_parallelism(every_schedule, name):
     check(told[name], mesh, MICROBATCHES[name])
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(1, 2, 1), MeshShape(1, 1, 2)], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(MeshShape(1, 2, 1), id="dp2"),
+        pytest.param(MeshShape(1, 1, 2), id="tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_data_or_tensor_parallelism_alone(processes: LocalProcesses, mesh):
     check(processes.run(2, trained, mesh, "gpipe", M, 20), mesh, M, 20)
 
@@ -286,6 +298,7 @@ def one_mesh_after_another(rank: int) -> list:
     return [trained(rank, mesh, "1f1b", M, steps=1)[0] for mesh in FOLLOWING]
 
 
+@pytest.mark.slow
 def test_pipelines_on_several_meshes_follow_one_another_in_the_same_processes():
     # New processes: DTensor keeps what it knows of a mesh longer than a worker's process group lives.
     with LocalProcesses(4) as fresh:

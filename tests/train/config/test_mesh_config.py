@@ -165,6 +165,7 @@ def test_pipelines_of_threads_side_by_side_are_the_unsplit_loop(tmp_path: Path, 
     assert_like(reference, config)
 
 
+@pytest.mark.slow
 def test_eight_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path, reference):
     config = on_a_mesh(tmp_path)
     (tmp_path / "run.toml").write_text(config_file.dump(config))
@@ -185,6 +186,7 @@ def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_ends_every_process_with_exit_code_2(tmp_path: Path):
     config = on_a_mesh(tmp_path, pp=1, tp=2)
     (tmp_path / "run.toml").write_text(config_file.dump(config))
@@ -234,6 +236,7 @@ def tokens(root: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "schedule", "parallel"),
     [
