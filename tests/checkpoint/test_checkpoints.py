@@ -22,7 +22,10 @@ from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, step
 from tests.support.states import joined
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b", "dualpipe-v"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["zb-h1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1f1b", "interleaved-1f1b", "dualpipe-v"))],
+)
 def test_ten_and_ten_steps_are_twenty_bit_for_bit_with_dropout(tmp_path: Path, schedule: str):
     options = {"ranks": 2, "schedule": schedule, "dropout": 0.3}
     options |= {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}

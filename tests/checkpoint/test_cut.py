@@ -39,6 +39,7 @@ def go_on(rank: int, folder: Path, mesh: MeshShape | None):
         return losses, loaded, state_of(pipe, optimizer)
 
 
+@pytest.mark.slow
 def test_gpt2_is_saved_whole_and_goes_on_cut_and_uncut(tmp_path: Path, processes: LocalProcesses):
     losses, before = [], None
     for mesh in (MeshShape(1, 1, 2), None, MeshShape(1, 1, 4)):

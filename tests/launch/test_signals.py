@@ -109,6 +109,7 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
     same(folder, tmp_path / "runs" / "once")
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
     config = config_of(tmp_path, text_folder(tmp_path), "twice", 4, train={"checkpoint_every": 1})
     done = started(config, "0:0:3:interrupt_twice")

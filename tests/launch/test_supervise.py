@@ -34,6 +34,7 @@ def until(holds: Callable[[], bool], limit: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_sigterm_is_handed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -55,6 +56,7 @@ def test_a_killed_rank_is_started_again_and_sigterm_is_handed_on(
     same(folder, tmp_path / "runs" / "once")
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_and_its_ranks_together_is_one_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -187,6 +189,7 @@ def test_bad_input_starts_nothing(config: Config, tmp_path: Path, monkeypatch: p
     assert "--restarts starts the processes itself" in result.output
 
 
+@pytest.mark.slow
 def test_a_run_under_torchrun_goes_on_by_itself_and_sigterm_saves_it(tmp_path: Path):
     text = text_folder(tmp_path)
     run(config_of(tmp_path, text, "once", 6, runtime={"threads": 1}))

@@ -202,6 +202,7 @@ def test_a_frozen_stage_passes_no_gradient_and_trains_nothing():
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_lines_one_process_a_rank():
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     code = ROOT / "tests" / "support" / "under_torchrun.py"

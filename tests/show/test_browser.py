@@ -22,6 +22,8 @@ from tests.support.measured import kept_run, measured
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:

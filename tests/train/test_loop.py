@@ -29,7 +29,12 @@ def quietly(steps: int, leads: bool) -> Silent:
     return Silent()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+FAST = ("1f1b", "zb-h1", "dualpipe", "interleaved-1f1b")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
+)
 def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
     config = tiny(tmp_path, text_folder(tmp_path), schedule={"name": name}, model={"layers": 8})
     outcome = train(config, quietly)

@@ -24,10 +24,18 @@ from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, metrics, run, same, stopped_at
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("trained")
+    run(config_of(root, text_folder(root), "straight", 6))
+    return root
+
+
 @pytest.fixture
-def straight(tmp_path: Path) -> Path:
+def straight(tmp_path: Path, trained: Path) -> Path:
     """A run of 6 steps, in one go."""
-    run(config_of(tmp_path, text_folder(tmp_path), "straight", 6))
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path / "runs" / "straight"
 
 

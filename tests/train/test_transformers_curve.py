@@ -36,7 +36,7 @@ def config_of(root: Path, family: str, ranks: int) -> Config:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", MODELS)
 def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, tmp_path: Path):
     config = config_of(tmp_path, family, ranks)
@@ -55,6 +55,7 @@ def in_processes(rank: int, config: Config) -> None:
     train(config, lambda steps, leads: Silent())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "ranks"), [("gpt2", 4), ("llama", 2)])
 def test_processes_give_the_curve_of_plain_transformers(
     family: str, ranks: int, tmp_path: Path, processes: LocalProcesses

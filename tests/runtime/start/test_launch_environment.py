@@ -181,10 +181,10 @@ def processes(
         for k, v in os.environ.items()
         if not k.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_")) and k != STORE
     }
+    paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     started = [
         subprocess.Popen(
-            command, env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | one, cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            command, env=inherited | paths | one, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for one in environments
     ]  # fmt: skip

@@ -145,7 +145,12 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+FAST = ("pp2 dp2", "pp2 tp2, tp outermost, along the sequence", "pp2 dp2, ZeRO")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MESHES]
+)
 def test_training_on_a_mesh_is_the_unsplit_loop(
     name: str, tmp_path: Path, processes: LocalProcesses, reference
 ):

@@ -117,6 +117,7 @@ def side_by_side(rank: int, folder: Path) -> int:
         return pipe.replica
 
 
+@pytest.mark.slow
 def test_of_pipelines_side_by_side_the_first_is_kept(tmp_path: Path, processes: LocalProcesses):
     assert processes.run(4, side_by_side, tmp_path) == [0, 1, 0, 1]
     found = read_run(tmp_path)
