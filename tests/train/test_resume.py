@@ -188,12 +188,14 @@ def test_other_data_is_refused_by_name_or_accepted_once(tmp_path: Path, straight
     assert not any("was not made with" in line for line in told)
 
 
-def test_a_checkpoint_that_does_not_know_its_data_is_gone_on_from_with_a_word(tmp_path: Path, straight: Path):
+def test_a_checkpoint_that_does_not_know_its_data_is_gone_on_from_with_a_word(
+    tmp_path: Path, trained: Path, straight: Path
+):
     path = steps_in(straight / "checkpoints")[0][1]
     manifest = read_manifest(path)
     extra = {key: value for key, value in manifest.values["extra"].items() if key != "data"}
     (path / MANIFEST).write_bytes(dump(replace(manifest, values={**manifest.values, "extra": extra})))
-    said = run(config_of(tmp_path, tmp_path / "text", "straight", 8, str(straight)))
+    said = run(config_of(tmp_path, trained / "text", "straight", 8, str(straight)))
     assert f"{path} has no digest of its data; whether it is the same now is not known" in said
 
 
