@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import shutil
 import signal
@@ -38,6 +39,9 @@ SETTINGS: dict[str, object] = {
     "train.eval_every": 1_000_000,
 }
 ACTIONS = ("kill", "stop", "delay")
+QUICK_STEPS, QUICK_FAULTS, QUICK_EVERY = 140, 3, 8.0
+"""With ``--quick``: no more faults than restarts are allowed without a newer checkpoint."""
+
 DELAY = 2.0
 """Seconds: shorter than the timeout, so that a delay alone ends nothing."""
 
@@ -56,18 +60,20 @@ def victim(root: Path, steps: int, restarts: int) -> Victim:
     ).start()
 
 
-def run(root: Path, steps: int, chance: random.Random | None, every: float = 30.0) -> Ended:
-    """Run to the end, disturbed every so many seconds if there is a chance."""
+def run(
+    root: Path, steps: int, chance: random.Random | None, every: float = 30.0, faults: float = math.inf
+) -> Ended:
+    """Run to the end, disturbed every so many seconds if there is a chance, by so many faults at most."""
     started = victim(root, steps, 3)
     if chance is None:
         return started.wait(7200.0)
     began, number = time.monotonic(), 0
-    while started.running():
+    while started.running() and number < faults:
         number += 1
         while started.running() and time.monotonic() < began + number * every:
             time.sleep(0.1)
         strike(started, chance)
-    return started.wait(600.0)
+    return started.wait(7200.0)
 
 
 def strike(started: Victim, chance: random.Random) -> None:
@@ -97,21 +103,21 @@ def seconds_a_step(ended: Ended) -> float:
     return statistics.median(spans) / between
 
 
-def clean_run(root: Path, minutes: float) -> tuple[int, dict[str, bytes]]:
+def clean_run(root: Path, minutes: float, quick: bool) -> tuple[int, dict[str, bytes]]:
     """How many steps a clean run took, and its weights; one that is there already is not done again."""
     folder = root / "clean" / "runs" / "run"
     if not (found := weights(folder)):
         # Restarts and steps done again take time as well: about two thirds are left for steps.
-        steps = int(40 * minutes / calibrate(root / "calibrated"))
+        steps = QUICK_STEPS if quick else int(40 * minutes / calibrate(root / "calibrated"))
         found = weights(run(root / "clean", steps, None).folder)
     return load(folder / "config.toml").train.steps, found
 
 
-def soak(root: Path, minutes: float, every: float, seed: int) -> dict[str, Any]:
+def soak(root: Path, minutes: float, every: float, seed: int, quick: bool) -> dict[str, Any]:
     """Run clean, then disturbed."""
-    steps, wanted = clean_run(root, minutes)
+    steps, wanted = clean_run(root, minutes, quick)
     shutil.rmtree(root / "disturbed", ignore_errors=True)
-    ended = run(root / "disturbed", steps, random.Random(seed), every)
+    ended = run(root / "disturbed", steps, random.Random(seed), every, QUICK_FAULTS if quick else math.inf)
     found, seconds, each = weights(ended.folder), ended.over - ended.began, seconds_a_step(ended)
     return {
         "steps": steps,
@@ -128,11 +134,10 @@ def soak(root: Path, minutes: float, every: float, seed: int) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run clean, then disturbed."""
-    minutes = options.minutes or (0.25 if options.quick else 30.0)
-    every = options.every or (4.0 if options.quick else 30.0)
+    every = options.every or (QUICK_EVERY if options.quick else 30.0)
     with contextlib.ExitStack() as stack:
         folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-"))
-        result = soak(Path(folder), minutes, every, options.seed)
+        result = soak(Path(folder), options.minutes, every, options.seed, options.quick)
     for name, value in result.items():
         yield f"{name}: {value}"
     return result
@@ -140,7 +145,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The bench's own arguments."""
-    parser.add_argument("--minutes", type=float, help="of the disturbed run (default 30)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the disturbed run")
     parser.add_argument("--every", type=float, help="seconds from one fault to the next (default 30)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the runs; it stays")

@@ -207,11 +207,9 @@ def never_answers(rank: int) -> str:
     raise AssertionError("the step did not fail")
 
 
-def test_a_rank_that_never_answers_ends_the_wait_of_the_others():
-    with LocalProcesses(2) as pool:
-        assert pool.run(2, never_answers)[0].startswith(
-            ("WaitTimeoutError: waited 1 s for rank 1", "PeerError")
-        )
+def test_a_rank_that_never_answers_ends_the_wait_of_the_others(processes: LocalProcesses):
+    told, _ = processes.run(2, never_answers)
+    assert told.startswith(("WaitTimeoutError: waited 1 s for rank 1", "PeerError"))
 
 
 def test_a_shape_the_next_stage_cannot_take_is_named():
