@@ -67,22 +67,22 @@ def run(
     started = victim(root, steps, 3)
     if chance is None:
         return started.wait(7200.0)
-    began, number = time.monotonic(), 0
-    while started.running() and number < faults:
+    began, number, struck = time.monotonic(), 0, 0
+    while started.running() and struck < faults:
         number += 1
         while started.running() and time.monotonic() < began + number * every:
             time.sleep(0.1)
-        strike(started, chance)
+        struck += strike(started, chance)
     return started.wait(7200.0)
 
 
-def strike(started: Victim, chance: random.Random) -> None:
-    """One fault for one rank that is training, if any is."""
+def strike(started: Victim, chance: random.Random) -> bool:
+    """One fault for one rank that is training, if any is; whether there was one."""
     action = chance.choice(ACTIONS)
     pids = {event["pid"]: event["rank"] for event in started.events() if event["what"] == "step"}
     living = [pid for pid in started.processes_left() if pid in pids]
     if not living:
-        return
+        return False
     pid = chance.choice(sorted(living))
     try:
         started.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP, pid=pid)
@@ -90,8 +90,9 @@ def strike(started: Victim, chance: random.Random) -> None:
             time.sleep(DELAY)
             started.send(signal.SIGCONT, pid=pid)
     except ProcessLookupError:
-        return
+        return False
     started.note("fault", action=action, struck=pids[pid])
+    return True
 
 
 def seconds_a_step(ended: Ended) -> float:

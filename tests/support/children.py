@@ -26,7 +26,7 @@ def end_with_this_process() -> None:
     own = f"{os.getpid()}-{time.time_ns()}"
     os.environ[MARK] = "/".join(filter(None, (os.environ.get(MARK), own)))
     null = [(os.POSIX_SPAWN_OPEN, end, os.devnull, os.O_RDWR, 0) for end in range(3)]
-    command = [sys.executable, "-I", __file__, str(os.getpid()), own]
+    command = [sys.executable, "-IS", __file__, str(os.getpid()), own]
     os.posix_spawn(command[0], command, environment, file_actions=null, setsid=True)
 
 
