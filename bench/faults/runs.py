@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,13 @@ class Victim:
 
     def kill(self) -> None:
         """End all that is left of it."""
-        for pid in running_in(MARK, str(self.root)):
-            os.kill(pid, signal.SIGKILL)
+        while left := running_in(MARK, str(self.root)):
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        if self._process is not None:
+            self._process.wait()
 
     def _said(self, name: str) -> str:
         return (self.root / name).read_text("utf-8", "replace")
