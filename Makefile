@@ -1,11 +1,14 @@
-# Three targets: setup (what the others share), demo, test. Each may be run again; what is done is skipped.
+# Targets: setup (what the others share), demo, test, test-slow (the rest of the tests). Each may be run again; what is done
+# is skipped. `make coverage` runs all tests and prints the lines and branches of src that they reach.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 STAMP := $(VENV)/.penstock-installed
 
-.PHONY: setup demo test lint
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.PHONY: setup demo test test-slow lint coverage
 
 setup: $(STAMP)
 
@@ -23,4 +26,13 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-slow: setup
+	$(PYTEST) --no-loadscope-reorder -m slow
+
+coverage: setup
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report

@@ -4,7 +4,7 @@ The built-in model on two ranks in threads, 1F1B, AdamW and clipping. Times are 
 alternating runs. Bytes are the whole pipeline's: weights, gradients and optimizer (its state, and main weights) are
 counted, activations are the largest sum over ranks of what the stages measure, after each rank's fullest op.
 
-    python -m bench.bf16 [--rounds N] [--json]
+    python -m bench.bf16 [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from bench.compare import alternate, emit, machine, ratio
+from bench.compare import Figures, alternate, main, ratio
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.layers import Layer
@@ -103,14 +103,8 @@ def size(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """All variants in turn; then the bytes of each."""
     torch.set_num_threads(RANKS)
     contestants = {name: Contestant(*given) for name, given in VARIANTS.items()}
     runs: dict[str, Callable[[], float]] = {name: c.step for name, c in contestants.items()}
@@ -119,9 +113,9 @@ def main() -> None:
     for contestant in contestants.values():
         contestant.pipe.close()
     totals = {name: sum(parts.values()) for name, parts in held.items()}
-    lines = [
-        f"{'':15}{'step/fp32':>10}{'seconds':>9}{'loss':>8}" + "".join(f"{p:>13}" for p in (*PARTS, "total"))
-    ]
+    yield f"{'':15}{'step/fp32':>10}{'seconds':>9}{'loss':>8}" + "".join(
+        f"{p:>13}" for p in (*PARTS, "total")
+    )
     rows = {}
     for name, parts in held.items():
         rows[name] = {
@@ -132,15 +126,17 @@ def main() -> None:
             "bytes": parts,
         }
         sizes = "".join(f"{value / 2**20:10.1f} MB" for value in (*parts.values(), totals[name]))
-        lines.append(
+        yield (
             f"{name:15}{rows[name]['time over fp32']:10.2f}{statistics.median(times[name]):9.3f}"
             f"{contestants[name].loss:8.4f}{sizes}"
         )
-    lines.append(f"{options.rounds} rounds, median of the ratios round by round; {machine()}")
+    yield f"{options.rounds} rounds, median of the ratios round by round"
     weights = rows["bf16 weights"]
-    emit({"ours": weights["seconds"], "peer": rows["fp32"]["seconds"], "ratio": weights["time over fp32"],
-          "variants": rows, "machine": machine(), "rounds": options.rounds}, lines, options.json)  # fmt: skip
+    return {
+        "ours": weights["seconds"], "peer": rows["fp32"]["seconds"], "ratio": weights["time over fp32"],
+        "variants": rows, "rounds": options.rounds,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=5)

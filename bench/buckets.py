@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.compare import alternate, emit, machine, ratio
+from bench.compare import Figures, alternate, main, ratio
 from bench.peer import Job
 from bench.sleep import nap_until, oversleep
 from penstock.parallel.data.buckets import GradientBuckets
@@ -171,15 +171,15 @@ def hideable(share: float) -> float:
     return (BACKWARD + share * BACKWARD - free) / (share * BACKWARD)
 
 
-def real(pool: LocalProcesses, rounds: int, mib: float) -> tuple[dict[str, Any], list[str]]:
+def real(pool: LocalProcesses, rounds: int, mib: float) -> Figures:
     """Ours beside DDP and the blocking version."""
     times = pool.run(RANKS, contest, rounds, mib, timeout=600)[0]
     exposed = {
         name: statistics.median(a - b for a, b in zip(times[name], times["without"], strict=True))
         for name in ("ours", "ddp", "blocking")
     }
-    step = {name: statistics.median(found) for name, found in times.items()}
-    found = {
+    step = {name: statistics.median(seconds) for name, seconds in times.items()}
+    result = {
         "ours": step["ours"],
         "peer": step["ddp"],
         "ratio": ratio(times["ours"], times["ddp"]),
@@ -187,24 +187,23 @@ def real(pool: LocalProcesses, rounds: int, mib: float) -> tuple[dict[str, Any],
         "exposed": exposed,
         "exposed over blocking": exposed["ours"] / exposed["blocking"],
     }
-    lines = [f"{'':10}{'step':>10}{'exposed':>10}  (seconds)"]
+    yield f"{'':10}{'step':>10}{'exposed':>10}  (seconds)"
     for name in ("ours", "ddp", "blocking", "without"):
         hidden = f"{exposed[name]:10.4f}" if name in exposed else ""
-        lines.append(f"{name:10}{step[name]:10.4f}{hidden}")
-    lines.append(f"step, ours over DDP: {found['ratio']:.3f} (median of {rounds} rounds, one by one)")
-    lines.append(f"exposed, ours over blocking: {found['exposed over blocking']:.3f}")
-    return found, [*lines, f"buckets of {mib:g} MiB, the first of 1"]
+        yield f"{name:10}{step[name]:10.4f}{hidden}"
+    yield f"step, ours over DDP: {result['ratio']:.3f} (median of {rounds} rounds, one by one)"
+    yield f"exposed, ours over blocking: {result['exposed over blocking']:.3f}"
+    yield f"buckets of {mib:g} MiB, the first of 1"
+    return result
 
 
-def slept(pool: LocalProcesses, rounds: int, ratios: tuple[float, ...]) -> tuple[dict[str, Any], list[str]]:
+def slept(pool: LocalProcesses, rounds: int, ratios: tuple[float, ...]) -> Figures:
     """The share of the reduction that is hidden, and what that is worth, over the ratio."""
     rows = []
-    lines = [
-        f"{'communication/backward':>22}{'blocking':>10}{'ours':>8}{'without':>9}{'hidden':>9}{'throughput':>12}"
-    ]
+    yield f"{'communication/backward':>22}{'blocking':>10}{'ours':>8}{'without':>9}{'hidden':>9}{'throughput':>12}"
     for share in ratios:
         times = pool.run(RANKS, sleeping, share, rounds, timeout=600)[0]
-        step = {name: statistics.median(found) for name, found in times.items()}
+        step = {name: statistics.median(seconds) for name, seconds in times.items()}
         saved = statistics.median(
             (a - b) / (a - c)
             for a, b, c in zip(times["blocking"], times["ours"], times["without"], strict=True)
@@ -216,35 +215,30 @@ def slept(pool: LocalProcesses, rounds: int, ratios: tuple[float, ...]) -> tuple
             "throughput": ratio(times["blocking"], times["ours"]) - 1,
         }
         rows.append(row)
-        lines.append(
+        yield (
             f"{share:22.1f}{step['blocking']:10.3f}{step['ours']:8.3f}{step['without']:9.3f}"
             f"{row['hidden']:9.1%}{row['throughput']:+12.1%}"
         )
-    lines.append(
-        f"hidden: of what can be; throughput: over blocking, the forward taking {FORWARD / BACKWARD:g} of the backward"
-    )
+    yield f"hidden: of what can be; throughput: over blocking, the forward taking {FORWARD / BACKWARD:g} of the backward"
     at = next((row for row in rows if row["ratio"] == CLAIMED), rows[0])
-    return {"rows": rows, "hidden": min(row["hidden"] for row in rows), "at": at}, lines
+    return {"rows": rows, "hidden": min(row["hidden"] for row in rows), "at": at}
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--bucket-mib", type=float, default=25.0)
-    parser.add_argument("--sleep", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="with --sleep, the ratio of the claim alone")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Computing replicas, or sleeping ones."""
     with LocalProcesses(RANKS) as pool:
         if options.sleep:
-            found, lines = slept(pool, options.rounds, (CLAIMED,) if options.quick else RATIOS)
+            result = yield from slept(pool, options.rounds, (CLAIMED,) if options.quick else RATIOS)
         else:
-            found, lines = real(pool, options.rounds, options.bucket_mib)
-    emit({**found, "machine": machine(), "rounds": options.rounds}, [*lines, machine()], options.json)
+            result = yield from real(pool, options.rounds, options.bucket_mib)
+    return {**result, "rounds": options.rounds}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
+    parser.add_argument("--bucket-mib", type=float, default=25.0)
+    parser.add_argument("--sleep", action="store_true", help="sleep instead of computing, on a slowed link")
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=9, add=add)

@@ -4,7 +4,7 @@ The pipeline is of two ranks in threads, the optimizer AdamW, and one step is do
 ``save`` takes with nothing being written before it; the blocking save is the same and then the wait until the checkpoint
 has its name, fsync included.
 
-    python -m bench.checkpoint [--width N] [--layers N] [--rounds N] [--json]
+    python -m bench.checkpoint [--width N] [--layers N] [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from bench.compare import emit, machine
+from bench.compare import Figures, main
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import read_manifest
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 
 
-def measure(folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:
+def saved(folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:
     """Seconds of a save's stall and of a blocking save, medians; bytes of a checkpoint."""
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
@@ -56,26 +56,22 @@ def measure(folder: Path, width: int, layers: int, rounds: int) -> dict[str, flo
     }
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def measure(options: argparse.Namespace) -> Figures:
+    """The stall and the blocking save."""
+    with tempfile.TemporaryDirectory() as place:
+        result = saved(Path(place), options.width, options.layers, options.rounds)
+    yield f"checkpoint     {result['bytes'] / 1e6:.1f} MB"
+    yield f"blocking save  {result['blocking_seconds'] * 1e3:.1f} ms"
+    yield f"stall          {result['stall_seconds'] * 1e3:.1f} ms: {result['stall_share']:.1%} of it"
+    yield f"{options.rounds} rounds, medians"
+    return {**result, "rounds": options.rounds}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        found = measure(Path(place), options.width, options.layers, options.rounds)
-    lines = [
-        f"checkpoint     {found['bytes'] / 1e6:.1f} MB",
-        f"blocking save  {found['blocking_seconds'] * 1e3:.1f} ms",
-        f"stall          {found['stall_seconds'] * 1e3:.1f} ms: {found['stall_share']:.1%} of it",
-        f"{options.rounds} rounds, medians; {machine()}",
-    ]
-    emit({**found, "machine": machine(), "rounds": options.rounds}, lines, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=5, add=add)

@@ -1,13 +1,65 @@
-"""What every comparison shares: alternating runs, medians, one table or one JSON object."""
+"""What every bench shares: its command line, alternating runs, medians, and one table or one JSON object."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
-import torch
+from tests.support.children import end_with_this_process
+
+Figures = Generator[str, None, dict[str, Any]]
+"""A measurement under way: it yields the lines of its table, and returns the figures."""
+
+
+def main(
+    measure: Callable[[argparse.Namespace], Figures],
+    doc: str | None,
+    *,
+    rounds: int | None = None,
+    add: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> dict[str, Any]:
+    """Read the command line, measure, print the figures and the machine; no process is left behind, however it ends.
+
+    Args:
+        measure: called with the options.
+        doc: description for ``--help``, the module's docstring.
+        rounds: default of ``--rounds``, which ``--quick`` makes 1; None for a bench without rounds.
+        add: adds the bench's own arguments to the parser.
+
+    Returns:
+        The figures.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds", type=int, help=f"of all contestants (default {rounds}, with --quick 1)"
+        )
+    if add is not None:
+        add(parser)
+    parser.add_argument("--quick", action="store_true", help="every figure from the fewest cases and rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if rounds is not None and options.rounds is None:
+        options.rounds = 1 if options.quick else rounds
+    end_with_this_process()
+    result = printed(measure(options), quiet=options.json)
+    print(json.dumps({**result, "machine": machine()}) if options.json else machine())
+    return result
+
+
+def printed(figures: Figures, quiet: bool) -> dict[str, Any]:
+    """Print lines as they come, unless quiet, and return the figures."""
+    while True:
+        try:
+            line = next(figures)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]  # StopIteration does not say
+        if not quiet:
+            print(line, flush=True)
 
 
 def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -31,12 +83,6 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def machine() -> str:
     """The machine in a few words."""
+    import torch
+
     return f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-
-
-def emit(result: Mapping[str, object], lines: Sequence[str], as_json: bool) -> None:
-    """Print one JSON object, or the lines."""
-    if as_json:
-        print(json.dumps(result))
-    else:
-        print("\n".join(lines))

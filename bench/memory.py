@@ -5,7 +5,7 @@ between ops, what is alive and no parameter gradient is activations. Predicted i
 bytes one microbatch keeps alive on each stage (what I leaves behind for W is less than what F saved), measured the same
 way with nothing else around. Four ranks in threads.
 
-    python -m bench.memory [--json]
+    python -m bench.memory [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.compare import emit, machine
+from bench.compare import Figures, main
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.memory import peak
@@ -34,6 +34,7 @@ from penstock.train.model.verify_target import next_token_loss
 
 RANKS, SEQUENCE, ROWS = 4, 64, 2
 NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "v-min")
+QUICK = ("1f1b", "zb-v")
 CONFIG = ModelConfig(vocabulary=256, width=64, layers=16, heads=4, kv_heads=4, hidden=256)
 
 
@@ -161,32 +162,23 @@ def predicted(name: str, count: int) -> list[int]:
     return peak(schedule, saved, waiting, freed_at="B").tolist()
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Every schedule with two numbers of microbatches."""
     torch.set_num_threads(RANKS)
-    rows, lines = (
-        [],
-        [f"{'schedule':18}{'m':>4}  {'measured / predicted, by rank':40}{'largest peak MB':>16}"],
-    )
-    for name in NAMES:
+    rows = []
+    yield f"{'schedule':18}{'m':>4}  {'measured / predicted, by rank':40}{'largest peak MB':>16}"
+    for name in QUICK if options.quick else NAMES:
         for count in (2 * RANKS, 4 * RANKS):
             ours, expected = measured(name, count), predicted(name, count)
             ratios = [a / b for a, b in zip(ours, expected, strict=True)]
             rows.append({"schedule": name, "microbatches": count, "measured": ours, "predicted": expected})
             shown = " ".join(f"{r:.3f}" for r in ratios)
-            lines.append(f"{name:18}{count:4}  {shown:40}{max(ours) / 2**20:16.1f}")
+            yield f"{name:18}{count:4}  {shown:40}{max(ours) / 2**20:16.1f}"
     worst = max(abs(a / b - 1) for r in rows for a, b in zip(r["measured"], r["predicted"], strict=True))
-    lines.append(f"largest deviation {worst:.1%}; {machine()}")
+    yield f"largest deviation {worst:.1%}"
     total = [sum(sum(r[k]) for r in rows) for k in ("measured", "predicted")]
-    emit(
-        {"ours": total[0], "peer": total[1], "ratio": total[0] / total[1], "rows": rows}, lines, options.json
-    )
+    return {"ours": total[0], "peer": total[1], "ratio": total[0] / total[1], "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__)

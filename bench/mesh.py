@@ -8,7 +8,7 @@ must have the very same bits at the end.
 
 Then AdamW with its state divided among 1, 2 and 4 replicas: against the whole one, and how many bytes a rank keeps.
 
-    python -m bench.mesh [--steps N] [--mesh PPxDPxTP ...] [--schedule NAME ...] [--zero] [--json]
+    python -m bench.mesh [--steps N] [--mesh PPxDPxTP ...] [--schedule NAME ...] [--zero] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.compare import emit, machine
+from bench.compare import Figures, main
 from penstock.errors import ConfigError
 from penstock.parallel.dtensor import full_tensor
 from penstock.parallel.mesh import MeshShape
@@ -42,6 +42,7 @@ MESHES = (
     MeshShape(2, 1, 2),
     MeshShape(2, 2, 2),
 )
+BY_NAME = {f"{mesh.pp}x{mesh.dp}x{mesh.tp}": mesh for mesh in MESHES}
 ZERO_MESHES = (MeshShape(1, 1, 1), MeshShape(1, 2, 1), MeshShape(1, 4, 1), MeshShape(1, 2, 2))
 SEQUENCE, STEPS = 8, 20
 TWO_WAYS = ("chimera", "dualpipe", "dualpipe-v")
@@ -179,60 +180,48 @@ def zero_rows(pool: LocalProcesses, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=STEPS)
-    by_name = {f"{mesh.pp}x{mesh.dp}x{mesh.tp}": mesh for mesh in MESHES}
-    parser.add_argument("--mesh", nargs="+", choices=by_name, default=list(by_name), metavar="PPxDPxTP")
-    parser.add_argument("--schedule", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--zero", action="store_true", help="only ZeRO-1 beside the whole optimizer")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Every schedule on every mesh, then the divided optimizer."""
     torch.set_num_threads(1)
-    found: dict[str, dict[str, Any]] = {}
-
-    def say(line: str) -> None:
-        """As it comes: all of it takes minutes."""
-        if not options.json:
-            print(line, flush=True)
-
-    with LocalProcesses(max(4, *(by_name[name].ranks for name in options.mesh))) as pool:
-        for mesh in () if options.zero else map(by_name.__getitem__, options.mesh):
-            say(f"{mesh!s:24}{'losses':>10}{'gradients':>12}{'weights':>10}   replicas")
-            rows = found[str(mesh)] = {}
-            floor = compared([alone(4 * mesh.dp, options.steps, True)], 4 * mesh.dp, options.steps)
-            say(
-                "".join(
-                    [
-                        f"{'one process, reversed':24}",
-                        *(f"{v:{w}.1e}" for v, w in zip(floor.values(), (10, 12, 10), strict=True)),
-                    ]
-                )
-            )
-            for name in options.schedule:
+    steps = options.steps or (2 if options.quick else STEPS)
+    meshes = [BY_NAME[name] for name in options.mesh or (["2x2x1"] if options.quick else BY_NAME)]
+    schedules = options.schedule or (["1f1b", "zb-v"] if options.quick else list(FAMILIES))
+    result: dict[str, dict[str, Any]] = {}
+    with LocalProcesses(max(4, *(mesh.ranks for mesh in meshes))) as pool:
+        for mesh in () if options.zero else meshes:
+            yield f"{mesh!s:24}{'losses':>10}{'gradients':>12}{'weights':>10}   replicas"
+            rows = result[str(mesh)] = {}
+            floor = compared([alone(4 * mesh.dp, steps, True)], 4 * mesh.dp, steps)
+            figures = [f"{v:{w}.1e}" for v, w in zip(floor.values(), (10, 12, 10), strict=True)]
+            yield "".join([f"{'one process, reversed':24}", *figures])
+            for name in schedules:
                 try:
-                    row = rows[name] = deviation(pool, mesh, name, options.steps)
+                    row = rows[name] = deviation(pool, mesh, name, steps)
                 except ConfigError as error:
-                    say(f"{name:24}  {str(error).partition(';')[0]}")
+                    yield f"{name:24}  {str(error).partition(';')[0]}"
                     continue
                 same = "same bits" if row["same bits"] else "DIFFER"
-                say(f"{name:24}{row['losses']:10.1e}{row['gradients']:12.1e}{row['weights']:10.1e}   {same}")
-            say("")
-        zero = zero_rows(pool, options.steps)
-    say(f"{'AdamW':24}{'weights':>10}   replicas   {'bytes a rank':>14}{'without ZeRO':>14}{'ratio':>10}")
+                yield f"{name:24}{row['losses']:10.1e}{row['gradients']:12.1e}{row['weights']:10.1e}   {same}"
+            yield ""
+        zero = zero_rows(pool, steps)
+    yield f"{'AdamW':24}{'weights':>10}   replicas   {'bytes a rank':>14}{'without ZeRO':>14}{'ratio':>10}"
     for row in zero:
         same, most = "same bits" if row["same bits"] else "DIFFER", max(row["bytes"])
-        say(
+        yield (
             f"{row['mesh']:<24}{row['weights']:10.1e}   {same}  {most:14,}{row['plain bytes']:14,}"
             f"{most / row['plain bytes']:10.4f}"
         )
-    say(f"{options.steps} steps; {machine()}")
-    if options.json:
-        emit({"meshes": found, "zero": zero, "machine": machine(), "steps": options.steps}, [], True)
+    yield f"{steps} steps"
+    return {"meshes": result, "zero": zero, "steps": steps}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
+    parser.add_argument("--steps", type=int, help=f"of training (default {STEPS})")
+    parser.add_argument("--mesh", nargs="+", choices=BY_NAME, metavar="PPxDPxTP", help="default all of them")
+    parser.add_argument("--schedule", nargs="+", choices=sorted(FAMILIES), help="default all of them")
+    parser.add_argument("--zero", action="store_true", help="only ZeRO-1 beside the whole optimizer")
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, add=add)

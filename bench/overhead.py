@@ -3,7 +3,7 @@
 Stages are one linear layer of width 64 on a sequence of 16; 2 ranks, 32 microbatches. In processes the peer is
 torch.distributed.pipelining; in threads, for GPipe, torchgpipe.
 
-    python -m bench.overhead [--rounds N] [--json]
+    python -m bench.overhead [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from bench.compare import alternate, emit, machine, ratio
+from bench.compare import Figures, alternate, main, ratio
 from bench.peer import Job, race, single_step, torchgpipe_step
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
@@ -54,15 +54,10 @@ def threads(schedule: str, virtual: int, rounds: int) -> dict[str, list[float]]:
         return alternate({name: lambda run=run: timed(run) for name, run in runs.items()}, rounds)
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows, lines = {}, [f"{'processes':22} {'ours ms':>9} {'peer ms':>9} {'ours/peer':>10} {'our us/op':>10}"]
+def measure(options: argparse.Namespace) -> Figures:
+    """Every case in processes, then in threads."""
+    rows: dict[str, dict[str, float]] = {}
+    yield f"{'processes':22} {'ours ms':>9} {'peer ms':>9} {'ours/peer':>10} {'our us/op':>10}"
     with LocalProcesses(RANKS) as pool:
         for schedule, virtual in CASES:
             one = job(schedule, virtual)
@@ -78,32 +73,22 @@ def main() -> None:
                 "microseconds_per_op": (ours - half) / ops * 1e6,
             }
             extra = rows[key]["microseconds_per_op"]
-            lines.append(
-                f"{key:22} {ours * 1e3:9.1f} {peer * 1e3:9.1f} {rows[key]['ratio']:10.3f} {extra:10.0f}"
-            )
+            yield f"{key:22} {ours * 1e3:9.1f} {peer * 1e3:9.1f} {rows[key]['ratio']:10.3f} {extra:10.0f}"
     torch.set_num_threads(1)
     for schedule, virtual in (*CASES, ("gpipe", 1)):
         times = threads(schedule, virtual, options.rounds)
-        middle = {name: statistics.median(found) for name, found in times.items()}
+        middle = {name: statistics.median(seconds) for name, seconds in times.items()}
         row = rows.setdefault(f"{schedule} v={virtual}", {})
         row |= {"threads": middle["ours"], "unsplit": middle["unsplit"]}
         line = f"threads {schedule} v={virtual}: {middle['ours'] * 1e3:.1f} ms; unsplit {middle['unsplit'] * 1e3:.1f} ms"
         if "torchgpipe" in times:
             row |= {"torchgpipe": middle["torchgpipe"], "ratio": ratio(times["ours"], times["torchgpipe"])}
             line += f"; torchgpipe {middle['torchgpipe'] * 1e3:.1f} ms; ours/torchgpipe {row['ratio']:.3f}"
-        lines.append(line)
-    lines.append(
-        f"us/op: (our step - each process alone on its half of the work) / ops of a rank; {machine()}"
-    )
-    main_row = rows["interleaved-1f1b v=4"]
-    result = {
-        "ours": main_row["ours"],
-        "peer": main_row["peer"],
-        "ratio": main_row["ratio"],
-        "schedules": rows,
-    }
-    emit({**result, "machine": machine()}, lines, options.json)
+        yield line
+    yield "us/op: (our step - each process alone on its half of the work) / ops of a rank"
+    first = rows["interleaved-1f1b v=4"]
+    return {"ours": first["ours"], "peer": first["peer"], "ratio": first["ratio"], "schedules": rows}
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=15)

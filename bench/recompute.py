@@ -5,7 +5,7 @@ between ops, which is what recompute makes small, and the most at any moment, wh
 memory and what a backward needs on the way. Beside it the unsplit model with and without ``torch.utils.checkpoint``
 around every block, and what is alive there after the forward of as many microbatches as the first rank holds.
 
-    python -m bench.recompute [--rounds N] [--json]
+    python -m bench.recompute [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bench.compare import alternate, emit, machine, ratio
+from bench.compare import Figures, alternate, main, ratio
 from bench.memory import Live, watch
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.compute.recompute import Policy
@@ -90,14 +90,8 @@ def plain_memory(checkpointed: bool) -> int:
         return live.bytes // 2
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Times of all policies in turn; then the memory of each."""
     torch.set_num_threads(RANKS)
     x, y = batch()
     pipes = {policy: pipeline(policy) for policy in POLICIES}
@@ -114,22 +108,23 @@ def main() -> None:
     times = alternate(runs, options.rounds)
     for pipe in pipes.values():
         pipe.close()
-    rows, lines = [], [f"{'':22}{'time':>7}{'held between ops':>18}{'at any moment':>16}   (over none)"]
+    rows = []
+    yield f"{'':22}{'time':>7}{'held between ops':>18}{'at any moment':>16}   (over none)"
     base = memory("none")
     for policy in POLICIES:
         between, within = memory(policy)
         slower = ratio(times[f"recompute={policy}"], times["recompute=none"])
         rows.append({"recompute": policy, "time": slower, "between": between, "within": within})
-        lines.append(
+        yield (
             f"{f'recompute={policy}':22}{slower:7.3f}{between / base[0]:8.3f} {between / 2**20:6.2f} MB"
             f"{within / base[1]:6.3f} {within / 2**20:6.2f} MB"
         )
     peer, kept = ratio(times["plain, checkpointed"], times["plain"]), plain_memory(True) / plain_memory(False)
-    lines.append(f"{'plain, checkpointed':22}{peer:7.3f}{kept:8.3f}              (over plain)")
-    lines.append(f"{options.rounds} rounds; {machine()}")
+    yield f"{'plain, checkpointed':22}{peer:7.3f}{kept:8.3f}              (over plain)"
+    yield f"{options.rounds} rounds"
     ours = rows[1]["time"]
-    emit({"ours": ours, "peer": peer, "ratio": ours / peer, "rows": rows}, lines, options.json)
+    return {"ours": ours, "peer": peer, "ratio": ours / peer, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=7)

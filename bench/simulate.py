@@ -1,6 +1,6 @@
 """What the simulator and the catalogue have to show: closed forms, published rates, optima, and speed.
 
-    python -m bench.simulate [--only SECTION ...] [--json]
+    python -m bench.simulate [--only SECTION ...] [--quick] [--json]
 
 Sections, in this order:
 
@@ -15,104 +15,109 @@ Sections, in this order:
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import islice
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
 
-Section = tuple[list[str], Any]
+from bench.compare import Figures, main
+
 SIZES = ((16, 320), (64, 800), (256, 2000), (1024, 4883), (2048, 8192))
+EACH = 12
+"""With ``--quick``, about so many cases of every closed form."""
 
 
-def forms() -> Section:
+def forms(quick: bool) -> Figures:
     """Every closed form, and how many of its cases hold."""
     from bench.closed_forms import outcomes
     from bench.formulas import conditional, exact
 
-    held = list(outcomes(exact()))
+    chosen = list(exact())
+    if quick:
+        chosen = [
+            replace(f, cases=cases[:: 1 + len(cases) // EACH]) for f in chosen if (cases := list(f.cases))
+        ]
+    held = list(outcomes(chosen))
     cases, failed = sum(o.cases for o in held), sum(len(o.failed) for o in held)
-    lines = [f"closed forms: {cases - failed} of {cases} cases exact, {len(held)} forms"]
+    yield f"closed forms: {cases - failed} of {cases} cases exact, {len(held)} forms"
     for o in held:
-        lines.append(f"  {o.family:17} {o.metric:21} {o.cases - len(o.failed):5}/{o.cases:<5} {o.says}")
-        lines += [f"    does not hold: {case}" for case in o.failed]
-    lines.append("as printed, beyond what they hold for:")
+        yield f"  {o.family:17} {o.metric:21} {o.cases - len(o.failed):5}/{o.cases:<5} {o.says}"
+        for case in o.failed:
+            yield f"    does not hold: {case}"
+    yield "as printed, beyond what they hold for:"
     loose = []
-    for form, found in conditional():
+    for form, comment in conditional():
         (o,) = outcomes([form])
-        loose.append({**asdict(o), "found": found})
-        lines.append(
-            f"  {o.family:17} {o.metric:21} {o.cases - len(o.failed):5}/{o.cases:<5} {o.says}: {found}"
-        )
-    return lines, {"cases": cases, "failed": failed, "exact": [asdict(o) for o in held], "conditional": loose}
+        loose.append({**asdict(o), "found": comment})
+        yield f"  {o.family:17} {o.metric:21} {o.cases - len(o.failed):5}/{o.cases:<5} {o.says}: {comment}"
+    return {"cases": cases, "failed": failed, "exact": [asdict(o) for o in held], "conditional": loose}
 
 
-def table() -> Section:
+def table(quick: bool) -> Figures:
     """The zero-bubble paper's table 5, published and ours."""
     from bench.zero_bubble import COLUMNS, rates
 
-    found = list(rates())
+    found = list(islice(rates(), len(COLUMNS) if quick else None))
     fixed = [rate for rate in found if rate.column not in ("zb-1p", "zb-2p")]
     exact = [rate for rate in fixed if round(rate.ours, 4) == rate.published]
     auto = [rate for rate in found if rate not in fixed]
     better = [rate for rate in auto if round(rate.ours, 4) <= rate.published]
-    lines = [
+    yield (
         f"zero-bubble paper, table 5: {len(exact)} of {len(fixed)} rates to four digits; zb-auto no worse than the 1p "
-        f"and 2p columns in {len(better)} of {len(auto)} (rates of the longest rank; published, then ours)",
-        "  model   p    m  " + "".join(f"{column:>16}" for column in COLUMNS),
-    ]
+        f"and 2p columns in {len(better)} of {len(auto)} (rates of the longest rank; published, then ours)"
+    )
+    yield "  model   p    m  " + "".join(f"{column:>16}" for column in COLUMNS)
     for n in range(0, len(found), len(COLUMNS)):
         row = found[n : n + len(COLUMNS)]
         cells = "".join(f"   {rate.published:.4f} {rate.ours:.4f}" for rate in row)
-        lines.append(f"  {row[0].model:6} {row[0].p:2} {row[0].m:4} {cells}")
-    return lines, [asdict(rate) for rate in found]
+        yield f"  {row[0].model:6} {row[0].p:2} {row[0].m:4} {cells}"
+    return {"rates": [asdict(rate) for rate in found]}
 
 
-def regret() -> Section:
+def regret(quick: bool) -> Figures:
     """The most that zb-auto is worse than a handcrafted schedule in its memory."""
     from bench.zero_bubble import regrets
 
-    found = list(regrets())
+    found = list(islice(regrets(), 40 if quick else None))
     longest, whole = (max(found, key=lambda r: getattr(r, name)) for name in ("longest", "makespan"))
     gain = min(found, key=lambda r: r.longest)
-    lines = [
-        f"zb-auto in the memory of zb-h1 (p) and zb-h2 (2p-1), {len(found)} cases with p <= 16, m <= 64, ten cost mixes:",
-        f"  largest regret  {longest.longest:+.2%} of the longest rank, {whole.makespan:+.2%} of the makespan",
+    yield f"zb-auto in the memory of zb-h1 (p) and zb-h2 (2p-1), {len(found)} cases with p <= 16, m <= 64, ten cost mixes:"
+    yield f"  largest regret  {longest.longest:+.2%} of the longest rank, {whole.makespan:+.2%} of the makespan"
+    yield (
         f"  largest gain    {gain.longest:+.2%} of the longest rank, at {gain.handcrafted} p={gain.p} m={gain.m} "
-        f"F,B,W,c={gain.mix}",
-    ]
+        f"F,B,W,c={gain.mix}"
+    )
     worst = {"longest": asdict(longest), "makespan": asdict(whole)}
-    return lines, {"cases": len(found), "largest_regret": worst, "largest_gain": asdict(gain)}
+    return {"cases": len(found), "largest_regret": worst, "largest_gain": asdict(gain)}
 
 
-def optimum() -> Section:
+def optimum(quick: bool) -> Figures:
     """zb-auto and the handcrafted schedules beside the best of all orders."""
     from bench.zero_bubble import gaps
 
-    found = list(gaps())
-    lines = [
-        "makespan at p=4, m=8 beside the optimum (CP-SAT):",
-        "  limit  F,B,W,c            zb-auto  handcrafted  best  proved  zb-auto above proved",
-    ]
-    for gap in found:
+    found = []
+    yield "makespan at p=4, m=8 beside the optimum (CP-SAT):"
+    yield "  limit  F,B,W,c            zb-auto  handcrafted  best  proved  zb-auto above proved"
+    for gap in islice(gaps(), 1 if quick else None):
+        found.append(gap)
         above = gap.ours / gap.proved - 1
-        lines.append(
+        yield (
             f"  {gap.limit:5}  {','.join(map(str, gap.mix)):16} {gap.ours:9} {gap.handcrafted:12} {gap.best:5} "
             f"{gap.proved:7} {above:21.2%}"
         )
     worst = max(gap.ours / gap.proved - 1 for gap in found)
-    lines.append(f"  largest: {worst:.2%}")
-    return lines, {"largest": worst, "cases": [asdict(gap) for gap in found]}
+    yield f"  largest: {worst:.2%}"
+    return {"largest": worst, "cases": [asdict(gap) for gap in found]}
 
 
-def plan() -> Section:
+def plan(quick: bool) -> Figures:
     """A large interleaved schedule from nothing to a simulation, beside PyTorch's construction of its schedule."""
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
     from bench.scaling import case
 
-    p, m, v = 64, 512, 4
+    p, m, v = (8, 64, 4) if quick else (64, 512, 4)
     counts = ("interleaved-1f1b", p, m, v, "--check")
     found = {
         "in a fresh process": case(*counts),
@@ -127,55 +132,51 @@ def plan() -> Section:
     theirs = ScheduleInterleaved1F1B(stages, m)
     seconds = perf_counter() - begin
     assert len(theirs.pipeline_order) == p
-    lines = [f"interleaved, p={p} v={v} m={m}, {found['in a running one']['ops']:,} ops, seconds:"]
+    yield f"interleaved, p={p} v={v} m={m}, {found['in a running one']['ops']:,} ops, seconds:"
     for name, times in found.items():
         parts = ", ".join(f"{key} {times[key]:.3f}" for key in ("build", "check_and_lower", "simulate"))
-        lines.append(f"  {times['total']:6.3f}  {name}: {parts} (and {times['imports']:.2f} of imports)")
-    lines.append(f"  {seconds:6.3f}  PyTorch's ScheduleInterleaved1F1B, planning alone")
-    return lines, {"ours": found, "torch": seconds}
+        yield f"  {times['total']:6.3f}  {name}: {parts} (and {times['imports']:.2f} of imports)"
+    yield f"  {seconds:6.3f}  PyTorch's ScheduleInterleaved1F1B, planning alone"
+    return {"ours": found, "torch": seconds}
 
 
-def scaling() -> Section:
+def scaling(quick: bool) -> Figures:
     """1F1B from ten thousand to tens of millions of ops."""
     from bench.scaling import case
     from penstock.schedule.jit import COMPILE_FROM
 
-    lines = [
-        f"1F1B, seconds (kernels loaded before the clock starts; below {COMPILE_FROM:,} ops they run as plain Python):",
-        "   ranks  microbatches        ops  build  lower  simulate   total     cpu  µs/op  peak GiB",
-    ]
+    yield f"1F1B, seconds (kernels loaded before the clock starts; below {COMPILE_FROM:,} ops they run as plain Python):"
+    yield "   ranks  microbatches        ops  build  lower  simulate   total     cpu  µs/op  peak GiB"
     found = []
-    for p, m in SIZES:
+    for p, m in SIZES[:2] if quick else SIZES:
         times = case("1f1b", p, m, 1, "--warm")
         found.append({"ranks": p, "microbatches": m, **times})
-        lines.append(
+        yield (
             f"  {p:6} {m:13} {times['ops']:10,.0f} {times['build']:6.2f} {times['lower']:6.2f} {times['simulate']:9.2f} "
             f"{times['total']:7.2f} {times['cpu']:7.2f} {times['total'] / times['ops'] * 1e6:6.3f} {times['peak_gib']:9.2f}"
         )
-    return lines, found
+    return {"sizes": found}
 
 
-SECTIONS: dict[str, Callable[[], Section]] = {
+SECTIONS: dict[str, Callable[[bool], Figures]] = {
     section.__name__: section for section in (forms, table, regret, optimum, plan, scaling)
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """The sections that are asked for."""
     results = {}
     for name, section in SECTIONS.items():
-        if name in given.only:
-            lines, results[name] = section()
-            if not given.json:
-                print("\n".join(lines), end="\n\n", flush=True)
-    if given.json:
-        print(json.dumps(results))
+        if name in options.only:
+            results[name] = yield from section(options.quick)
+            yield ""
+    return results
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, add=add)

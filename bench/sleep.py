@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from bench.compare import emit, machine
+from bench.compare import Figures, main
 from bench.peer import SCHEDULES
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
@@ -206,48 +207,35 @@ def predicted(name: str, ranks: int, microbatches: int, each: dict[str, float]) 
     return float(makespan(simulate(lower(schedule), Costs.of(schedule.placement, f, b, w, full=full))))
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="p = 4 and 1f1b alone")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Every schedule with every number of ranks and size of message."""
     torch.set_num_threads(1)
     names, counts = (("1f1b",), (4,)) if options.quick else (SCHEDULE_NAMES, (2, 4, 8))
     rows = []
-    lines = [
-        f"{'schedule':18}{'p':>3}{'m':>4}  {'size':6}{'threads':>9}{'processes':>11}{'peer':>8}  (over the simulator)"
-    ]
+    yield f"{'schedule':18}{'p':>3}{'m':>4}  {'size':6}{'threads':>9}{'processes':>11}{'peer':>8}  (over the simulator)"
     with LocalProcesses(max(counts)) as pool:
-        for name in names:
-            for p in counts:
-                m = 4 * p
-                for size, elements in SIZES.items():
-                    ideal = predicted(name, p, m, alone(name, elements))
-                    job = (name, p, m, elements, options.rounds)
-                    row: dict[str, Any] = {"schedule": name, "ranks": p, "microbatches": m, "size": size}
-                    row["threads"] = statistics.median(ours(0, *job)) / ideal
-                    row["processes"] = statistics.median(pool.run(p, ours, *job, timeout=300)[0]) / ideal
-                    row["peer"] = None
-                    if name in SCHEDULES:
-                        row["peer"] = statistics.median(pool.run(p, peer, *job, timeout=300)[0]) / ideal
-                    rows.append(row)
-                    theirs = f"{row['peer']:8.3f}" if row["peer"] else f"{'-':>8}"
-                    lines.append(
-                        f"{name:18}{p:3}{m:4}  {size:6}{row['threads']:9.3f}{row['processes']:11.3f}{theirs}"
-                    )
-    lines.append(f"median of {options.rounds} steps; {machine()}")
+        for name, p, size in product(names, counts, SIZES):
+            m, elements = 4 * p, SIZES[size]
+            ideal = predicted(name, p, m, alone(name, elements))
+            job = (name, p, m, elements, options.rounds)
+            row: dict[str, Any] = {"schedule": name, "ranks": p, "microbatches": m, "size": size}
+            row["threads"] = statistics.median(ours(0, *job)) / ideal
+            row["processes"] = statistics.median(pool.run(p, ours, *job, timeout=300)[0]) / ideal
+            row["peer"] = None
+            if name in SCHEDULES:
+                row["peer"] = statistics.median(pool.run(p, peer, *job, timeout=300)[0]) / ideal
+            rows.append(row)
+            theirs = f"{row['peer']:8.3f}" if row["peer"] else f"{'-':>8}"
+            yield f"{name:18}{p:3}{m:4}  {size:6}{row['threads']:9.3f}{row['processes']:11.3f}{theirs}"
+    yield f"median of {options.rounds} steps"
     middle = {k: statistics.median(r[k] for r in rows if r[k]) for k in ("processes", "peer")}
-    result = {
+    return {
         "ours": middle["processes"],
         "peer": middle["peer"],
         "ratio": middle["processes"] / middle["peer"],
+        "rows": rows,
     }
-    emit({**result, "rows": rows, "machine": machine()}, lines, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=5)

@@ -3,7 +3,7 @@
 The mid-size block is a transformer block of width 256 on 4 sequences of 128; the tiny one has 48 parameters (24 linear
 layers of width 16) and a batch of 4. "with forward" counts the forward's share of the cost, too.
 
-    python -m bench.split [--rounds N] [--json]
+    python -m bench.split [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from bench.compare import alternate, emit, machine, ratio
+from bench.compare import Figures, alternate, main, ratio
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
@@ -82,7 +82,7 @@ def peer(block: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     return forward, backward
 
 
-def measure(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) -> dict[str, float]:
+def compared(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) -> dict[str, float]:
     """Ratios to the full backward, from alternating runs."""
     block, x = make()
     seen: dict[str, list[tuple[float, float]]] = {"whole": [], "halves": [], "peer": []}
@@ -108,27 +108,24 @@ def measure(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) -> 
     }
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Both blocks."""
     torch.set_num_threads(1)
-    found = {
-        "mid-size block": measure(mid_size, options.rounds),
-        "48 tiny parameters": measure(tiny, options.rounds),
-    }
     columns = ("ours", "peer", "ours with forward", "peer with forward")
-    lines = [f"{'(I + W) / B':20}" + "".join(f"{c:>19}" for c in columns)]
-    lines += [f"{name:20}" + "".join(f"{row[c]:19.3f}" for c in columns) for name, row in found.items()]
-    lines.append(f"{options.rounds} rounds; {machine()}")
-    first = found["mid-size block"]
-    result = {"ours": first["ours"], "peer": first["peer"], "ratio": first["ours"] / first["peer"]}
-    emit({**result, "cases": found, "machine": machine()}, lines, options.json)
+    yield f"{'(I + W) / B':20}" + "".join(f"{c:>19}" for c in columns)
+    rows = {}
+    for name, make in (("mid-size block", mid_size), ("48 tiny parameters", tiny)):
+        row = rows[name] = compared(make, options.rounds)
+        yield f"{name:20}" + "".join(f"{row[c]:19.3f}" for c in columns)
+    yield f"{options.rounds} rounds"
+    first = rows["mid-size block"]
+    return {
+        "ours": first["ours"],
+        "peer": first["peer"],
+        "ratio": first["ours"] / first["peer"],
+        "cases": rows,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=25)

@@ -3,7 +3,7 @@
 The blocks are those of `bench.split`. The share is of a run of 1,000 steps of 8 microbatches; the bytes are those a stage
 holds at most in a step, in the first one and in the second.
 
-    python -m bench.split_check [--rounds N] [--json]
+    python -m bench.split_check [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from time import perf_counter
 
 import torch
 
-from bench.compare import alternate, emit, machine
+from bench.compare import Figures, alternate, main
 from bench.split import MICROBATCHES, mid_size, tiny
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
@@ -53,21 +53,12 @@ def peaks(stage: Stage, x: torch.Tensor) -> list[int]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Both blocks of `bench.split`."""
     torch.set_num_threads(1)
-    result: dict[str, object] = {"machine": machine(), "steps": STEPS, "microbatches": MICROBATCHES}
-    lines = [
-        machine(),
-        "",
-        "| block | checked / usual microbatch | looking, µs a step | share of the run | bytes held, step 1 | 2 |",
-    ]
-    lines.append("|---|---|---|---|---|---|")
+    result: dict[str, object] = {"steps": STEPS, "microbatches": MICROBATCHES}
+    yield "| block | checked / usual microbatch | looking, µs a step | share of the run | bytes held, step 1 | 2 |"
+    yield "|---|---|---|---|---|---|"
     for name, (block, x) in {"mid-size": mid_size(), "tiny": tiny()}.items():
         stage = Stage(0, StageModule([Layer("0", lambda block=block: block)]))
         microbatch(stage, x)
@@ -85,18 +76,16 @@ def main() -> None:
                 stage.split_checks.queue([x])
             return (perf_counter() - start) / 100
 
-        times = alternate({"checked": checked, "usual": usual, "looking": looking}, args.rounds)
+        times = alternate({"checked": checked, "usual": usual, "looking": looking}, options.rounds)
         one, other, look = (statistics.median(times[key]) for key in ("checked", "usual", "looking"))
         share = (one - other + STEPS * look) / (STEPS * MICROBATCHES * other)
         first, second = peaks(Stage(0, StageModule([Layer("0", lambda block=block: block)])), x)
         result[name] = {
             "checked_over_usual": one / other, "looking_us": 1e6 * look, "share": share, "bytes_held": [first, second],
         }  # fmt: skip
-        lines.append(
-            f"| {name} | {one / other:.2f} | {1e6 * look:.0f} | {share:.3%} | {first:,} | {second:,} |"
-        )
-    emit(result, lines, args.json)
+        yield f"| {name} | {one / other:.2f} | {1e6 * look:.0f} | {share:.3%} | {first:,} | {second:,} |"
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=15)

@@ -9,7 +9,7 @@ alternating runs in the same two processes:
 Interleaved 1F1B runs with two stages a rank, as the other schedules of several stages do, and with four, where its bubble
 is half as long.
 
-    python -m bench.step [--rounds N] [--schedule NAME ...] [--json]
+    python -m bench.step [--rounds N] [--schedule NAME ...] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from bench.compare import emit, machine, ratio
+from bench.compare import Figures, main, ratio
 from bench.peer import SCHEDULES, Job, race, single_step
 from penstock.runtime.workers.pool import LocalProcesses
 
 RANKS = 2
+QUICK = ("1f1b", "zb-v")
 
 
 def cases(schedules: Sequence[str]) -> dict[str, Job]:
@@ -50,44 +51,43 @@ def alone(rank: int, one: Job, rounds: int) -> list[float]:
     return times
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Every schedule's step over the ideal, the peer's and the bound."""
     columns = ("ours/ideal", "peer/ideal", "ours/peer", "ours/bound", "peer/bound")
-    found: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, float]] = {}
+    schedules = options.schedule or (QUICK if options.quick else list(SCHEDULES))
+
+    def line(name: str, row: dict[str, float]) -> str:
+        return f"{name:22}" + "".join(f"{row[c]:12.3f}" for c in columns)
+
+    yield f"{'schedule':22}" + "".join(f"{c:>12}" for c in columns)
     with LocalProcesses(RANKS) as pool:
-        for name, one in cases(options.schedule).items():
+        for name, one in cases(schedules).items():
             ideal = statistics.median(pool.run(RANKS, alone, one, 3, timeout=300)[0]) / RANKS
             contest = {who: (who, one) for who in ("ours", "peer", "half")}
             times = pool.run(RANKS, race, RANKS, contest, options.rounds, timeout=600)[0]
-            found[name] = {
+            rows[name] = {
                 "ours/ideal": statistics.median(times["ours"]) / ideal,
                 "peer/ideal": statistics.median(times["peer"]) / ideal,
                 "ours/peer": ratio(times["ours"], times["peer"]),
                 "ours/bound": ratio(times["ours"], times["half"]),
                 "peer/bound": ratio(times["peer"], times["half"]),
             }
-    middle = {c: statistics.median(row[c] for row in found.values()) for c in columns}
-    lines = [f"{'schedule':22}" + "".join(f"{c:>12}" for c in columns)]
-    for name, row in {**found, "median": middle}.items():
-        lines.append(f"{name:22}" + "".join(f"{row[c]:12.3f}" for c in columns))
-    best = {who: min(found, key=lambda name: found[name][f"{who}/bound"]) for who in ("ours", "peer")}
+            yield line(name, rows[name])
+    middle = {c: statistics.median(row[c] for row in rows.values()) for c in columns}
+    yield line("median", middle)
+    best = {who: min(rows, key=lambda name: rows[name][f"{who}/bound"]) for who in ("ours", "peer")}
     for who, name in best.items():
-        lines.append(f"best of {who} over the bound: {found[name][f'{who}/bound']:.3f} ({name})")
-    lines.append(f"{options.rounds} rounds, median of the ratios round by round; {machine()}")
+        yield f"best of {who} over the bound: {rows[name][f'{who}/bound']:.3f} ({name})"
+    yield f"{options.rounds} rounds, median of the ratios round by round"
     result = {"ours": middle["ours/ideal"], "peer": middle["peer/ideal"], "ratio": middle["ours/peer"]}
-    emit(
-        {**result, "schedules": found, "best": best, "machine": machine(), "rounds": options.rounds},
-        lines,
-        options.json,
-    )
+    return {**result, "schedules": rows, "best": best, "rounds": options.rounds}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
+    parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), help="default all of them")
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=7, add=add)

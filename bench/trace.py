@@ -6,7 +6,7 @@
 - a page of 50,000 blocks: seconds to open it in a headless Chromium until everything is drawn, and the milliseconds
   between two pictures while all of it is dragged. Left out where Chromium or selenium is missing.
 
-    python -m bench.trace [--rounds N] [--json]
+    python -m bench.trace [--rounds N] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from time import perf_counter
 
 import torch
 
-from bench.compare import emit, machine
+from bench.compare import Figures, main
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
@@ -104,7 +104,7 @@ def building(folder: Path, rounds: int) -> dict[str, float]:
 def opening(folder: Path, rounds: int) -> dict[str, float]:
     """Seconds until the page of 50,000 blocks is drawn, and milliseconds a picture while it is moved."""
     try:
-        from tests.show.browser import browser, missing
+        from tests.support.browser import browser, missing
     except ImportError:
         return {}
     if missing():
@@ -128,35 +128,31 @@ def opening(folder: Path, rounds: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Recording, building and opening."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        found = {**building(folder, options.rounds), **recording(options.rounds)}
-        found |= opening(folder, options.rounds)
-    lines = [
-        f"recording an op     {found['record_op_seconds'] * 1e6:.2f} µs: {found['record_share']:.5%} of the demo's step of "
-        f"{found['step_seconds']:.3f} s",
-        f"keeping a trace     {found['keep_seconds'] * 1e3:.1f} ms, of a sampled step only",
-        f"page 8 x 64 x 2     {found['build_first_seconds']:.2f} s the first time, then {found['build_seconds']:.2f} s; "
-        f"{found['page_bytes'] / 1e6:.2f} MB",
-    ]
-    if "open_seconds" in found:
-        lines.append(
-            f"{found['blocks']:,} blocks       open in {found['open_seconds']:.2f} s ({found['open_bytes'] / 1e6:.2f} MB); "
-            f"{found['frame_milliseconds']:.0f} ms a picture while dragged"
+        result = {**building(folder, options.rounds), **recording(options.rounds)}
+        result |= opening(folder, options.rounds)
+    yield (
+        f"recording an op     {result['record_op_seconds'] * 1e6:.2f} µs: {result['record_share']:.5%} of the demo's step "
+        f"of {result['step_seconds']:.3f} s"
+    )
+    yield f"keeping a trace     {result['keep_seconds'] * 1e3:.1f} ms, of a sampled step only"
+    yield (
+        f"page 8 x 64 x 2     {result['build_first_seconds']:.2f} s the first time, then {result['build_seconds']:.2f} s; "
+        f"{result['page_bytes'] / 1e6:.2f} MB"
+    )
+    if "open_seconds" in result:
+        yield (
+            f"{result['blocks']:,} blocks       open in {result['open_seconds']:.2f} s "
+            f"({result['open_bytes'] / 1e6:.2f} MB); {result['frame_milliseconds']:.0f} ms a picture while dragged"
         )
     else:
-        lines.append("50,000 blocks       not opened: no Chromium here, or no selenium")
-    lines.append(f"{options.rounds} rounds, medians; {machine()}")
-    emit({**found, "machine": machine(), "rounds": options.rounds}, lines, options.json)
+        yield "50,000 blocks       not opened: no Chromium here, or no selenium"
+    yield f"{options.rounds} rounds, medians"
+    return {**result, "rounds": options.rounds}
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, rounds=5)

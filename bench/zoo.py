@@ -25,10 +25,12 @@ from tests.zoo.not_yet import known
 from tests.zoo.piped import piped, piped_many
 from tests.zoo.shrink import shrink
 
-from bench.compare import emit, machine
+from bench.compare import Figures, main
 from penstock.runtime.workers.pool import LocalProcesses
 
 LIMIT = 90.0
+COUNT, QUICK = 100, 24
+WORKER = "--worker"
 BATCH = 12
 OUTCOMES = ("bit-equal", "bounded", "refused", "FAILED")
 
@@ -61,7 +63,7 @@ class Worker:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.zoo", "--worker"],
+            [sys.executable, "-m", "bench.zoo", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -165,44 +167,23 @@ def table(found: Sequence[tuple[Case, Verdict]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Draw cases, run them, and print what became of them."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.zoo",
-        description="Compare pipelines of models drawn at random with plain PyTorch.",
-        epilog="Example: python -m bench.zoo --count 200 --transport threads",
-    )
-    parser.add_argument("--count", type=int, default=100, help="cases (default 100)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case (default 0)")
-    parser.add_argument(
-        "--only", action="store_true", help="this seed alone, with the case and what became of it"
-    )
-    parser.add_argument("--case", help="a case as JSON, as a failure prints it")
-    parser.add_argument("--kinds", help="draw from these kinds alone, with commas between")
-    parser.add_argument("--transport", choices=["threads", "processes"], help="instead of both")
-    parser.add_argument("--skip-known", action="store_true", help="leave out what tests/zoo/not_yet.py lists")
-    parser.add_argument("--no-shrink", action="store_true", help="leave failing cases as they are")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        serve()
-        return
+def measure(options: argparse.Namespace) -> Figures:
+    """Draw cases, run them, and count what became of them."""
     torch.set_num_threads(1)
     names = tuple(options.kinds.split(",")) if options.kinds else None
     if options.case:
         cases = [read(options.case)]
     else:
-        count = 1 if options.only else options.count
+        count = 1 if options.only else options.count or (QUICK if options.quick else COUNT)
         cases = [draw(seed, names, options.transport) for seed in range(options.seed, options.seed + count)]
     if options.skip_known:
         cases = [case for case in cases if not known(case)]
     began, zoo = time.perf_counter(), Zoo()
-    found: list[tuple[Case, Verdict]] = []
+    ended: list[tuple[Case, Verdict]] = []
     failures = []
     try:
         for case, verdict in zoo.run(cases):
-            found.append((case, verdict))
+            ended.append((case, verdict))
             if options.only or options.case:
                 print(f"{case}\n{verdict.outcome}: {verdict.why}", file=sys.stderr)
             if verdict.outcome == "FAILED":
@@ -213,22 +194,29 @@ def main() -> None:
                 failures.append({"seed": case.seed, "why": verdict.why, "case": small.text()})
     finally:
         zoo.close()
-    totals = Counter(verdict.outcome for _, verdict in found)
+    totals = Counter(verdict.outcome for _, verdict in ended)
     seconds = time.perf_counter() - began
-    summary = ", ".join(f"{totals[outcome]} {outcome}" for outcome in OUTCOMES)
-    emit(
-        {
-            "cases": len(found),
-            "outcomes": totals,
-            "failures": failures,
-            "seconds": seconds,
-            "machine": machine(),
-        },
-        [*table(found), f"{len(found)} cases: {summary}; {seconds:.0f} s", machine()],
-        options.json,
+    yield from table(ended)
+    yield f"{len(ended)} cases: {', '.join(f'{totals[outcome]} {outcome}' for outcome in OUTCOMES)}; {seconds:.0f} s"
+    return {"cases": len(ended), "outcomes": totals, "failures": failures, "seconds": seconds}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
+    parser.add_argument("--count", type=int, help=f"cases (default {COUNT})")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case (default 0)")
+    parser.add_argument(
+        "--only", action="store_true", help="this seed alone, with the case and what became of it"
     )
-    sys.exit(1 if failures else 0)
+    parser.add_argument("--case", help="a case as JSON, as a failure prints it")
+    parser.add_argument("--kinds", help="draw from these kinds alone, with commas between")
+    parser.add_argument("--transport", choices=["threads", "processes"], help="instead of both")
+    parser.add_argument("--skip-known", action="store_true", help="leave out what tests/zoo/not_yet.py lists")
+    parser.add_argument("--no-shrink", action="store_true", help="leave failing cases as they are")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == [WORKER]:
+        serve()
+    else:
+        sys.exit(bool(main(measure, __doc__, add=add)["failures"]))

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+from tests.support.children import end_with_this_process
+
+settings.register_profile("reproducible", deadline=None, derandomize=True)
+settings.load_profile("reproducible")
+
+
+def pytest_configure() -> None:
+    """No process that a test starts outlives the tests, also where they are killed."""
+    end_with_this_process()
 
 
 @pytest.fixture(scope="session")

@@ -157,3 +157,11 @@ def test_no_folder_is_a_heap():
 def test_no_file_holds_two_subjects():
     long = {str(p.relative_to(SOURCE)): n for _, p in rooms() if (n := len(p.read_text().splitlines())) > 400}
     assert not long
+
+
+def test_no_test_imports_a_test():
+    """Helpers of several test modules are in tests/support."""
+    tests = Path(__file__).parent
+    for path in (*tests.rglob("*.py"), *(tests.parent / "bench").rglob("*.py")):
+        taken = [name for name in imports(path) if any(part.startswith("test_") for part in name.split("."))]
+        assert not taken, f"{path.relative_to(tests.parent)} imports {taken}"

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.listening import listening
+
 from bench.faults.fault import Fault
-from bench.faults.listening import listening
 from bench.faults.runs import Victim
 from bench.faults.table import Checks, Outcome, Row
 

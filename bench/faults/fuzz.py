@@ -4,13 +4,12 @@ Every case is drawn from its kind, the seed and its number, so that one that fai
 in a process of its own, with a limit of memory; a case that takes too long, takes too much memory, ends the process, runs
 code, starts a program, or raises anything but a PenstockError is listed as something else, and the command then ends with 1.
 
-    python -m bench.faults.fuzz [--count N] [--kind KIND] [--seed N] [--case N] [--json]
+    python -m bench.faults.fuzz [--count N] [--kind KIND] [--seed N] [--case N] [--quick] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import multiprocessing
 import os
@@ -29,11 +28,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench.compare import Figures, main
 from bench.faults.samples import KINDS
 from penstock.errors import PenstockError
 
 SECONDS = 30.0
 """That a case may take."""
+
+COUNT, QUICK = 10_000, 40
 
 MEMORY = 1 << 30
 """Bytes that a case may take beyond what the process had before."""
@@ -176,36 +178,30 @@ def _forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def main() -> None:
-    """Fuzz and print; exit code 1 if anything was neither refused clearly nor read."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=10_000, help="cases of each kind")
+def measure(options: argparse.Namespace) -> Figures:
+    """Fuzz every kind of file."""
+    count = options.count or (QUICK if options.quick else COUNT)
+    numbers = range(count) if options.case is None else [options.case]
+    began = time.monotonic()
+    outcomes = []
+    yield f"{'kind':<12}{'cases':>8}{'refused':>9}{'read':>8}{'others':>8}"
+    for kind in [options.kind] if options.kind else KINDS:
+        outcome = fuzz(kind, numbers, options.seed)
+        outcomes.append(asdict(outcome))
+        yield f"{kind:<12}{outcome.cases:>8}{outcome.refused:>9}{outcome.read:>8}{len(outcome.others):>8}"
+        for number, what in outcome.others[:20]:
+            yield f"  --kind {kind} --seed {options.seed} --case {number}: {what}"
+    yield f"seed {options.seed}, {time.monotonic() - began:.0f} s"
+    return {"kinds": outcomes}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
+    parser.add_argument("--count", type=int, help=f"cases of each kind (default {COUNT:,})")
     parser.add_argument("--kind", choices=list(KINDS), help="this one alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="this case alone, of --kind")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    numbers = range(options.count) if options.case is None else [options.case]
-    began = time.monotonic()
-    outcomes = []
-    for kind in [options.kind] if options.kind else KINDS:
-        outcome = fuzz(kind, numbers, options.seed)
-        outcomes.append(outcome)
-        if options.json:
-            print(json.dumps(asdict(outcome)), flush=True)
-            continue
-        if len(outcomes) == 1:
-            print(f"{'kind':<12}{'cases':>8}{'refused':>9}{'read':>8}{'others':>8}", flush=True)
-        others = len(outcome.others)
-        print(f"{kind:<12}{outcome.cases:>8}{outcome.refused:>9}{outcome.read:>8}{others:>8}", flush=True)
-        for number, what in outcome.others[:20]:
-            print(f"  --kind {kind} --seed {options.seed} --case {number}: {what}", flush=True)
-    if not options.json:
-        print(f"seed {options.seed}, {time.monotonic() - began:.0f} s")
-    sys.exit(any(outcome.others for outcome in outcomes))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(any(outcome["others"] for outcome in main(measure, __doc__, add=add)["kinds"]))

@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.support.children import running_in
 
 from bench.faults.fault import ECHO, Diary, Fault
 
@@ -154,7 +157,7 @@ class Victim:
 
     def processes_left(self) -> list[int]:
         """Process ids of the run."""
-        return leftovers(self.root)
+        return running_in(MARK, str(self.root))
 
     def note(self, what: str, **more: object) -> None:
         """Write into the run's diaries from outside."""
@@ -198,7 +201,7 @@ class Victim:
             raise TimeoutError(f"not over after {limit:g} s; {self._said('err')[-2000:]}") from None
         over = time.time()
         end = time.monotonic() + 2.0
-        while (left := leftovers(self.root)) and time.monotonic() < end:
+        while (left := running_in(MARK, str(self.root))) and time.monotonic() < end:
             time.sleep(0.05)
         self.kill()
         return Ended(
@@ -211,8 +214,13 @@ class Victim:
 
     def kill(self) -> None:
         """End all that is left of it."""
-        for pid in leftovers(self.root):
-            os.kill(pid, signal.SIGKILL)
+        while left := running_in(MARK, str(self.root)):
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        if self._process is not None:
+            self._process.wait()
 
     def _said(self, name: str) -> str:
         return (self.root / name).read_text("utf-8", "replace")
@@ -231,18 +239,3 @@ def write_text(root: Path) -> Path:
         ]
         (folder / f"file_{n}.txt").write_text("\n".join(lines) + "\n", "utf-8")
     return folder
-
-
-def leftovers(root: Path) -> list[int]:
-    """Processes of the run in a folder that still run; zombies do not."""
-    return [pid for pid, environment in _environments() if f"{MARK}={root}" in environment]
-
-
-def _environments() -> Iterator[tuple[int, list[str]]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                words = (entry / "environ").read_bytes().decode("utf-8", "replace").split("\0")
-            except OSError:
-                continue
-            yield int(entry.name), words

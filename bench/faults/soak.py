@@ -1,6 +1,6 @@
 """Row 16, by hand: for half an hour a kill, a stop or a delay every 30 seconds, at random.
 
-    python -m bench.faults.soak [--minutes 30] [--every 30] [--seed 0] [--keep FOLDER]
+    python -m bench.faults.soak [--minutes 30] [--every 30] [--seed 0] [--keep FOLDER] [--quick] [--json]
 
 A clean run of the same length comes first, and says what the weights should be. With --keep its folder stays, and the next
 call with it uses the clean run that is there. Goodput is the time that the run's steps take undisturbed (as its own between
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import shutil
 import signal
@@ -22,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.compare import emit, machine
+from bench.compare import Figures, main
 from bench.faults.dying import weights
 from bench.faults.runs import Ended, Victim
 from penstock.train.config.file import load
@@ -38,6 +39,9 @@ SETTINGS: dict[str, object] = {
     "train.eval_every": 1_000_000,
 }
 ACTIONS = ("kill", "stop", "delay")
+QUICK_STEPS, QUICK_FAULTS, QUICK_EVERY = 140, 3, 8.0
+"""With ``--quick``: no more faults than restarts are allowed without a newer checkpoint."""
+
 DELAY = 2.0
 """Seconds: shorter than the timeout, so that a delay alone ends nothing."""
 
@@ -56,27 +60,29 @@ def victim(root: Path, steps: int, restarts: int) -> Victim:
     ).start()
 
 
-def run(root: Path, steps: int, chance: random.Random | None, every: float = 30.0) -> Ended:
-    """Run to the end, disturbed every so many seconds if there is a chance."""
+def run(
+    root: Path, steps: int, chance: random.Random | None, every: float = 30.0, faults: float = math.inf
+) -> Ended:
+    """Run to the end, disturbed every so many seconds if there is a chance, by so many faults at most."""
     started = victim(root, steps, 3)
     if chance is None:
         return started.wait(7200.0)
-    began, number = time.monotonic(), 0
-    while started.running():
+    began, number, struck = time.monotonic(), 0, 0
+    while started.running() and struck < faults:
         number += 1
         while started.running() and time.monotonic() < began + number * every:
             time.sleep(0.1)
-        strike(started, chance)
-    return started.wait(600.0)
+        struck += strike(started, chance)
+    return started.wait(7200.0)
 
 
-def strike(started: Victim, chance: random.Random) -> None:
-    """One fault for one rank that is training, if any is."""
+def strike(started: Victim, chance: random.Random) -> bool:
+    """One fault for one rank that is training, if any is; whether there was one."""
     action = chance.choice(ACTIONS)
     pids = {event["pid"]: event["rank"] for event in started.events() if event["what"] == "step"}
     living = [pid for pid in started.processes_left() if pid in pids]
     if not living:
-        return
+        return False
     pid = chance.choice(sorted(living))
     try:
         started.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP, pid=pid)
@@ -84,8 +90,9 @@ def strike(started: Victim, chance: random.Random) -> None:
             time.sleep(DELAY)
             started.send(signal.SIGCONT, pid=pid)
     except ProcessLookupError:
-        return
+        return False
     started.note("fault", action=action, struck=pids[pid])
+    return True
 
 
 def seconds_a_step(ended: Ended) -> float:
@@ -97,21 +104,21 @@ def seconds_a_step(ended: Ended) -> float:
     return statistics.median(spans) / between
 
 
-def clean_run(root: Path, minutes: float) -> tuple[int, dict[str, bytes]]:
+def clean_run(root: Path, minutes: float, quick: bool) -> tuple[int, dict[str, bytes]]:
     """How many steps a clean run took, and its weights; one that is there already is not done again."""
     folder = root / "clean" / "runs" / "run"
     if not (found := weights(folder)):
         # Restarts and steps done again take time as well: about two thirds are left for steps.
-        steps = int(40 * minutes / calibrate(root / "calibrated"))
+        steps = QUICK_STEPS if quick else int(40 * minutes / calibrate(root / "calibrated"))
         found = weights(run(root / "clean", steps, None).folder)
     return load(folder / "config.toml").train.steps, found
 
 
-def soak(root: Path, minutes: float, every: float, seed: int) -> dict[str, Any]:
+def soak(root: Path, minutes: float, every: float, seed: int, quick: bool) -> dict[str, Any]:
     """Run clean, then disturbed."""
-    steps, wanted = clean_run(root, minutes)
+    steps, wanted = clean_run(root, minutes, quick)
     shutil.rmtree(root / "disturbed", ignore_errors=True)
-    ended = run(root / "disturbed", steps, random.Random(seed), every)
+    ended = run(root / "disturbed", steps, random.Random(seed), every, QUICK_FAULTS if quick else math.inf)
     found, seconds, each = weights(ended.folder), ended.over - ended.began, seconds_a_step(ended)
     return {
         "steps": steps,
@@ -126,23 +133,25 @@ def soak(root: Path, minutes: float, every: float, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="a folder for the runs; it stays")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Figures:
+    """Run clean, then disturbed."""
+    every = options.every or (QUICK_EVERY if options.quick else 30.0)
     with contextlib.ExitStack() as stack:
         folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-"))
-        found = soak(Path(folder), options.minutes, options.every, options.seed)
-    emit({**found, "machine": machine()}, [*(f"{k}: {v}" for k, v in found.items()), machine()], options.json)
-    sys.exit(0 if found["weights bit-equal"] and found["exit code"] == 0 and not found["left running"] else 1)
+        result = soak(Path(folder), options.minutes, every, options.seed, options.quick)
+    for name, value in result.items():
+        yield f"{name}: {value}"
+    return result
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The bench's own arguments."""
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the disturbed run")
+    parser.add_argument("--every", type=float, help="seconds from one fault to the next (default 30)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for the runs; it stays")
 
 
 if __name__ == "__main__":
-    main()
+    found = main(measure, __doc__, add=add)
+    sys.exit(0 if found["weights bit-equal"] and found["exit code"] == 0 and not found["left running"] else 1)

@@ -21,6 +21,7 @@ def test_a_closed_form_holds_exactly(form: Form):
     assert not outcome.failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [form for form, _ in conditional()], ids=lambda form: form.family)
 def test_a_form_said_to_need_a_condition_does_fail_without(form: Form):
     (outcome,) = outcomes([form])

@@ -8,6 +8,8 @@ import pytest
 from bench.faults.fuzz import fuzz
 from bench.faults.samples import KINDS
 
+pytestmark = pytest.mark.slow
+
 COUNT = 40
 
 

@@ -12,7 +12,9 @@ from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime.optim.test_optimizer_ties import batch, loss_fn, model
+from tests.support.tied import batch, loss_fn, model
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.schedule.families import build_schedule
 from penstock.simulate.bounds import lower_bound
-from tests.simulate.cases import priced, timed
+from tests.support.simulated import priced, timed
 
 pytest.importorskip("ortools")
 
@@ -30,6 +30,7 @@ def test_the_optimum_is_the_bound_where_the_bound_is_known_to_be_tight():
     assert best("zb-h2", 3, 6, 6, 2, 2, 2) == Optimum(bound, bound)
 
 
+@pytest.mark.slow
 def test_a_handcrafted_order_can_be_beaten_where_weights_are_long():
     found = best("zb-h1", 4, 8, 4, 10, 9, 13, 1)
     program = check(build_schedule("zb-h1", 4, 8)).program

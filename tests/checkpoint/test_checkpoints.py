@@ -17,11 +17,15 @@ from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.run_lock import locked
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.checkpoint import runs
-from tests.checkpoint.runs import adamw, equal, joined, pipeline, state_of, steps, trained
+from tests.support import checkpoint_runs
+from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps, trained
+from tests.support.states import joined
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b", "dualpipe-v"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["zb-h1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1f1b", "interleaved-1f1b", "dualpipe-v"))],
+)
 def test_ten_and_ten_steps_are_twenty_bit_for_bit_with_dropout(tmp_path: Path, schedule: str):
     options = {"ranks": 2, "schedule": schedule, "dropout": 0.3}
     options |= {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}
@@ -263,7 +267,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path):
     ):
         checkpoints.load_newest()
     with pipeline(ranks=2) as pipe:
-        optimizer = runs.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        optimizer = checkpoint_runs.PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
         with (
             Checkpoints(tmp_path, pipe, optimizer) as checkpoints,
             pytest.raises(ConfigError, match="does not fit"),

@@ -14,14 +14,14 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.checkpoint.runs import equal, state_of
-from tests.huggingface import tiny
+from tests.support import hf_models
+from tests.support.checkpoint_runs import equal, state_of
 
 
 def go_on(rank: int, folder: Path, mesh: MeshShape | None):
     """Two steps from the newest checkpoint; losses, and the states as loaded and as saved."""
     torch.set_num_threads(1)
-    net = tiny.model("gpt2", vocab_size=64)
+    net = hf_models.model("gpt2", vocab_size=64)
     with Pipeline(
         penstock.from_transformers(net), penstock.causal_lm_loss, microbatches=2, mesh=mesh,
         parallel=ParallelOptions(family="gpt2"),
@@ -32,13 +32,14 @@ def go_on(rank: int, folder: Path, mesh: MeshShape | None):
             checkpoints.load_newest()
             loaded, losses = state_of(pipe, optimizer), []
             for _ in range(2):
-                words, labels, mask = tiny.batch(step=pipe.steps)
+                words, labels, mask = hf_models.batch(step=pipe.steps)
                 losses.append(float(pipe.step(words, labels, attention_mask=mask).loss))
                 optimizer.step()
             checkpoints.save()
         return losses, loaded, state_of(pipe, optimizer)
 
 
+@pytest.mark.slow
 def test_gpt2_is_saved_whole_and_goes_on_cut_and_uncut(tmp_path: Path, processes: LocalProcesses):
     losses, before = [], None
     for mesh in (MeshShape(1, 1, 2), None, MeshShape(1, 1, 4)):

@@ -14,8 +14,8 @@ from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from tests.checkpoint.runs import equal, state_of
-from tests.huggingface import tiny
+from tests.support import hf_models
+from tests.support.checkpoint_runs import equal, state_of
 
 
 def in_half_precision(scale: float) -> tuple[Pipeline, PipelineOptimizer]:
@@ -56,7 +56,7 @@ def test_a_loss_scale_and_what_it_counts_go_on_where_they_were(tmp_path: Path):
 
 
 def of_the_library(tmp_path: Path, before: int, after: int, saves: bool) -> tuple[list[float], Any]:
-    net = tiny.model("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
+    net = hf_models.model("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
     layers = penstock.from_transformers(net)
     with Pipeline(layers, penstock.causal_lm_loss, microbatches=2, ranks=2) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
@@ -66,7 +66,7 @@ def of_the_library(tmp_path: Path, before: int, after: int, saves: bool) -> tupl
             for n in range(before + after):
                 if n == before and saves:
                     checkpoints.save()
-                tokens, labels, mask = tiny.batch(step=pipe.steps)
+                tokens, labels, mask = hf_models.batch(step=pipe.steps)
                 losses.append(float(pipe.step(tokens, labels, attention_mask=mask).loss))
                 optimizer.step()
             if saves and not after:

@@ -16,7 +16,7 @@ from penstock.checkpoint.read import Reader
 from penstock.errors import DataError
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.tensor_file import write_tensors
-from tests.checkpoint.runs import adamw, equal, pipeline, state_of, steps
+from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
 
 
 def saved(folder: Path, count: int) -> None:

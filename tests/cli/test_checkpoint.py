@@ -14,9 +14,9 @@ from penstock.checkpoint.find import steps_in
 from penstock.cli import group
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
-from tests.checkpoint.runs import adamw, equal, pipeline, state_of, steps
-from tests.train import hf
-from tests.train.tiny import text_folder, tiny
+from tests.support import hf_folders
+from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
+from tests.support.tiny_run import text_folder, tiny
 
 
 def call(*words: object) -> Result:
@@ -110,7 +110,7 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_what_is_exported_is_what_the_library_loads_with_the_runs_logits(tmp_path: Path, family: str):
-    source = hf.folder(tmp_path, family, tied=family == "gpt2")
+    source = hf_folders.folder(tmp_path, family, tied=family == "gpt2")
     told = {"steps": 2, "checkpoint_every": 2, "name": "run"}
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(source)}, train=told)
     train(config, lambda steps, leads: Reporter())

@@ -25,6 +25,7 @@ def test_alone_it_starts_two_processes_and_prints_one_object(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_does_not_work_is_printed_with_why_and_what_to_do(tmp_path: Path):
     result = call("--ranks", 1, "--folder", tmp_path / "none")
     assert result.exit_code == 1

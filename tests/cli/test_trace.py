@@ -12,7 +12,7 @@ from penstock.show import analysis
 from penstock.show.planned import plan
 from penstock.trace.events import Trace
 from penstock.trace.folder import step_path
-from tests.show.cases import kept_run
+from tests.support.measured import kept_run
 
 
 def run(*words: object) -> Result:

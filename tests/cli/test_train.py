@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import group, main
-from tests.runtime.start.test_launch_environment import SRUN, free_port
-from tests.train.tiny import text_folder
+from tests.support.launchers import SRUN, free_port
+from tests.support.tiny_run import text_folder
 
 LONG = "n" * 5000
 """A name too long for any file system; even to look for it is an error."""
@@ -58,7 +58,13 @@ def test_json_is_one_object_on_stdout(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "on 1 rank (cpu)," in result.stderr
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
+@pytest.mark.parametrize(
+    "both",
+    [
+        pytest.param(False, id="stdout"),
+        pytest.param(True, id="stdout and stderr", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, both: bool):
     """As ``penstock train | head -1`` does, with and without ``2>&1``."""
     words = ["--set", f"data.path={text_folder(tmp_path)}", *TINY, "train.steps=6", "train.log_every=1"]
@@ -139,6 +145,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_under_srun_every_task_is_a_rank_of_one_run(tmp_path: Path):
     text_folder(tmp_path)
     step = SRUN | {

@@ -95,6 +95,7 @@ def store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_penstock_ends_all_with_exit_code_1(tmp_path: Path, store: dist.TCPStore):
     source = Path(penstock.__file__).parent
     shutil.copytree(source, tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))

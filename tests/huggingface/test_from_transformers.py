@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 import penstock
 from penstock.errors import ConfigError, DataError, SplitError
-from tests.huggingface import tiny
+from tests.support import hf_models
 
-FAMILIES = sorted(tiny.FAMILIES)
+FAMILIES = sorted(hf_models.FAMILIES)
 BOTH = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -29,15 +29,15 @@ def saved(model, folder: Path, **options) -> Path:
 def test_the_layers_give_the_models_own_logits_loss_and_gradients_bit_for_bit(
     family: str, tied: bool, side: str
 ):
-    net = tiny.model(family, tied=tied)
-    tokens, labels, mask = tiny.batch(side="left" if side == "left" else "right")
+    net = hf_models.model(family, tied=tied)
+    tokens, labels, mask = hf_models.batch(side="left" if side == "left" else "right")
     named = {} if side == "none" else {"attention_mask": mask}
     expected = net(tokens, labels=labels, **named)
     expected.loss.backward()
     gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
     net.zero_grad()
 
-    logits = tiny.in_sequence(penstock.from_transformers(net), tokens, **named)
+    logits = hf_models.in_sequence(penstock.from_transformers(net), tokens, **named)
     loss = penstock.causal_lm_loss(logits, labels)
     loss.backward()
 
@@ -48,23 +48,23 @@ def test_the_layers_give_the_models_own_logits_loss_and_gradients_bit_for_bit(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_position_ids_reach_what_needs_them(family: str):
-    net = tiny.model(family)
-    tokens, _, mask = tiny.batch(side="left")
+    net = hf_models.model(family)
+    tokens, _, mask = hf_models.batch(side="left")
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     named = {"attention_mask": mask, "position_ids": positions}
     plain = net(tokens, attention_mask=mask).logits
     expected = net(tokens, **named).logits
-    assert torch.equal(tiny.in_sequence(penstock.from_transformers(net), tokens, **named), expected)
+    assert torch.equal(hf_models.in_sequence(penstock.from_transformers(net), tokens, **named), expected)
     assert family != "gpt2" or not torch.equal(plain, expected)
 
 
 def test_packed_sequences_see_themselves_alone():
-    net = tiny.model("llama")
-    tokens, _, _ = tiny.batch()
+    net = hf_models.model("llama")
+    tokens, _, _ = hf_models.batch()
     positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(8, -1)
     # With a cache, which training has no use for, the library does not look for packed sequences.
     expected = net(tokens, position_ids=positions, use_cache=False).logits
-    logits = tiny.in_sequence(penstock.from_transformers(net), tokens, position_ids=positions)
+    logits = hf_models.in_sequence(penstock.from_transformers(net), tokens, position_ids=positions)
     assert torch.equal(logits, expected)
     assert torch.allclose(logits[:, 5:], net(tokens[:, 5:]).logits, atol=1e-5)
 
@@ -72,9 +72,9 @@ def test_packed_sequences_see_themselves_alone():
 @BOTH
 @EVERY
 def test_parameters_have_the_models_names(family: str, tied: bool):
-    net = tiny.model(family, tied=tied)
+    net = hf_models.model(family, tied=tied)
     layers = penstock.from_transformers(net.config)
-    assert tiny.parameters(layers).keys() == net.state_dict().keys()
+    assert hf_models.parameters(layers).keys() == net.state_dict().keys()
     assert [layer.role for layer in layers if layer.role != "block"][-2:] == ["head", "head"]
     assert sum(layer.role == "block" for layer in layers) == 4
     tie = {f"{layer.name}.{inner}": other for layer in layers for inner, other in layer.tied.items()}
@@ -85,10 +85,10 @@ def test_parameters_have_the_models_names(family: str, tied: bool):
 
 
 def test_a_models_own_parameters_are_used_and_its_modules_stay_as_they_are():
-    net = tiny.model("gpt_neox")
+    net = hf_models.model("gpt_neox")
     classes = [type(module) for module in net.modules()]
     names = list(net.state_dict())
-    found = tiny.parameters(penstock.from_transformers(net))
+    found = hf_models.parameters(penstock.from_transformers(net))
     assert all(found[name] is parameter for name, parameter in net.named_parameters())
     assert [type(module) for module in net.modules()] == classes
     assert list(net.state_dict()) == names
@@ -97,24 +97,24 @@ def test_a_models_own_parameters_are_used_and_its_modules_stay_as_they_are():
 @BOTH
 @EVERY
 def test_initial_weights_depend_on_seed_and_names_alone(family: str, tied: bool):
-    config = tiny.config(family, tied=tied)
+    config = hf_models.config(family, tied=tied)
     before = torch.get_rng_state()
-    first = tiny.parameters(penstock.from_transformers(config, seed=3))
+    first = hf_models.parameters(penstock.from_transformers(config, seed=3))
     torch.randn(5)
-    again = tiny.parameters(penstock.from_transformers(config, seed=3)[::-1])
-    other = tiny.parameters(penstock.from_transformers(config, seed=4))
+    again = hf_models.parameters(penstock.from_transformers(config, seed=3)[::-1])
+    other = hf_models.parameters(penstock.from_transformers(config, seed=4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
     torch.set_rng_state(before)
-    tiny.parameters(penstock.from_transformers(config))
+    hf_models.parameters(penstock.from_transformers(config))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @EVERY
 def test_initial_weights_follow_the_librarys_rules(family: str):
-    config = tiny.config(family, hidden_size=64)
+    config = hf_models.config(family, hidden_size=64)
     theirs = AutoModelForCausalLM.from_config(config).state_dict()
-    for name, ours in tiny.parameters(penstock.from_transformers(config)).items():
+    for name, ours in hf_models.parameters(penstock.from_transformers(config)).items():
         if theirs[name].std() == 0:
             assert torch.equal(ours, theirs[name]), name
         else:
@@ -123,7 +123,7 @@ def test_initial_weights_follow_the_librarys_rules(family: str):
 
 
 def test_two_equal_parts_of_a_layer_start_differently():
-    found = tiny.parameters(penstock.from_transformers(tiny.config("llama")))
+    found = hf_models.parameters(penstock.from_transformers(hf_models.config("llama")))
     layers = "model.layers.{}.self_attn.{}_proj.weight"
     assert not torch.equal(found[layers.format(0, "k")], found[layers.format(0, "v")])
     assert not torch.equal(found[layers.format(0, "k")], found[layers.format(1, "k")])
@@ -132,17 +132,17 @@ def test_two_equal_parts_of_a_layer_start_differently():
 @BOTH
 @EVERY
 def test_a_folder_gives_the_logits_of_the_model_it_was_saved_from(family: str, tied: bool, tmp_path: Path):
-    net = tiny.model(family, tied=tied)
-    tokens, _, mask = tiny.batch()
+    net = hf_models.model(family, tied=tied)
+    tokens, _, mask = hf_models.batch()
     layers = penstock.from_transformers(saved(net, tmp_path, max_shard_size="8KB"))
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     assert torch.equal(
-        tiny.in_sequence(layers, tokens, attention_mask=mask), net(tokens, attention_mask=mask).logits
+        hf_models.in_sequence(layers, tokens, attention_mask=mask), net(tokens, attention_mask=mask).logits
     )
 
 
 def test_a_layer_reads_only_the_files_that_hold_its_tensors(tmp_path: Path):
-    layers = penstock.from_transformers(saved(tiny.model("llama"), tmp_path, max_shard_size="4KB"))
+    layers = penstock.from_transformers(saved(hf_models.model("llama"), tmp_path, max_shard_size="4KB"))
     block = next(layer for layer in layers if layer.name == "model.layers.2")
     for path in tmp_path.glob("*.safetensors"):
         if not any(name.startswith("model.layers.2.") for name in load_file(path)):
@@ -153,12 +153,12 @@ def test_a_layer_reads_only_the_files_that_hold_its_tensors(tmp_path: Path):
 
 
 def test_weights_have_the_configs_dtype_and_else_the_files(tmp_path: Path):
-    net = tiny.model("llama").to(torch.bfloat16)
+    net = hf_models.model("llama").to(torch.bfloat16)
     layers = penstock.from_transformers(saved(net, tmp_path))
-    assert {p.dtype for p in tiny.parameters(layers).values()} == {torch.bfloat16}
-    tokens, _, _ = tiny.batch()
+    assert {p.dtype for p in hf_models.parameters(layers).values()} == {torch.bfloat16}
+    tokens, _, _ = hf_models.batch()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(tiny.in_sequence(layers, tokens), again(tokens).logits)
+    assert torch.equal(hf_models.in_sequence(layers, tokens), again(tokens).logits)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"bfloat16"', "null"))
     assert layers[0].build().weight.dtype == torch.bfloat16
@@ -166,18 +166,18 @@ def test_weights_have_the_configs_dtype_and_else_the_files(tmp_path: Path):
 
 
 def test_files_of_an_inner_model_and_buffers_of_old_ones_are_read(tmp_path: Path):
-    net = tiny.model("gpt2", tied=True)
+    net = hf_models.model("gpt2", tied=True)
     saved(net, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     old = {name.removeprefix("transformer."): value for name, value in state.items()}
     save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "model.safetensors")
-    tokens, _, _ = tiny.batch()
-    logits = tiny.in_sequence(penstock.from_transformers(tmp_path), tokens)
+    tokens, _, _ = hf_models.batch()
+    logits = hf_models.in_sequence(penstock.from_transformers(tmp_path), tokens)
     assert torch.equal(logits, net(tokens).logits)
 
 
 def test_a_tied_weight_stored_twice_must_be_the_same(tmp_path: Path):
-    net = tiny.model("llama", tied=True)
+    net = hf_models.model("llama", tied=True)
     saved(net, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     save_file(
@@ -189,7 +189,7 @@ def test_a_tied_weight_stored_twice_must_be_the_same(tmp_path: Path):
         penstock.from_transformers(tmp_path)
     state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
     save_file(state, tmp_path / "model.safetensors")
-    found = tiny.parameters(penstock.from_transformers(tmp_path))
+    found = hf_models.parameters(penstock.from_transformers(tmp_path))
     assert torch.equal(found["model.embed_tokens.weight"], net.lm_head.weight)
 
 
@@ -215,14 +215,14 @@ def test_variants_that_cannot_be_split_are_refused_by_name():
     with pytest.raises(SplitError, match=r"no way to split a model of type 'opt'.*families are llama"):
         penstock.from_transformers(OPTConfig())
     with pytest.raises(SplitError, match="add_cross_attention"):
-        penstock.from_transformers(tiny.config("gpt2", add_cross_attention=True))
+        penstock.from_transformers(hf_models.config("gpt2", add_cross_attention=True))
     with pytest.raises(SplitError, match="use_bidirectional_attention"):
-        penstock.from_transformers(tiny.config("gemma3_text", use_bidirectional_attention=True))
+        penstock.from_transformers(hf_models.config("gemma3_text", use_bidirectional_attention=True))
     rules = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(SplitError, match="rope_type is 'dynamic'"):
-        penstock.from_transformers(tiny.config("llama", rope_parameters=rules))
+        penstock.from_transformers(hf_models.config("llama", rope_parameters=rules))
     with pytest.raises(SplitError, match="LlamaModel is no causal language model"):
-        penstock.from_transformers(tiny.model("llama").model)
+        penstock.from_transformers(hf_models.model("llama").model)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_variants_that_cannot_be_split_are_refused_by_name():
 )
 def test_rotary_rules_hold_for_weights_from_a_config(rules: dict[str, object]):
     """The tables are buffers that are computed, not stored: they must come out right on what was a meta device."""
-    net = tiny.model("llama", rope_parameters=rules)
+    net = hf_models.model("llama", rope_parameters=rules)
     layers = penstock.from_transformers(net.config)
     theirs = net.state_dict()
     built = {layer.name: layer.build() for layer in layers}
@@ -252,7 +252,7 @@ def test_rotary_rules_hold_for_weights_from_a_config(rules: dict[str, object]):
             {k.removeprefix(f"{name}."): v for k, v in theirs.items() if k.startswith(f"{name}.")}
         )
     for sequence in (12, 6):
-        tokens, _, _ = tiny.batch(sequence=sequence)
+        tokens, _, _ = hf_models.batch(sequence=sequence)
         x = tokens
         for module in built.values():
             x = module(x)

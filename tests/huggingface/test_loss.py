@@ -4,19 +4,19 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import penstock
-from tests.huggingface import tiny
+from tests.support import hf_models
 
 
 def logits_for(labels: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(*labels.shape, tiny.VOCABULARY, generator=generator, requires_grad=True)
+    return torch.randn(*labels.shape, hf_models.VOCABULARY, generator=generator, requires_grad=True)
 
 
 def test_it_is_transformers_loss_with_its_gradient():
-    _, labels, _ = tiny.batch()
+    _, labels, _ = hf_models.batch()
     ours, theirs = logits_for(labels), logits_for(labels)
     loss = penstock.causal_lm_loss(ours, labels)
-    expected = ForCausalLMLoss(theirs, labels, tiny.VOCABULARY)
+    expected = ForCausalLMLoss(theirs, labels, hf_models.VOCABULARY)
     loss.backward()
     expected.backward()
     assert torch.equal(loss, expected)
@@ -24,7 +24,7 @@ def test_it_is_transformers_loss_with_its_gradient():
 
 
 def test_microbatches_weighed_by_valid_tokens_make_the_whole_batchs_loss():
-    _, labels, _ = tiny.batch(sequence=11)
+    _, labels, _ = hf_models.batch(sequence=11)
     logits = logits_for(labels)
     parts = zip(logits.chunk(4), labels.chunk(4), strict=True)
     counts = [penstock.valid_tokens(part) for part in labels.chunk(4)]
@@ -32,9 +32,11 @@ def test_microbatches_weighed_by_valid_tokens_make_the_whole_batchs_loss():
     weighed = sum(
         n * penstock.causal_lm_loss(a, b).double() for n, (a, b) in zip(counts, parts, strict=True)
     ) / sum(counts)
-    whole = ForCausalLMLoss(logits, labels, tiny.VOCABULARY)
+    whole = ForCausalLMLoss(logits, labels, hf_models.VOCABULARY)
     assert abs(weighed - whole).item() < 1e-6
-    items = ForCausalLMLoss(logits, labels, tiny.VOCABULARY, num_items_in_batch=torch.tensor(sum(counts)))
+    items = ForCausalLMLoss(
+        logits, labels, hf_models.VOCABULARY, num_items_in_batch=torch.tensor(sum(counts))
+    )
     assert torch.equal(whole, items)
 
 

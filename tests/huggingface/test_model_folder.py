@@ -9,17 +9,17 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.errors import DataError
-from tests.huggingface import tiny
+from tests.support import hf_models
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tiny.model("llama").save_pretrained(tmp_path)
+    hf_models.model("llama").save_pretrained(tmp_path)
     return tmp_path
 
 
 def shards(folder: Path) -> list[Path]:
-    tiny.model("llama").save_pretrained(folder, max_shard_size="8KB")
+    hf_models.model("llama").save_pretrained(folder, max_shard_size="8KB")
     return sorted(folder.glob("model-*.safetensors"))
 
 

@@ -9,9 +9,9 @@ import torch
 
 import penstock
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.huggingface import tiny
+from tests.support import hf_models
 
-FAMILIES = sorted(tiny.FAMILIES)
+FAMILIES = sorted(hf_models.FAMILIES)
 STEPS = [(12, "right"), (9, "left"), (12, "right")]
 """Sequence length and side of the padding."""
 
@@ -30,7 +30,7 @@ def pipeline(like: object, ranks: int | None = None, schedule: str = "1f1b") -> 
 def whole_batch(net, sequence: int, side: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """transformers' loss and gradients of the batch in one piece."""
     net.zero_grad()
-    tokens, labels, mask = tiny.batch(sequence=sequence, side=side)
+    tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
     loss = net(tokens, attention_mask=mask, labels=labels).loss
     loss.backward()
     found = {name: p.grad.clone() for name, p in net.named_parameters()}
@@ -40,7 +40,7 @@ def whole_batch(net, sequence: int, side: str) -> tuple[torch.Tensor, dict[str, 
 
 def accumulated(net, sequence: int, side: str) -> dict[str, torch.Tensor]:
     """Gradients of the microbatches in order, each weighed by its valid tokens."""
-    tokens, labels, mask = tiny.batch(sequence=sequence, side=side)
+    tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
     total = penstock.valid_tokens(labels)
     for t, y, m in zip(tokens.chunk(4), labels.chunk(4), mask.chunk(4), strict=True):
         loss = penstock.causal_lm_loss(net(t, attention_mask=m).logits, y)
@@ -60,11 +60,11 @@ def assert_close(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_threads_give_transformers_own_loss_and_gradients(family: str, tied: bool, ranks: int):
-    net = tiny.model(family, tied=tied)
+    net = hf_models.model(family, tied=tied)
     for sequence, side in STEPS[:2]:
         loss, gradients = whole_batch(net, sequence, side)
         pieces = accumulated(net, sequence, side)
-        tokens, labels, mask = tiny.batch(sequence=sequence, side=side)
+        tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
         with pipeline(net, ranks) as pipe:
             result = pipe.step(tokens, labels, attention_mask=mask)
             seen = {name: p.grad.clone() for name, p in pipe.named_parameters()}
@@ -77,9 +77,9 @@ def test_threads_give_transformers_own_loss_and_gradients(family: str, tied: boo
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe", "interleaved-1f1b"])
 def test_other_schedules_do_too(schedule: str):
-    net = tiny.model("gpt2", tied=True)
+    net = hf_models.model("gpt2", tied=True)
     loss, gradients = whole_batch(net, 12, "right")
-    tokens, labels, mask = tiny.batch()
+    tokens, labels, mask = hf_models.batch()
     with penstock.Pipeline(
         penstock.from_transformers(net),
         penstock.causal_lm_loss,
@@ -95,11 +95,11 @@ def test_other_schedules_do_too(schedule: str):
 
 
 def test_weights_that_a_user_has_tied_stay_tied():
-    net = tiny.model("llama", tied=True)
+    net = hf_models.model("llama", tied=True)
     net.model.layers[3].mlp.up_proj.weight = net.model.layers[0].mlp.up_proj.weight
     loss, gradients = whole_batch(net, 12, "right")
     with pipeline(net, 4) as pipe:
-        tokens, labels, mask = tiny.batch()
+        tokens, labels, mask = hf_models.batch()
         result = pipe.step(tokens, labels, attention_mask=mask)
         assert_close({name: p.grad for name, p in pipe.named_parameters()}, gradients)
     assert abs(result.loss.item() - loss.item()) < 1e-6
@@ -117,10 +117,10 @@ DROPOUT = {
 
 @pytest.mark.parametrize("family", DROPOUT)
 def test_dropout_of_attention_too_depends_on_no_split_and_no_recompute(family: str):
-    tokens, labels, mask = tiny.batch()
+    tokens, labels, mask = hf_models.batch()
 
     def run(ranks: int, recompute: str, dropout: dict[str, float]) -> tuple[list[float], list[torch.Tensor]]:
-        layers = penstock.from_transformers(tiny.model(family, **dropout))
+        layers = penstock.from_transformers(hf_models.model(family, **dropout))
         with penstock.Pipeline(
             layers, penstock.causal_lm_loss, ranks=ranks, microbatches=4, recompute=recompute
         ) as pipe:
@@ -142,7 +142,7 @@ def train_in_a_process(rank: int, folder: str) -> tuple[list[float], dict[str, t
     with pipeline(folder) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for sequence, side in STEPS:
-            tokens, labels, mask = tiny.batch(sequence=sequence, side=side)
+            tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
             losses.append(pipe.step(tokens, labels, attention_mask=mask).loss.item())
             pipe.clip_grad_norm_(1.0)
             optimizer.step()
@@ -157,12 +157,12 @@ def test_processes_train_as_plain_transformers_does(
 ):
     from transformers import AutoModelForCausalLM
 
-    net = tiny.model(family, tied=tied)
+    net = hf_models.model(family, tied=tied)
     net.save_pretrained(tmp_path / "model")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for sequence, side in STEPS:
-        tokens, labels, mask = tiny.batch(sequence=sequence, side=side)
+        tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
         loss = net(tokens, attention_mask=mask, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)

@@ -14,9 +14,9 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.huggingface.save import CARRIED
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.huggingface import tiny
+from tests.support import hf_models
 
-FAMILIES = sorted(tiny.FAMILIES)
+FAMILIES = sorted(hf_models.FAMILIES)
 
 
 def pipeline(like: object, ranks: int = 1) -> penstock.Pipeline:
@@ -26,7 +26,7 @@ def pipeline(like: object, ranks: int = 1) -> penstock.Pipeline:
 
 
 def logits_of(folder: Path) -> torch.Tensor:
-    tokens, _, mask = tiny.batch()
+    tokens, _, mask = hf_models.batch()
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model(tokens, attention_mask=mask).logits
@@ -35,14 +35,14 @@ def logits_of(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_what_was_saved_and_gives_the_same_logits(family: str, tied: bool, tmp_path: Path):
-    net = tiny.model(family, tied=tied).eval()
-    tokens, _, mask = tiny.batch()
+    net = hf_models.model(family, tied=tied).eval()
+    tokens, _, mask = hf_models.batch()
     with pipeline(net) as pipe:
         penstock.save_transformers(pipe, tmp_path, net)
     expected = net(tokens, attention_mask=mask).logits
     assert torch.equal(logits_of(tmp_path), expected)
     again = penstock.from_transformers(tmp_path)
-    assert torch.equal(tiny.in_sequence(again, tokens, attention_mask=mask), expected)
+    assert torch.equal(hf_models.in_sequence(again, tokens, attention_mask=mask), expected)
     assert len(load_file(tmp_path / "model.safetensors")) == len(net.state_dict()) - tied
 
 
@@ -55,20 +55,20 @@ def save_from_processes(rank: int, source: str, folder: str) -> list[str]:
 
 def test_processes_write_a_part_each_and_an_index(processes: LocalProcesses, tmp_path: Path):
     source, folder = tmp_path / "source", tmp_path / "saved"
-    net = tiny.model("gpt_neox").eval()
+    net = hf_models.model("gpt_neox").eval()
     net.save_pretrained(source)
     folder.mkdir()
     save_file({"old": torch.zeros(1)}, folder / "model.safetensors")  # a reader would take it for the weights
     held = processes.run(4, save_from_processes, str(source), str(folder), timeout=300)
     assert sum(map(len, held)) == len(net.state_dict())
     assert len(list(folder.glob("*.safetensors"))) == 4
-    tokens, _, mask = tiny.batch()
+    tokens, _, mask = hf_models.batch()
     assert torch.equal(logits_of(folder), net(tokens, attention_mask=mask).logits)
 
 
 def test_what_lies_beside_the_weights_is_carried_along(tmp_path: Path):
     source, folder = tmp_path / "source", tmp_path / "saved"
-    net = tiny.model("llama")
+    net = hf_models.model("llama")
     net.generation_config = GenerationConfig(max_new_tokens=7)
     net.save_pretrained(source)
     for name in set(CARRIED) - {"generation_config.json"}:
@@ -86,24 +86,24 @@ def test_what_lies_beside_the_weights_is_carried_along(tmp_path: Path):
 
 
 def test_a_save_over_an_earlier_one_leaves_none_of_its_weights(tmp_path: Path):
-    net = tiny.model("llama")
+    net = hf_models.model("llama")
     net.save_pretrained(tmp_path, max_shard_size="8KB")
     with torch.no_grad():
         net.lm_head.weight.mul_(2)
     with pipeline(net) as pipe:
         penstock.save_transformers(pipe, tmp_path, net)
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
-    tokens, _, mask = tiny.batch()
+    tokens, _, mask = hf_models.batch()
     assert torch.equal(logits_of(tmp_path), net.eval()(tokens, attention_mask=mask).logits)
 
 
 def test_what_the_layers_cannot_have_come_from_is_refused(tmp_path: Path):
-    with pipeline(tiny.model("llama")) as pipe:
+    with pipeline(hf_models.model("llama")) as pipe:
         with pytest.raises(ConfigError, match="like must be the model, the config or the folder"):
             penstock.save_transformers(pipe, tmp_path, 3)
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="cannot make the folder"):
-            penstock.save_transformers(pipe, tmp_path / "file" / "x", tiny.config("llama"))
+            penstock.save_transformers(pipe, tmp_path / "file" / "x", hf_models.config("llama"))
 
 
 class LoRA(nn.Module):
@@ -120,7 +120,7 @@ class LoRA(nn.Module):
 
 
 def adapted() -> tuple[object, dict[str, nn.Linear]]:
-    net = tiny.model("llama")
+    net = hf_models.model("llama")
     changed = {}
     for n, block in enumerate(net.model.layers):
         changed[f"model.layers.{n}.self_attn.q_proj"] = block.self_attn.q_proj
@@ -166,7 +166,7 @@ def test_every_process_refuses_adapters_and_none_writes(processes: LocalProcesse
 
 
 def test_a_shape_that_is_not_the_configs_is_refused(tmp_path: Path):
-    net = tiny.model("llama")
+    net = hf_models.model("llama")
     config = copy.deepcopy(net.config)
     config.vocab_size += 1
     with (
@@ -177,7 +177,7 @@ def test_a_shape_that_is_not_the_configs_is_refused(tmp_path: Path):
 
 
 def test_a_head_of_its_own_is_refused_where_the_config_ties_it(tmp_path: Path):
-    net = tiny.model("llama", tied=False)
+    net = hf_models.model("llama", tied=False)
     config = copy.deepcopy(net.config)
     config.tie_word_embeddings = True
     with (

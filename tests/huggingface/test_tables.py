@@ -8,11 +8,11 @@ import weakref
 import torch
 
 from penstock.huggingface.tables import Tables
-from tests.huggingface import tiny
+from tests.support import hf_models
 
 
 def tables(family: str = "llama") -> Tables:
-    net = tiny.model(family)
+    net = hf_models.model(family)
     return Tables(net.config, net.model.rotary_emb, family == "gemma3_text")
 
 
@@ -27,7 +27,7 @@ def test_without_a_mask_the_librarys_causal_path_is_used():
 
 def test_blocks_of_a_microbatch_share_one_mask_and_one_rotary_table():
     made = tables()
-    _, _, mask = tiny.batch()
+    _, _, mask = hf_models.batch()
     first = made.of("full_attention", HIDDEN, mask, None)
     again = made.of("full_attention", HIDDEN.clone(), mask, None)
     assert first[0] is again[0]
@@ -36,7 +36,7 @@ def test_blocks_of_a_microbatch_share_one_mask_and_one_rotary_table():
 
 
 def test_kinds_of_attention_have_masks_of_their_own():
-    net = tiny.model("gemma3_text")
+    net = hf_models.model("gemma3_text")
     made = Tables(net.config, net.model.rotary_emb, True)
     full, _, slow = made.of("full_attention", HIDDEN, None, None)
     sliding, _, fast = made.of("sliding_attention", HIDDEN, None, None)
@@ -47,7 +47,7 @@ def test_kinds_of_attention_have_masks_of_their_own():
 
 def test_a_mask_dies_with_the_one_it_was_made_for():
     made = tables()
-    _, _, mask = tiny.batch()
+    _, _, mask = hf_models.batch()
     found = weakref.ref(made.of("full_attention", HIDDEN, mask, None)[0])
     assert found() is not None
     del mask
@@ -57,7 +57,7 @@ def test_a_mask_dies_with_the_one_it_was_made_for():
 
 def test_a_mask_that_was_written_to_is_made_again():
     made = tables()
-    _, _, mask = tiny.batch()
+    _, _, mask = hf_models.batch()
     before = made.of("full_attention", HIDDEN, mask, None)[0].clone()
     mask[:, 2] = 0
     assert not torch.equal(made.of("full_attention", HIDDEN, mask, None)[0], before)
@@ -90,7 +90,7 @@ def test_a_copy_of_a_block_shares_them():
 
 def test_many_threads_get_the_same_table():
     made = tables()
-    _, _, mask = tiny.batch()
+    _, _, mask = hf_models.batch()
     found: list[torch.Tensor] = []
     together = threading.Barrier(8)
 

@@ -14,22 +14,9 @@ import pytest
 from penstock.checkpoint.find import is_whole
 from penstock.launch.exit_codes import ExitCode, of_signal
 from penstock.launch.signals import SIGNALS, Interrupts
-from penstock.train.config import file as config_file
-from penstock.train.config.config import Config
-from tests.train.test_resume import config_of, run, same
-from tests.train.tiny import text_folder
-from tests.train.victim import PLAN
-
-
-def started(
-    config: Config, plan: str, *launcher: str, words: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in separate processes, with the faults of a plan."""
-    file = Path(config.train.folder).parent / f"{config.train.name}.toml"
-    file.write_text(config_file.dump(config))
-    command = [*(launcher or [sys.executable]), "-m", "tests.train.victim", "train", str(file), *words]
-    environment = {**os.environ, PLAN: plan, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+from tests.support.tiny_run import text_folder
+from tests.support.trainer import config_of, run, same
+from tests.support.victim import started
 
 
 class Counted(Interrupts):
@@ -122,6 +109,7 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path):
     same(folder, tmp_path / "runs" / "once")
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_ends_it_at_once_and_checkpoints_stay(tmp_path: Path):
     config = config_of(tmp_path, text_folder(tmp_path), "twice", 4, train={"checkpoint_every": 1})
     done = started(config, "0:0:3:interrupt_twice")

@@ -20,11 +20,11 @@ from penstock.launch.exit_codes import ExitCode
 from penstock.launch.supervise import supervise
 from penstock.run_lock import locked
 from penstock.train.config.config import Config
-from tests.train.test_resume import config_of, run, same
-from tests.train.tiny import text_folder, tiny
-from tests.train.victim import NOTES, PLAN
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import config_of, run, same
+from tests.support.victim import NOTES, PLAN, started
 
-VICTIM = (sys.executable, "-m", "tests.train.victim", "train")
+VICTIM = (sys.executable, "-m", "tests.support.victim", "train")
 
 
 def until(holds: Callable[[], bool], limit: float = 60.0) -> None:
@@ -34,6 +34,7 @@ def until(holds: Callable[[], bool], limit: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_sigterm_is_handed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -55,6 +56,7 @@ def test_a_killed_rank_is_started_again_and_sigterm_is_handed_on(
     same(folder, tmp_path / "runs" / "once")
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_and_its_ranks_together_is_one_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -187,9 +189,8 @@ def test_bad_input_starts_nothing(config: Config, tmp_path: Path, monkeypatch: p
     assert "--restarts starts the processes itself" in result.output
 
 
+@pytest.mark.slow
 def test_a_run_under_torchrun_goes_on_by_itself_and_sigterm_saves_it(tmp_path: Path):
-    from tests.launch.test_signals import started
-
     text = text_folder(tmp_path)
     run(config_of(tmp_path, text, "once", 6, runtime={"threads": 1}))
     config = config_of(tmp_path, text, "again", 6, runtime={"threads": 1})

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.zero import ShardedOptimizer
-from tests.parallel.replicas import WIDTH, gradients, loss_of, model, share, together
+from tests.support.replicas import WIDTH, gradients, loss_of, model, share, together
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
 

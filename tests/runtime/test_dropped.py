@@ -98,5 +98,6 @@ def drop(rank: int) -> bool:
     return gone() is None and ended(threads)
 
 
+@pytest.mark.slow
 def test_the_watch_of_a_process_ends(processes: LocalProcesses):
     assert processes.run(2, drop) == [True, True]

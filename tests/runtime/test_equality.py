@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
+from tests.support.groups import run_cases
 
 FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b"]
 CASES = [
@@ -51,8 +53,13 @@ def pipelined_through_the_group(rank: int, *case) -> object:
         del os.environ[SWITCH]
 
 
+@cache
+def plainly(microbatches: int):
+    return plain.train(8, microbatches)
+
+
 def assert_same(parts, microbatches: int) -> None:
-    history, weights, grads = plain.train(8, microbatches)
+    history, weights, grads = plainly(microbatches)
     seen_weights, seen_grads = {}, {}
     for losses, part, part_grads in parts:
         for ours, theirs in zip(losses, history, strict=True):
@@ -70,13 +77,21 @@ def test_threads_give_the_losses_weights_and_gradients_of_plain_pytorch(family, 
     assert_same([pipelined(0, family, ranks, microbatches)], microbatches)
 
 
-@pytest.mark.parametrize(("family", "ranks", "microbatches"), CASES)
-def test_processes_give_the_losses_weights_and_gradients_of_plain_pytorch(
-    processes: LocalProcesses, family, ranks, microbatches
-):
-    assert_same(processes.run(ranks, pipelined, family, ranks, microbatches), microbatches)
+@pytest.fixture(scope="module")
+def in_processes(processes: LocalProcesses) -> dict[tuple, list]:
+    parts = {}
+    for ranks in (1, 2, 4):
+        cases = [case for case in CASES if case[1] == ranks]
+        parts |= dict(zip(cases, run_cases(processes, ranks, pipelined, cases), strict=True))
+    return parts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_processes_without_shared_memory_give_the_same(processes: LocalProcesses, family):
-    assert_same(processes.run(2, pipelined_through_the_group, family, 2, 4), 4)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_processes_give_the_losses_weights_and_gradients_of_plain_pytorch(in_processes, case):
+    assert_same(in_processes[case], case[2])
+
+
+def test_processes_without_shared_memory_give_the_same(processes: LocalProcesses):
+    cases = [(family, 2, 4) for family in FAMILIES]
+    for parts in run_cases(processes, 2, pipelined_through_the_group, cases):
+        assert_same(parts, 4)

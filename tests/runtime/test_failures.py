@@ -23,7 +23,8 @@ from penstock.runtime.batch.splitter import digest_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches
-from tests.runtime import plain
+from tests.support import plain
+from tests.support.groups import run_cases
 
 
 class Boom(nn.Module):
@@ -98,14 +99,18 @@ def fail_in_process(rank: int, stage: int, backward: bool) -> tuple[str, torch.T
     raise AssertionError("the step did not fail")
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(
-    processes: LocalProcesses, stage, backward
-):
-    told = processes.run(4, fail_in_process, stage, backward)
+PLACES = [(stage, backward) for backward in (False, True) for stage in range(4)]
+
+
+@pytest.fixture(scope="module")
+def failures(processes: LocalProcesses) -> dict[tuple[int, bool], list[tuple[str, torch.Tensor]]]:
+    return dict(zip(PLACES, run_cases(processes, 4, fail_in_process, PLACES), strict=True))
+
+
+@pytest.mark.parametrize(("stage", "backward"), PLACES)
+def test_a_layer_that_raises_in_a_process_stops_all_and_the_next_step_is_sound(failures, stage, backward):
     losses, _ = plain.step(plain.model(4), nn.functional.mse_loss, *plain.batch(1, 8), 4)
-    for rank, (text, after) in enumerate(told):
+    for rank, (text, after) in enumerate(failures[stage, backward]):
         assert f"rank {stage}, stage {stage}, microbatch 2, op {stage}{'B' if backward else 'F'}2" in text
         assert "ValueError: boom" in text
         assert text.startswith("StageError" if rank == stage else "PeerError")
@@ -202,11 +207,9 @@ def never_answers(rank: int) -> str:
     raise AssertionError("the step did not fail")
 
 
-def test_a_rank_that_never_answers_ends_the_wait_of_the_others():
-    with LocalProcesses(2) as pool:
-        assert pool.run(2, never_answers)[0].startswith(
-            ("WaitTimeoutError: waited 1 s for rank 1", "PeerError")
-        )
+def test_a_rank_that_never_answers_ends_the_wait_of_the_others(processes: LocalProcesses):
+    told, _ = processes.run(2, never_answers)
+    assert told.startswith(("WaitTimeoutError: waited 1 s for rank 1", "PeerError"))
 
 
 def test_a_shape_the_next_stage_cannot_take_is_named():

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.ops import Kind
-from tests.runtime import plain
+from tests.support import plain
 
 pytestmark = [
     pytest.mark.gpu,

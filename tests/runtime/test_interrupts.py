@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers import rank_threads
-from tests.runtime import plain
+from tests.support import plain
 
 
 class Interrupting(nn.Module):

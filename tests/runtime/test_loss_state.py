@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, StageError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 COPIED = [("dualpipe", 1), ("chimera", 1), ("1f1b", 2)]
 

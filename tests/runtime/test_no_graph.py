@@ -10,7 +10,7 @@ from penstock.errors import PenstockError, StageError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 
 def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

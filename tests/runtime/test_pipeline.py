@@ -20,7 +20,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.trace.events import Activity
-from tests.runtime import plain
+from tests.support import plain
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,9 +202,10 @@ def test_a_frozen_stage_passes_no_gradient_and_trains_nothing():
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_lines_one_process_a_rank():
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    code = ROOT / "tests" / "runtime" / "under_torchrun.py"
+    code = ROOT / "tests" / "support" / "under_torchrun.py"
     command = [
         sys.executable,
         "-m",

@@ -14,6 +14,7 @@ import penstock
 from penstock.errors import BatchError, ConfigError, NonFiniteError, PenstockError, SplitError, StageError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.groups import run_cases
 
 WIDTH, ROWS, M = 8, 2, 4
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe"]
@@ -339,10 +340,19 @@ def test_tied_weights_stay_one_in_threads(name, p, declared):
         torch.testing.assert_close(weights[key], want[key], rtol=1e-4, atol=1e-5)
 
 
+IN_PROCESSES = ("1f1b", "zb-h1", "zb-v", "dualpipe")
+
+
+@pytest.fixture(scope="module")
+def tied_in_processes(processes: LocalProcesses) -> dict[tuple, list]:
+    cases = [(name, 2, declared) for name in IN_PROCESSES for declared in (False, True)]
+    return dict(zip(cases, run_cases(processes, 2, train_tied, cases), strict=True))
+
+
 @pytest.mark.parametrize("declared", [False, True], ids=["found", "declared"])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
-def test_tied_weights_stay_one_in_processes(processes: LocalProcesses, name, declared):
-    told = processes.run(2, train_tied, name, 2, declared)
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_tied_weights_stay_one_in_processes(tied_in_processes, name, declared):
+    told = tied_in_processes[name, 2, declared]
     want, want_norms = plain_tied()
     # Every process that holds it has it under its first name, so that each one's own state loads again; with zb-v one does.
     assert [n for _, _, _, state in told for n in state].count("0.weight") == (1 if name == "zb-v" else 2)
@@ -489,13 +499,19 @@ def skip_in_process(rank: int, name: str) -> tuple:
         return result.loss, result.parts, evaluated.parts, {n: p.grad for n, p in pipe.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
-def test_skips_and_added_losses_in_processes(processes: LocalProcesses, name):
+@pytest.fixture(scope="module")
+def skips_in_processes(processes: LocalProcesses) -> dict[str, list]:
+    told = run_cases(processes, 4, skip_in_process, [(name,) for name in IN_PROCESSES])
+    return dict(zip(IN_PROCESSES, told, strict=True))
+
+
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_skips_and_added_losses_in_processes(skips_in_processes, name):
     other = skipping()
     x, y = data(ROWS * M)
     for _ in range(2):
         losses, grads = plain(list(other), zip(x.chunk(M), y.chunk(M), strict=True), F.mse_loss, divided(M))
-    for loss, parts, evaluated, own in processes.run(4, skip_in_process, name):
+    for loss, parts, evaluated, own in skips_in_processes[name]:
         torch.testing.assert_close(loss, torch.stack(losses).mean())
         torch.testing.assert_close(parts["loss"] + parts["energy"], loss)
         torch.testing.assert_close(evaluated["energy"], parts["energy"])

@@ -270,6 +270,7 @@ def test_autocast_is_what_plain_pytorch_under_autocast_does(name, recompute):
         assert torch.equal(found.grad, wanted.grad), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["block", "stage"])
 def test_compiled_layers_give_what_eager_ones_give(what):
     def fresh() -> nn.Sequential:

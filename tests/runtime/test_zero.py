@@ -20,11 +20,9 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
-from tests.runtime import plain
-from tests.runtime.optim.test_optimizer_ties import batch as words
-from tests.runtime.optim.test_optimizer_ties import loss_fn as words_loss
-from tests.runtime.optim.test_optimizer_ties import model as tied_model
-from tests.runtime.optim.test_state import assert_equal, joined
+from tests.support import plain, tied
+from tests.support.groups import run_cases
+from tests.support.states import assert_equal, joined
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
 GROUPS = [{"match": r"norm|embedding", "weight_decay": 0.0, "lr": 0.02}]
@@ -106,19 +104,36 @@ def alike(found: object, wanted: object, tolerance: float) -> None:
         assert found == wanted
 
 
+def in_processes(processes: LocalProcesses, mesh: MeshShape, names: Any, ways: tuple) -> dict[tuple, list]:
+    """What every process of a mesh trained, by case and way of dividing the optimizer."""
+    cases = [(mesh, name, zero) for name in names for zero in ways]
+    told = run_cases(processes, 4, trained, cases)
+    return {case[1:]: parts for case, parts in zip(cases, told, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def replicated(processes: LocalProcesses) -> dict[tuple, list]:
+    return in_processes(processes, MeshShape(2, 2, 1), CASES, (False, True, "overlap"))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_divided_optimizer_takes_the_steps_of_the_whole_one(processes: LocalProcesses, case: str):
-    mesh = MeshShape(2, 2, 1)
-    whole = processes.run(4, trained, mesh, case, False)
+def test_a_divided_optimizer_takes_the_steps_of_the_whole_one(replicated, case: str):
     for zero in (True, "overlap"):
-        compare(processes.run(4, trained, mesh, case, zero), whole, mesh, case)
+        compare(replicated[case, zero], replicated[case, False], MeshShape(2, 2, 1), case)
 
 
-@pytest.mark.parametrize("case", ["plain", "scheduled", "main weights"])
-def test_matrices_that_are_cut_are_divided_as_well(processes: LocalProcesses, case: str):
-    mesh = MeshShape(1, 2, 2)
-    whole = processes.run(4, trained, mesh, case, False)
-    compare(processes.run(4, trained, mesh, case, "overlap"), whole, mesh, case)
+CUT = ("plain", "scheduled", "main weights")
+
+
+@pytest.fixture(scope="module")
+def cut(processes: LocalProcesses) -> dict[tuple, list]:
+    return in_processes(processes, MeshShape(1, 2, 2), CUT, (False, "overlap"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CUT)
+def test_matrices_that_are_cut_are_divided_as_well(cut, case: str):
+    compare(cut[case, "overlap"], cut[case, False], MeshShape(1, 2, 2), case)
 
 
 def compare(divided: list, whole: list, mesh: MeshShape, case: str) -> None:
@@ -145,17 +160,17 @@ def compare(divided: list, whole: list, mesh: MeshShape, case: str) -> None:
 
 
 def test_a_tied_weight_stays_one(processes: LocalProcesses):
-    for weights, tied in processes.run(4, tied_and_divided):
+    for weights, views in processes.run(4, tied_and_divided):
         whole = tied_and_whole()
-        assert all(torch.equal(view, tied[0]) for view in tied)
+        assert all(torch.equal(view, views[0]) for view in views)
         for name, value in weights.items():
             torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)
 
 
 def tied_and_divided(rank: int):
     with Pipeline(
-        tied_model(),
-        words_loss,
+        tied.model(),
+        tied.loss_fn,
         microbatches=2,
         mesh=MeshShape(2, 2, 1),
         timeout=300,
@@ -165,7 +180,7 @@ def tied_and_divided(rank: int):
             pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5, zero="overlap"
         )
         for n in range(3):
-            pipe.step(*words(n))
+            pipe.step(*tied.batch(n))
             optimizer.step()
         weights = {n: p.detach().clone() for n, p in pipe.named_parameters()}
         table = [v for n, v in pipe.state_dict().items() if n in ("0.weight", "5.weight")]
@@ -173,10 +188,10 @@ def tied_and_divided(rank: int):
 
 
 def tied_and_whole() -> dict[str, Tensor]:
-    with Pipeline(tied_model(), words_loss, microbatches=4, ranks=1) as pipe:
+    with Pipeline(tied.model(), tied.loss_fn, microbatches=4, ranks=1) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, weight_decay=0.3, clip=0.5)
         for n in range(3):
-            pipe.step(*words(n))
+            pipe.step(*tied.batch(n))
             optimizer.step()
         return {n: p.detach().clone() for n, p in pipe.named_parameters()}
 
@@ -263,8 +278,8 @@ def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:
 
 
 def test_an_inf_in_one_replica_skips_the_update_in_all(processes: LocalProcesses):
-    whole = processes.run(4, overflowing, False)[0]
-    for told in processes.run(4, overflowing, True):
+    (whole, *_), divided = run_cases(processes, 4, overflowing, [(False,), (True,)])
+    for told in divided:
         assert (
             [one[:2] for one in told]
             == [one[:2] for one in whole]
@@ -298,13 +313,16 @@ def half_by_half(rank: int, mesh: MeshShape, case: str, zero: bool, weights: dic
         return copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
 
 
-@pytest.mark.parametrize("case", ["plain", "main weights"])
-@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)], ids=["on, off", "off, on"])
-def test_a_state_goes_on_divided_or_whole(processes: LocalProcesses, case: str, first: bool, second: bool):
+def test_a_state_goes_on_divided_or_whole(processes: LocalProcesses):
     mesh, other = MeshShape(2, 2, 1), MeshShape(1, 2, 1)  # of two the sum has one order
-    start = joined(processes.run(4, half_by_half, mesh, case, first, None, None)[:: mesh.dp])
-    found = processes.run(2, half_by_half, other, case, second, *start)
-    wanted = processes.run(2, half_by_half, other, case, False, *start)[0]
-    for weights, state in found:
-        assert_equal(dict(weights), dict(wanted[0]))
-        assert_equal(state, wanted[1])
+    firsts = [(case, first) for case in ("plain", "main weights") for first in (True, False)]
+    told = run_cases(processes, 4, half_by_half, [(mesh, *first, None, None) for first in firsts])
+    starts = {first: joined(parts[:: mesh.dp]) for first, parts in zip(firsts, told, strict=True)}
+    seconds = [(*first, zero) for first in firsts for zero in (True, False)]
+    cases = [(other, case, zero, *starts[case, first]) for case, first, zero in seconds]
+    ended = dict(zip(seconds, run_cases(processes, 2, half_by_half, cases), strict=True))
+    for case, first in firsts:
+        wanted = ended[case, first, False][0]
+        for weights, state in ended[case, first, not first]:
+            assert_equal(dict(weights), dict(wanted[0]))
+            assert_equal(state, wanted[1])

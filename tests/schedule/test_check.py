@@ -15,8 +15,8 @@ from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from tests.schedule.cases import allows, schedules, written
-from tests.schedule.oracle import Lists, ends, is_valid, lists
+from tests.support.schedule_oracle import Lists, ends, is_valid, lists
+from tests.support.schedules import allows, schedules, written
 
 TWO = Placement.loop(2)
 

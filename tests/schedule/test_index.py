@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from penstock.schedule.index import index, links, rank_column
 from penstock.schedule.placement import Placement
-from tests.schedule.cases import written
+from tests.support.schedules import written
 
 SCHEDULE = written(Placement.loop(2), 2, "0F0 0F1 0B0 0I1 0W1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1")
 

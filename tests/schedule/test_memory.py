@@ -13,8 +13,8 @@ from penstock.schedule.memory import Budget, held, peak
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from tests.schedule.cases import schedules, written
-from tests.schedule.oracle import halves
+from tests.support.schedule_oracle import halves
+from tests.support.schedules import schedules, written
 
 ONE = Placement.loop(1)
 

@@ -15,8 +15,8 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import JITTER_SLOTS, Action, Edge, Program, lower
 from penstock.schedule.schedule import Schedule
-from tests.schedule.cases import schedules, written
-from tests.schedule.oracle import lists, runs_when_sends_block
+from tests.support.schedule_oracle import lists, runs_when_sends_block
+from tests.support.schedules import schedules, written
 
 TWO = Placement.loop(2)
 

@@ -8,7 +8,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from tests.schedule.cases import schedules, written
+from tests.support.schedules import schedules, written
 
 TWO = Placement.loop(2)
 

@@ -12,7 +12,7 @@ from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import csv_line, from_lists, read_csv, write_csv
-from tests.schedule.cases import written
+from tests.support.schedules import written
 
 FUZZ = settings(
     deadline=None,

@@ -10,8 +10,8 @@ from penstock.schedule.memory import peak
 from penstock.show.advice import advise, recut
 from penstock.show.analysis import StepAnalysis
 from penstock.show.planned import plan
-from tests.simulate.cases import built, timed
-from tests.trace.cases import trace_of
+from tests.support.simulated import built, timed
+from tests.support.traces import trace_of
 
 
 def advice(trace):

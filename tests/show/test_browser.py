@@ -18,10 +18,12 @@ from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
 from penstock.show.run import read_run, write_report
 from penstock.trace.events import Activity, Trace
-from tests.show.browser import Browser, Frame, browser
-from tests.show.cases import kept_run, measured
-from tests.simulate.cases import built, timed
-from tests.trace.cases import trace_of
+from tests.support.browser import Browser, Frame, browser
+from tests.support.measured import kept_run, measured
+from tests.support.simulated import built, timed
+from tests.support.traces import trace_of
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

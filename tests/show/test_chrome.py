@@ -16,9 +16,9 @@ from penstock.schedule.families import FAMILIES
 from penstock.show.chrome import chrome_events, write_chrome
 from penstock.trace.events import Trace
 from penstock.trace.messages import givers
-from tests.show.cases import measured
-from tests.simulate.cases import built, timed
-from tests.trace.cases import trace_of
+from tests.support.measured import measured
+from tests.support.simulated import built, timed
+from tests.support.traces import trace_of
 
 
 def validated(trace: Trace) -> dict[str, list[dict]]:

@@ -9,9 +9,9 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedule.placement import Placement
 from penstock.show.picture import draw_picture
-from tests.show.cases import measured
-from tests.simulate.cases import built, timed, written
-from tests.trace.cases import trace_of
+from tests.support.measured import measured
+from tests.support.simulated import built, timed, written
+from tests.support.traces import trace_of
 
 pytest.importorskip("matplotlib")
 

@@ -9,9 +9,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.ops import Kind
 from penstock.show.planned import costs_of, plan
-from tests.show.cases import measured
-from tests.simulate.cases import built, timed
-from tests.trace.cases import trace_of
+from tests.support.measured import measured
+from tests.support.simulated import built, timed
+from tests.support.traces import trace_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,9 +18,9 @@ from penstock.show.analysis import StepAnalysis
 from penstock.show.report import write
 from penstock.show.units import unit_of
 from penstock.trace.events import Trace
-from tests.show.cases import measured
-from tests.simulate.cases import built, timed
-from tests.trace.cases import trace_of
+from tests.support.measured import measured
+from tests.support.simulated import built, timed
+from tests.support.traces import trace_of
 
 EVIL = '</script><script>document.title="owned"</script>&amp;<img src=x onerror=alert(1)>'
 

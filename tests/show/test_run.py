@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError, DataError
 from penstock.show.run import read_run, write_report
-from tests.show.cases import kept_run, measured
+from tests.support.measured import kept_run, measured
 
 
 def test_a_run_is_its_traces_metrics_and_config(tmp_path: Path):

@@ -9,8 +9,8 @@ from rich.console import Console
 from penstock.show.terminal import MAX_LINES, bubble_table, draw_terminal
 from penstock.show.units import Unit
 from penstock.trace.bubbles import CAUSES, Bubbles
-from tests.simulate.cases import built, timed, written
-from tests.trace.cases import trace_of
+from tests.support.simulated import built, timed, written
+from tests.support.traces import trace_of
 
 
 def drawn(trace, width: int = 80) -> list[str]:

@@ -14,7 +14,7 @@ from penstock.simulate.bounds import bound_of, lower_bound
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
-from tests.simulate.cases import built, priced, timed, written
+from tests.support.simulated import built, priced, timed, written
 
 GRID = [(p, k * p, c) for p in (2, 3, 4, 6) for k in (1, 2, 3) for c in (0, 2)]
 

@@ -9,7 +9,7 @@ from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Costs
 from penstock.simulate.metrics import measure
 from penstock.simulate.simulator import simulate
-from tests.simulate.cases import built, priced, written
+from tests.support.simulated import built, priced, written
 
 
 def test_the_figures_of_1f1b():

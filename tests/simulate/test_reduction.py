@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.simulate.reduction import fewest_buckets, reduce_gradients
 from penstock.trace.events import Activity
-from tests.simulate.cases import built, timed
+from tests.support.simulated import built, timed
 
 
 def reductions(trace, rank):

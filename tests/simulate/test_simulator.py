@@ -15,7 +15,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.simulator import _run, simulate
 from penstock.trace.bubbles import makespan
-from tests.simulate.cases import built, priced, timed, timeline, written
+from tests.support.simulated import built, priced, timed, timeline, written
 
 TWO = Placement.loop(2)
 

@@ -16,7 +16,7 @@ from penstock.schedule.families import build_schedule
 from penstock.stage.layers import as_layers
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.functions import FunctionLayer
-from tests.runtime import plain
+from tests.support import plain
 
 WIDTH = plain.WIDTH
 
@@ -166,10 +166,10 @@ def test_a_builder_that_is_refused_on_one_rank_is_refused_on_all(processes: Loca
 
 
 def test_a_model_of_hugging_face_gets_the_hint_that_helps():
-    from tests.huggingface import tiny
+    from tests.support import hf_models
 
     with pytest.raises(SplitError, match=r"penstock.from_transformers.*Pipeline\(from_transformers\(model\)"):
-        as_layers(tiny.model("llama", tied=False))
+        as_layers(hf_models.model("llama", tied=False))
 
 
 def test_virtual_stages_beside_a_schedule_that_says_otherwise_are_refused():

@@ -17,7 +17,7 @@ from penstock.errors import PenstockError, StageShapeError, TransportError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.structures import dumps, loads, require_portable
-from tests.runtime import plain
+from tests.support import plain
 
 
 class Named(NamedTuple):

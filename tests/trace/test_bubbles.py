@@ -10,8 +10,8 @@ from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import CAUSES, bubble_fraction, bubbles, busy, idle_spans, longest, makespan
-from tests.simulate.cases import built, timed, timeline, written
-from tests.trace.cases import trace_of
+from tests.support.simulated import built, timed, timeline, written
+from tests.support.traces import trace_of
 
 
 def idle_of(trace, rank: int) -> dict[str, float]:

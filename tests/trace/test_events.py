@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import DataError
 from penstock.trace.events import Trace
-from tests.trace.cases import trace_of
+from tests.support.traces import trace_of
 
 LINES = ["0F0@0-1 0B0@4-6", "1F0@1-2 1B0@2-4"]
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import DataError
 from penstock.trace.folder import FOLDER, read_file, read_folder, save_step, step_path
 from penstock.trace.join import present
-from tests.trace.cases import trace_of
+from tests.support.traces import trace_of
 
 LINES = ["0F0@0.0-1.0 0B0@4.0-6.0", "1F0@1.0-2.0 1B0@2.0-4.0"]
 

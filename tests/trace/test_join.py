@@ -9,7 +9,7 @@ from penstock.errors import DataError
 from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
 from penstock.trace.join import join, present
-from tests.trace.cases import trace_of
+from tests.support.traces import trace_of
 
 LINES = ["0F0@0.0-1.0 0B0@4.0-6.0", "1F0@1.0-2.0 1B0@2.0-4.0"]
 

@@ -7,7 +7,7 @@ from penstock.schedule.memory import held
 from penstock.schedule.placement import Placement
 from penstock.simulate.simulator import simulate
 from penstock.trace.memory_curve import memory_curve, peaks
-from tests.simulate.cases import built, priced, timed, written
+from tests.support.simulated import built, priced, timed, written
 
 
 def test_memory_is_taken_at_the_start_of_a_forward_and_given_back_at_the_end_of_a_backward():

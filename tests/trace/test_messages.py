@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from penstock.trace.messages import givers
-from tests.simulate.cases import built, timed
-from tests.trace.cases import trace_of
+from tests.support.simulated import built, timed
+from tests.support.traces import trace_of
 
 
 def test_forwards_take_from_the_stage_before_and_backwards_from_the_stage_after():

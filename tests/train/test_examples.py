@@ -10,6 +10,7 @@ from penstock.train.config.file import load
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_the_loop_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     spec = importlib.util.spec_from_file_location("own_loop", EXAMPLES / "own_loop.py")
     assert spec is not None

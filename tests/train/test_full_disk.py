@@ -14,9 +14,8 @@ from penstock.checkpoint.find import steps_in
 from penstock.errors import PenstockError, StoppedError
 from penstock.train.loop import train
 from penstock.train.report.metrics_writer import MetricsWriter
-from tests.train.test_loop import lines
-from tests.train.test_resume import Said, config_of, run, stopped_at
-from tests.train.tiny import text_folder
+from tests.support.tiny_run import text_folder
+from tests.support.trainer import Said, config_of, lines, run, stopped_at
 
 
 @contextmanager

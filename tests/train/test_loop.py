@@ -1,72 +1,40 @@
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from penstock.errors import ConfigError, DataError, NonFiniteError
 from penstock.huggingface import weights
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
-from penstock.stage.module import StageModule
 from penstock.train.config.config import Config
 from penstock.train.config.file import load
-from penstock.train.data.run_data import bigram_baseline, open_data, training_batch
+from penstock.train.data.run_data import bigram_baseline, open_data
 from penstock.train.loop import train
 from penstock.train.model import llama
-from penstock.train.model.llama import layers, next_token_loss
+from penstock.train.model.llama import next_token_loss
 from penstock.train.model.trainable import build_model
 from penstock.train.report.progress import Reporter
-from tests.train.tiny import text_folder, tiny
-from tests.train.unsplit import adamw
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import lines
+from tests.support.unsplit import unsplit
 
 
 def quietly(steps: int, leads: bool) -> Reporter:
     return Reporter()
 
 
-def lines(folder: Path, kind: str) -> list[dict[str, float]]:
-    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "kind"} for line in read if line["kind"] == kind]
+FAST = ("1f1b", "zb-h1", "dualpipe", "interleaved-1f1b")
 
 
-def unsplit(
-    config: Config, skipped: Collection[int] = ()
-) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
-    """The same run in plain PyTorch, with some steps left out: losses, gradient norms, last weights, held-out bits."""
-    text = open_data(config, build_model(config))
-    model = StageModule(layers(config.model, config.train.seed))
-    named = list(model.whole_model_parameters())
-    optimizer, scheduler = adamw(named, config.optim, config.train.steps)
-    losses, norms = [], []
-    m = config.schedule.microbatches
-    for step in range(config.train.steps):
-        if step in skipped:
-            continue
-        x, y = training_batch(text, config, build_model(config), step)
-        parts = []
-        for a, b in zip(x.chunk(m), y.chunk(m), strict=True):
-            loss = next_token_loss(model(a), b)
-            (loss / m).backward()
-            parts.append(loss.detach())
-        losses.append(torch.stack(parts).mean().item())
-        norms.append(nn.utils.clip_grad_norm_([p for _, p in named], config.optim.clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    with torch.no_grad():
-        bits = [next_token_loss(model(x), y).item() / math.log(2) for x, y in text.held_out]
-    return losses, norms, {name: p.detach() for name, p in named}, sum(bits) / len(bits)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
+)
 def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
     config = tiny(tmp_path, text_folder(tmp_path), schedule={"name": name}, model={"layers": 8})
     outcome = train(config, quietly)

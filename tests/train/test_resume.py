@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,66 +15,28 @@ import torch
 from penstock.checkpoint.find import damage, read_manifest, steps_in
 from penstock.checkpoint.format.manifest import MANIFEST, dump
 from penstock.errors import ConfigError, DataError
-from penstock.huggingface import weights
 from penstock.run_lock import LOCK
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
-from tests.train.tiny import text_folder, tiny
-
-TIMES = ("tokens_per_second", "bubble", "seconds")
-
-
-class Said(Reporter):
-    """Keeps the lines of the run."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
+from tests.support.tiny_run import text_folder
+from tests.support.trainer import config_of, metrics, run, same, stopped_at
 
 
-def run(config: Config) -> list[str]:
-    said = Said()
-    train(config, lambda steps, leads: said)
-    return said.lines
-
-
-def config_of(root: Path, text: Path, name: str, steps: int, resume: str = "", **sections) -> Config:
-    told = {"steps": steps, "name": name, "checkpoint_every": 2, "eval_every": 2, "resume": resume}
-    return tiny(root, text, **{**sections, "train": {**told, **sections.get("train", {})}})
-
-
-def metrics(folder: Path) -> list[dict]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in found]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("trained")
+    run(config_of(root, text_folder(root), "straight", 6))
+    return root
 
 
 @pytest.fixture
-def straight(tmp_path: Path) -> Path:
+def straight(tmp_path: Path, trained: Path) -> Path:
     """A run of 6 steps, in one go."""
-    run(config_of(tmp_path, text_folder(tmp_path), "straight", 6))
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path / "runs" / "straight"
-
-
-def stopped_at(root: Path, folder: Path, step: int) -> None:
-    """Make a finished run look like one that was killed after a step, with an incomplete line of metrics."""
-    for later, path in steps_in(folder / "checkpoints"):
-        if later > step:
-            path.rename(root / path.name)
-    for path in (*folder.glob("model*"), folder / "sample.txt"):
-        path.unlink()
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')
-
-
-def same(one: Path, other: Path) -> None:
-    first, second = weights.load(one), weights.load(other)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert metrics(one) == metrics(other)
 
 
 def test_a_second_run_in_the_folder_is_refused_and_the_first_is_not_disturbed(tmp_path: Path):
@@ -227,13 +188,15 @@ def test_other_data_is_refused_by_name_or_accepted_once(tmp_path: Path, straight
     assert not any("was not made with" in line for line in told)
 
 
-def test_a_checkpoint_that_does_not_know_its_data_is_gone_on_from_with_a_word(tmp_path: Path, straight: Path):
+def test_a_checkpoint_that_does_not_know_its_data_is_gone_on_from_with_a_word(
+    tmp_path: Path, trained: Path, straight: Path
+):
     path = steps_in(straight / "checkpoints")[0][1]
     manifest = read_manifest(path)
     extra = {key: value for key, value in manifest.values["extra"].items() if key != "data"}
     (path / MANIFEST).write_bytes(dump(replace(manifest, values={**manifest.values, "extra": extra})))
-    said = run(config_of(tmp_path, tmp_path / "text", "straight", 8, str(straight)))
-    assert f"{path} has no digest of its data, so it is unknown if the data is the same" in said
+    said = run(config_of(tmp_path, trained / "text", "straight", 8, str(straight)))
+    assert f"{path} has no digest of its data; whether it is the same now is not known" in said
 
 
 def with_other_data_on_rank_1(rank: int, config: Config, other: Path) -> str:

@@ -19,9 +19,9 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train import loop
 from penstock.train.config.config import Config
-from tests.train.test_loop import lines, unsplit
-from tests.train.test_resume import Said, config_of, same, stopped_at
-from tests.train.tiny import text_folder, tiny
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import Said, config_of, lines, same, stopped_at
+from tests.support.unsplit import unsplit
 
 BAD = (1, 2)
 

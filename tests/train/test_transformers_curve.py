@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.runtime.workers.pool import LocalProcesses
@@ -14,9 +13,10 @@ from penstock.train.data.run_data import open_data, training_batch
 from penstock.train.loop import train
 from penstock.train.model.trainable import build_model
 from penstock.train.report.progress import Reporter
-from tests.train import hf
-from tests.train.tiny import WORDS, text_folder, tiny
-from tests.train.unsplit import adamw
+from tests.support import hf_folders
+from tests.support.hf_curve import assert_same_curve
+from tests.support.tiny_run import WORDS, text_folder, tiny
+from tests.support.trainer import lines
 
 STEPS = 50
 MODELS = {"gpt2": True, "llama": False}
@@ -24,7 +24,7 @@ MODELS = {"gpt2": True, "llama": False}
 
 
 def config_of(root: Path, family: str, ranks: int) -> Config:
-    model = hf.folder(root, family, tied=MODELS[family])
+    model = hf_folders.folder(root, family, tied=MODELS[family])
     return tiny(
         root,
         text_folder(root),
@@ -36,38 +36,7 @@ def config_of(root: Path, family: str, ranks: int) -> Config:
     )
 
 
-def plain_losses(config: Config) -> list[float]:
-    """The same training as one would write it with transformers: whole batches, labels, the model's own loss."""
-    language = build_model(config)
-    text = open_data(config, language)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path).train()
-    optimizer, scheduler = adamw(model.named_parameters(), config.optim, config.train.steps)
-    losses = []
-    for step in range(config.train.steps):
-        tokens, _ = training_batch(text, config, language, step)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(loss.item())
-    return losses
-
-
-def assert_same_curve(config: Config, falls_to: float = 0.7) -> None:
-    expected = plain_losses(config)
-    seen = [line["loss"] for line in hf.lines(Path(config.train.folder) / config.train.name, "train")]
-    assert len(seen) == config.train.steps
-    assert expected[-1] < falls_to * expected[0]
-    worst = max(abs(a - b) for a, b in zip(seen, expected, strict=True))
-    print(
-        f"loss {expected[0]:.4f} to {expected[-1]:.4f} in {len(seen)} steps; largest difference {worst:.1e}"
-    )
-    assert worst < 1e-5
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", MODELS)
 def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, tmp_path: Path):
     config = config_of(tmp_path, family, ranks)
@@ -77,7 +46,7 @@ def test_threads_give_the_curve_of_plain_transformers(family: str, ranks: int, t
     run = Path(outcome.folder)
     again = AutoModelForCausalLM.from_pretrained(run)
     tokens, _ = training_batch(open_data(config, build_model(config)), config, build_model(config), 0)
-    assert again(tokens, labels=tokens).loss.item() < 0.7 * hf.lines(run, "train")[0]["loss"]
+    assert again(tokens, labels=tokens).loss.item() < 0.7 * lines(run, "train")[0]["loss"]
     assert (run / "tokenizer.json").is_file()
     assert set(outcome.sample.split()) <= set(WORDS) | {"<unknown>"}
 
@@ -86,6 +55,7 @@ def in_processes(rank: int, config: Config) -> None:
     train(config, lambda steps, leads: Reporter())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "ranks"), [("gpt2", 4), ("llama", 2)])
 def test_processes_give_the_curve_of_plain_transformers(
     family: str, ranks: int, tmp_path: Path, processes: LocalProcesses

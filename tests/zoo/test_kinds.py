@@ -13,7 +13,9 @@ from tests.zoo.not_yet import ready
 from tests.zoo.piped import piped
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize(
+    "schedule", ["zb-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "zb-v"))]
+)
 @pytest.mark.parametrize("name", ready())
 def test_a_kind_is_as_in_plain_pytorch_or_refused_by_name(name, schedule):
     # It comes second: the rank of the first stage has nobody to hand a gradient to, and so splits no backward.

@@ -19,12 +19,19 @@ from tests.zoo.shrink import shrink
 THREADS, PROCESSES = 160, 36
 
 
-@pytest.mark.parametrize("case", drawn(0, THREADS, "threads"), ids=lambda case: f"seed {case.seed}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"seed {case.seed}", marks=pytest.mark.slow if case.seed % 3 else ())
+        for case in drawn(0, THREADS, "threads")
+    ],
+)
 def test_threads(case):
     verdict = judge(case, [piped(0, case)])
     assert verdict.outcome != "FAILED", f"{verdict.why}\npython -m bench.zoo --case '{case.text()}'"
 
 
+@pytest.mark.slow
 def test_processes(processes: LocalProcesses):
     groups: dict[int, list[Case]] = defaultdict(list)
     for case in drawn(10_000, PROCESSES, "processes"):

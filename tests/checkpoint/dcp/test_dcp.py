@@ -26,7 +26,7 @@ from penstock.checkpoint.dcp.opcodes import Made, Named, parse
 from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.mesh import make_mesh
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.checkpoint.runs import adamw, equal, pipeline, state_of, steps
+from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -211,7 +211,7 @@ def test_a_run_goes_on_from_what_a_plain_loop_saved(tmp_path: Path):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from penstock.train.model.llama import next_token_loss
-    from tests.checkpoint.runs import model, tokens
+    from tests.support.checkpoint_runs import model, tokens
 
     like, _ = saved(tmp_path / "run", 1)
     net, layers = nn.Module(), model()

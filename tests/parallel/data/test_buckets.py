@@ -18,7 +18,7 @@ from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.values import Message
-from tests.parallel.replicas import WIDTH, batch, each, gradients, loss_of, model, plain, share, together
+from tests.support.replicas import WIDTH, batch, each, gradients, loss_of, model, plain, share, together
 
 ROWS = 12
 SMALL = {"bucket_bytes": 400, "first_bucket_bytes": 100}  # many buckets of a small model

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.data.gradient_order import parameter_order
-from tests.parallel.replicas import WIDTH, batch, loss_of, model
+from tests.support.replicas import WIDTH, batch, loss_of, model
 
 
 def observed(net: nn.Module, loss: torch.Tensor) -> list[str]:

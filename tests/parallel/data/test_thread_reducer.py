@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import PeerError, WaitTimeoutError
 from penstock.parallel.data.reducer import part_of
-from tests.parallel.replicas import each, together
+from tests.support.replicas import each, together
 
 
 def values(rank: int, count: int = 12) -> torch.Tensor:

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, PeerError, PenstockError
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.zero import ShardedOptimizer, join_state_dicts
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.parallel.replicas import each, gradients, loss_of, model, share, together
+from tests.support.replicas import each, gradients, loss_of, model, share, together
 
 ROWS = 12
 SMALL = {"bucket_bytes": 400, "first_bucket_bytes": 100}

@@ -129,6 +129,7 @@ def cut_hugging_face(rank: int, families: list[str]):
     return found
 
 
+@pytest.mark.slow
 def test_hugging_face_models_cut_in_two_compute_the_same(processes: LocalProcesses):
     pytest.importorskip("transformers")
     for results in processes.run(2, cut_hugging_face, list(HF), timeout=600):

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.errors import HangError, PenstockError, StageError, WaitTimeoutError
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
-from tests.runtime import plain
+from tests.support import plain
 
 
 class Stuck(nn.Module):

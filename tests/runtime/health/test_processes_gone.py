@@ -28,7 +28,7 @@ from penstock import Pipeline
 from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ParallelOptions
-from tests.runtime import plain
+from tests.support import plain
 
 torch.set_num_threads(1)
 if "APART" in os.environ:  # as on a host each: no process sees another one's memory or state
@@ -140,16 +140,19 @@ def test_a_killed_process_is_named_by_all_with_the_op_it_was_in_and_what_they_wa
     assert ended[1].code == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_a_reduction_is_named_by_all(tmp_path):
     for text in said(run(tmp_path, 3, "kill", "reduction", dp=2), 3):
         assert "rocess 3 (pp 1, dp 1, tp 0) has ended" in text
 
 
+@pytest.mark.slow
 def test_a_process_killed_before_the_norm_is_taken_is_named_by_all(tmp_path):
     for text in said(run(tmp_path, 2, "kill", "clip"), 2):
         assert "rank 2 has ended (process id " in text
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named_by_all_with_the_stacks_of_those_that_waited(tmp_path):
     ended = run(tmp_path, 1, "stop", "F", timeout=2.0)
     for text in said(ended, 1):
@@ -159,6 +162,7 @@ def test_a_stopped_process_is_named_by_all_with_the_stacks_of_those_that_waited(
         assert "the stacks of this process" in ended[rank].err
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_shows_its_stacks_and_ends_and_the_others_name_it(tmp_path):
     ended = run(tmp_path, 1, "hang", "F", timeout=2.0)
     for text in said(ended, 1):
@@ -170,6 +174,7 @@ def test_a_process_that_hangs_shows_its_stacks_and_ends_and_the_others_name_it(t
 APART = {"APART": "1", "PENSTOCK_SHARED_MEMORY": "0"}
 
 
+@pytest.mark.slow
 def test_a_host_that_is_frozen_before_the_norm_is_taken_is_named_by_all(tmp_path):
     for text in said(run(tmp_path, 2, "stop", "clip", timeout=4.0, **APART), 2):
         assert f"rank 2 on host {socket.gethostname()} did not come" in text
@@ -178,6 +183,7 @@ def test_a_host_that_is_frozen_before_the_norm_is_taken_is_named_by_all(tmp_path
         )
 
 
+@pytest.mark.slow
 def test_a_host_that_is_gone_before_the_norm_is_taken_is_named_by_all(tmp_path):
     for text in said(run(tmp_path, 2, "kill", "clip", **APART), 2):
         assert text.startswith(
@@ -185,6 +191,7 @@ def test_a_host_that_is_gone_before_the_norm_is_taken_is_named_by_all(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_host_that_is_frozen_in_a_reduction_is_named_by_its_replicas(tmp_path):
     told = said(run(tmp_path, 3, "stop", "reduction", dp=2, timeout=4.0, **APART), 3)
     assert any(

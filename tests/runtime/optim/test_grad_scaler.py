@@ -13,7 +13,7 @@ from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 INF = float("inf")
 

@@ -10,7 +10,7 @@ from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_f
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 STEPS, MICROBATCHES = 4, 8
 

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, NonFiniteError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 LAYERS, MICROBATCHES, STEPS = 8, 4, 4
 NORMS = r"\.1\.(weight|bias)$"

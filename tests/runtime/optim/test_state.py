@@ -15,10 +15,10 @@ from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
+from tests.support.states import assert_equal, joined
 
 NORMS = r"\.1\.(weight|bias)$"
-BY_NAME = ("parameters", "state", "main_weights")
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -67,32 +67,11 @@ def second_half(
         return done, copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
 
 
-def joined(parts: list[tuple[dict, dict]]) -> tuple[dict, dict]:
-    weights = {name: value for part, _ in parts for name, value in part.items()}
-    state = dict(parts[0][1])
-    for key in BY_NAME:
-        state[key] = {name: value for _, part in parts for name, value in part[key].items()}
-    return weights, state
-
-
 def through_a_file(value):
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def assert_equal(ours: object, theirs: object, where: str = "") -> None:
-    """Equal through and through, tensors bit for bit and in dtype."""
-    if isinstance(theirs, torch.Tensor):
-        assert ours.dtype == theirs.dtype, where
-        assert torch.equal(ours, theirs), where
-    elif isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key in theirs:
-            assert_equal(ours[key], theirs[key], f"{where}/{key}")
-    else:
-        assert ours == theirs, where
 
 
 CASES = {

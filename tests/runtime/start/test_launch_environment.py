@@ -6,7 +6,6 @@ Slurm's variables are those that its 22.05 set, seen in the tasks of ``srun``, i
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,22 +24,11 @@ from penstock.runtime.start.launch_environment import (
     own_device,
 )
 from penstock.runtime.workers.world import STORE
-from tests.runtime import plain
+from tests.support import plain
+from tests.support.launchers import SALLOC, SBATCH, SRUN, free_port
 
 ROOT = Path(__file__).parents[3]
 
-SALLOC = {
-    "SLURM_JOB_ID": "31", "SLURM_JOBID": "31", "SLURM_JOB_NODELIST": "node[07-08]", "SLURM_NNODES": "2",
-    "SLURM_NPROCS": "4", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)",
-}  # fmt: skip
-SBATCH = SALLOC | {
-    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0", "SLURMD_NODENAME": "node07",
-}  # fmt: skip
-SRUN = SBATCH | {
-    "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_GTIDS": "2,3", "SLURM_STEP_ID": "5",
-    "SLURM_STEPID": "5", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}  # fmt: skip
 INTERACTIVE = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -193,10 +181,10 @@ def processes(
         for k, v in os.environ.items()
         if not k.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_")) and k != STORE
     }
+    paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     started = [
         subprocess.Popen(
-            command, env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | one, cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            command, env=inherited | paths | one, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for one in environments
     ]  # fmt: skip
@@ -210,12 +198,7 @@ def processes(
             process.kill()
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-LINES = [sys.executable, str(ROOT / "tests" / "runtime" / "under_torchrun.py")]
+LINES = [sys.executable, str(ROOT / "tests" / "support" / "under_torchrun.py")]
 
 
 def test_a_loop_under_srun_is_one_pipeline_of_all_tasks():
@@ -228,6 +211,7 @@ def test_a_loop_under_srun_is_one_pipeline_of_all_tasks():
     assert [one.stdout for one in ended] == [f"rank {r} of 2: {loss!r}\n" for r in range(2)], ended
 
 
+@pytest.mark.slow
 def test_a_loop_under_mpirun_is_one_pipeline_of_all_processes_or_refused_on_all():
     ranks = [
         {"OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_LOCAL_RANK": r, "OMPI_COMM_WORLD_SIZE": "2"}

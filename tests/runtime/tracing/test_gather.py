@@ -14,7 +14,7 @@ from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.trace.join import present
 from penstock.trace.messages import givers
-from tests.runtime import plain
+from tests.support import plain
 
 RANKS, MICROBATCHES = 2, 4
 

@@ -175,6 +175,7 @@ def dying(rank: int, way: str) -> str:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.slow
 @both_ways
 def test_the_end_of_a_process_is_noticed_long_before_the_limit(way):
     # The pool waits less long than the channel would.

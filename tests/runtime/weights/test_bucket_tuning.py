@@ -13,8 +13,8 @@ from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.weights.bucket_tuning import Speed, choose
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
-from tests.simulate.cases import built, timed
+from tests.support import plain
+from tests.support.simulated import built, timed
 
 
 def test_a_stage_that_shows_is_cut_finely_and_one_that_hides_is_not():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.runtime.pipeline import Pipeline
-from tests.runtime import plain
+from tests.support import plain
 
 
 class Watch(nn.Module):

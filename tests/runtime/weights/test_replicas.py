@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import FAMILIES
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
-from tests.runtime import plain
+from tests.support import plain
+from tests.support.groups import run_cases
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=8, heads=4, kv_heads=2, hidden=32)
 M, ROWS, SEQUENCE, STEPS = 4, 1, 8, 2
@@ -50,8 +52,13 @@ def trained(rank: int, mesh: MeshShape | None, name: str, microbatches: int, ste
         return torch.stack(losses), torch.stack(norms), pipe.state_dict()
 
 
+@cache
+def alone(microbatches: int, steps: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    return trained(0, None, "1f1b", microbatches, steps)
+
+
 def check(told: list, mesh: MeshShape, microbatches: int, steps: int = STEPS) -> None:
-    want_losses, want_norms, want = trained(0, None, "1f1b", microbatches * mesh.dp, steps)
+    want_losses, want_norms, want = alone(microbatches * mesh.dp, steps)
     names = set()
     for rank, (losses, norms, state) in enumerate(told):
         torch.testing.assert_close(losses, want_losses, rtol=1e-4, atol=1e-5)
@@ -67,14 +74,34 @@ def check(told: list, mesh: MeshShape, microbatches: int, steps: int = STEPS) ->
     assert names == want.keys()
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-@pytest.mark.parametrize("mesh", [MeshShape(2, 2, 1), MeshShape(2, 1, 2)], ids=["pp2 dp2", "pp2 tp2"])
-def test_every_schedule_beside_data_or_tensor_parallelism(processes: LocalProcesses, name, mesh):
-    microbatches = 8 if name in ("chimera", "dualpipe", "dualpipe-v") else M
-    check(processes.run(4, trained, mesh, name, microbatches), mesh, microbatches)
+MICROBATCHES = {name: 8 if name in ("chimera", "dualpipe", "dualpipe-v") else M for name in sorted(FAMILIES)}
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(1, 2, 1), MeshShape(1, 1, 2)], ids=["dp2", "tp2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(MeshShape(2, 2, 1), id="pp2 dp2"),
+        pytest.param(MeshShape(2, 1, 2), id="pp2 tp2", marks=pytest.mark.slow),
+    ],
+)
+def every_schedule(processes: LocalProcesses, request) -> tuple[MeshShape, dict[str, list]]:
+    cases = [(request.param, *case) for case in MICROBATCHES.items()]
+    return request.param, dict(zip(MICROBATCHES, run_cases(processes, 4, trained, cases), strict=True))
+
+
+@pytest.mark.parametrize("name", MICROBATCHES)
+def test_every_schedule_beside_data_or_tensor_parallelism(every_schedule, name):
+    mesh, told = every_schedule
+    check(told[name], mesh, MICROBATCHES[name])
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(MeshShape(1, 2, 1), id="dp2"),
+        pytest.param(MeshShape(1, 1, 2), id="tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_data_or_tensor_parallelism_alone(processes: LocalProcesses, mesh):
     check(processes.run(2, trained, mesh, "gpipe", M, 20), mesh, M, 20)
 
@@ -156,15 +183,20 @@ def fails_on_one(rank: int, mark: float) -> tuple[str, str]:
         return told, str(pipe.step(x, y).loss)
 
 
-def test_when_one_replica_fails_every_process_stops_and_the_next_step_is_sound(processes: LocalProcesses):
-    told = processes.run(4, fails_on_one, 7.0)
+@pytest.fixture(scope="module")
+def failing_replicas(processes: LocalProcesses) -> dict[float, list[tuple[str, str]]]:
+    return dict(zip((7.0, 9.0), run_cases(processes, 4, fails_on_one, [(7.0,), (9.0,)]), strict=True))
+
+
+def test_when_one_replica_fails_every_process_stops_and_the_next_step_is_sound(failing_replicas):
+    told = failing_replicas[7.0]
     assert all("tired" in text for text, _ in told)
     assert {text.split(":")[0] for text, _ in told} == {"StageError", "PeerError"}
     assert len({loss for _, loss in told}) == 1
 
 
-def test_nan_in_one_replica_is_the_same_refusal_in_every_process(processes: LocalProcesses):
-    told = processes.run(4, fails_on_one, 9.0)
+def test_nan_in_one_replica_is_the_same_refusal_in_every_process(failing_replicas):
+    told = failing_replicas[9.0]
     assert {text for text, _ in told} == {told[0][0]}
     assert told[0][0].startswith(f"{NonFiniteError.__name__}: step 2: the loss of microbatch 2 is NaN")
     assert len({loss for _, loss in told}) == 1
@@ -214,7 +246,7 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_process(processes: LocalPr
 def test_replicas_may_be_threads(name, mesh):
     if mesh.pp == 1 and name == "dualpipe":
         name = "gpipe"
-    want_losses, want_norms, want = trained(0, None, "1f1b", M * mesh.dp, 3)
+    want_losses, want_norms, want = alone(M * mesh.dp, 3)
     losses, norms, state = trained(0, mesh, name, M, 3)
     torch.testing.assert_close(losses, want_losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=1e-5)
@@ -266,11 +298,12 @@ def one_mesh_after_another(rank: int) -> list:
     return [trained(rank, mesh, "1f1b", M, steps=1)[0] for mesh in FOLLOWING]
 
 
+@pytest.mark.slow
 def test_pipelines_on_several_meshes_follow_one_another_in_the_same_processes():
     # New processes: DTensor keeps what it knows of a mesh longer than a worker's process group lives.
     with LocalProcesses(4) as fresh:
         told = fresh.run(4, one_mesh_after_another)
-    want = trained(0, None, "1f1b", M * 2, 1)[0]
+    want = alone(M * 2, 1)[0]
     for losses in told:
         for found in losses:
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)

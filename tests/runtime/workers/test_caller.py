@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock import Pipeline
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.workers.pool import LocalProcesses
-from tests.runtime import plain
+from tests.support import plain
 
 
 class Mode(TorchFunctionMode):

@@ -20,7 +20,7 @@ from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.families import build_schedule
 from penstock.schedule.program import lower
 from penstock.stage.values import Message
-from tests.runtime import plain
+from tests.support import plain
 
 DEVICE = torch.device("cpu")  # stands for the GPU
 OTHER = torch.device("meta")  # and for a second one

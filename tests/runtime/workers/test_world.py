@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.faults.listening import listening
 from torch import nn
 
 from penstock.errors import ConfigError, WaitTimeoutError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import STORE, World
-from tests.runtime import plain
+from tests.support import plain
+from tests.support.listening import listening
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +26,7 @@ def test_processes_meet_through_a_file_and_listen_on_loopback_alone(tmp_path):
     environment.pop("GLOO_SOCKET_IFNAME", None)
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.runtime.listening"],
+            [sys.executable, "-m", "tests.support.listening_rank"],
             env=environment | {"RANK": str(rank)},
             cwd=ROOT,
             stdout=subprocess.PIPE,

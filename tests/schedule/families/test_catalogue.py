@@ -12,7 +12,7 @@ from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
-from tests.schedule.cases import allows
+from tests.support.schedules import allows
 
 DRAWING = re.compile(r"(\d+) ranks, (\d+) microbatches(?:, (\d+) virtual stages)?\n((?: +.*\n)+)")
 

@@ -10,8 +10,8 @@ from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.families.controllable import half_limit, third_limit
 from penstock.schedule.memory import peak
-from tests.schedule.cases import allows
-from tests.schedule.oracle import timed
+from tests.support.schedule_oracle import timed
+from tests.support.schedules import allows
 
 COSTS = ((1, 1, 1), (3, 3, 2), (3, 4, 2), (2, 1, 1), (1, 1, 2))
 GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 6, 8, 12, 13)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.families import build_schedule
 from penstock.schedule.families.greedy import KINDS, Lists, Policy, Problem, construct, improve, score
-from tests.schedule.oracle import timed
+from tests.support.schedule_oracle import timed
 
 
 @st.composite

@@ -11,7 +11,7 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.families.interleaved import legal_group, smallest_group
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
-from tests.schedule.oracle import timed
+from tests.support.schedule_oracle import timed
 
 
 def test_megatrons_own_example():

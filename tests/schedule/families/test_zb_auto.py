@@ -11,7 +11,7 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.schedule import Schedule
-from tests.schedule.oracle import ends
+from tests.support.schedule_oracle import ends
 
 MIXES = (
     (10, 10, 10, 0), (10, 10, 8, 1), (10, 12, 6, 2), (20, 20, 13, 3), (8, 14, 10, 2),

@@ -11,7 +11,7 @@ from penstock.errors import StageError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.inplace import clone_with_strides
-from tests.runtime import plain
+from tests.support import plain
 
 WIDTH = plain.WIDTH
 

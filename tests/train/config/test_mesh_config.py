@@ -20,9 +20,11 @@ from penstock.train.config.mesh_config import describe, find_mesh, shape_of
 from penstock.train.config.resolve import resolve
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
-from tests.train import hf, test_transformers_curve
-from tests.train.test_loop import lines, unsplit
-from tests.train.tiny import text_folder, tiny
+from tests.support import hf_folders
+from tests.support.hf_curve import assert_same_curve
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import lines
+from tests.support.unsplit import unsplit
 
 STEPS = 12
 
@@ -104,8 +106,15 @@ def on_a_mesh(root: Path, **parallel: object) -> Config:
     )
 
 
-def assert_like_unsplit(config: Config) -> None:
-    losses, norms, last, bits = unsplit(config)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """The run of `on_a_mesh` in plain PyTorch; it is the same on every mesh."""
+    torch.set_num_threads(1)
+    return unsplit(on_a_mesh(tmp_path_factory.mktemp("unsplit")))
+
+
+def assert_like(reference: tuple, config: Config) -> None:
+    losses, norms, last, bits = reference
     folder = Path(config.train.folder) / config.train.name
     seen = lines(folder, "train")
     worst = max(abs(line["loss"] - loss) for line, loss in zip(seen, losses, strict=True))
@@ -137,31 +146,39 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_training_on_a_mesh_is_the_unsplit_loop(name: str, tmp_path: Path, processes: LocalProcesses):
+FAST = ("pp2 dp2", "pp2 tp2, tp outermost, along the sequence", "pp2 dp2, ZeRO")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MESHES]
+)
+def test_training_on_a_mesh_is_the_unsplit_loop(
+    name: str, tmp_path: Path, processes: LocalProcesses, reference
+):
     parallel, files = MESHES[name]
     config = on_a_mesh(tmp_path, **parallel)
     told = processes.run(4, in_a_process, config)
     assert [outcome is None for outcome in told] == [False, True, True, True]
-    assert_like_unsplit(config)
+    assert_like(reference, config)
     kept = config_file.load(tmp_path / "runs" / "tiny" / "config.toml").parallel
     assert (kept.pp, kept.dp * kept.tp) == (files, 4 // files)
     assert len(list((tmp_path / "runs" / "tiny").glob("model*.safetensors"))) == files
 
 
-def test_pipelines_of_threads_side_by_side_are_the_unsplit_loop(tmp_path: Path):
+def test_pipelines_of_threads_side_by_side_are_the_unsplit_loop(tmp_path: Path, reference):
     config = on_a_mesh(tmp_path, dp=2)
     in_a_process(0, config)
-    assert_like_unsplit(config)
+    assert_like(reference, config)
 
 
-def test_eight_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path):
+@pytest.mark.slow
+def test_eight_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path, reference):
     config = on_a_mesh(tmp_path)
     (tmp_path / "run.toml").write_text(config_file.dump(config))
     words = ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2"]
     done = torchrun(8, str(tmp_path / "run.toml"), "--set", *words)
     assert done.returncode == 0, done.stderr
-    assert_like_unsplit(config)
+    assert_like(reference, config)
 
 
 def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -175,6 +192,7 @@ def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_ends_every_process_with_exit_code_2(tmp_path: Path):
     config = on_a_mesh(tmp_path, pp=1, tp=2)
     (tmp_path / "run.toml").write_text(config_file.dump(config))
@@ -224,6 +242,7 @@ def tokens(root: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "schedule", "parallel"),
     [
@@ -236,7 +255,7 @@ def test_a_tied_hugging_face_model_whose_matrices_are_cut(
     family: str, schedule: str, parallel: dict, tmp_path: Path, processes: LocalProcesses
 ):
     """The two ends that share the table are on two ranks with 1f1b, and on one with zb-v."""
-    model = hf.folder(tmp_path, family, tied=True, vocab_size=62)
+    model = hf_folders.folder(tmp_path, family, tied=True, vocab_size=62)
     config = tiny(
         tmp_path,
         text_folder(tmp_path),
@@ -248,4 +267,4 @@ def test_a_tied_hugging_face_model_whose_matrices_are_cut(
         runtime={"threads": 1, "timeout": 300.0},
     )
     processes.run(4, in_a_process, config)
-    test_transformers_curve.assert_same_curve(config, falls_to=0.9)
+    assert_same_curve(config, falls_to=0.9)

@@ -21,9 +21,8 @@ from penstock.train.model.llama import next_token_loss
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import build_model
 from penstock.train.report.progress import Reporter
-from tests.huggingface import tiny as families
-from tests.train import hf
-from tests.train.tiny import WORDS, text_folder, tiny
+from tests.support import hf_folders, hf_models
+from tests.support.tiny_run import WORDS, text_folder, tiny
 
 
 def quietly(steps: int, leads: bool) -> Reporter:
@@ -43,17 +42,17 @@ def test_penstocks_own_model_predicts_the_tokens_that_follow():
 
 
 def test_a_folder_brings_its_vocabulary_and_tokenizer(tmp_path: Path):
-    language = build_model(of(path=str(hf.folder(tmp_path, "llama", tied=False))))
-    assert (language.vocabulary, language.target_is_input) == (families.VOCABULARY, True)
+    language = build_model(of(path=str(hf_folders.folder(tmp_path, "llama", tied=False))))
+    assert (language.vocabulary, language.target_is_input) == (hf_models.VOCABULARY, True)
     assert language.loss_fn is causal_lm_loss
     assert isinstance(language.tokenizer, HFTokenizer)
-    assert (language.tokenizer.end, language.tokenizer.start) == (hf.END, hf.END)
+    assert (language.tokenizer.end, language.tokenizer.start) == (hf_folders.END, hf_folders.END)
     assert language.tokenizer.decode(language.tokenizer.encode("def return")) == "def return"
 
 
 def test_the_target_is_the_text_in_the_tokenizers_tokens(tmp_path: Path):
     config = tiny(
-        tmp_path, text_folder(tmp_path), model={"path": str(hf.folder(tmp_path, "llama", tied=False))}
+        tmp_path, text_folder(tmp_path), model={"path": str(hf_folders.folder(tmp_path, "llama", tied=False))}
     )
     language = build_model(config)
     text = open_data(config, language)
@@ -71,7 +70,7 @@ def test_the_target_is_the_text_in_the_tokenizers_tokens(tmp_path: Path):
 
 
 def test_a_config_starts_from_weights_of_the_seed(tmp_path: Path):
-    folder = hf.folder(tmp_path, "gpt2", tied=False)
+    folder = hf_folders.folder(tmp_path, "gpt2", tied=False)
     (folder / "model.safetensors").unlink()
 
     def run(name: str, seed: int) -> dict[str, torch.Tensor]:
@@ -94,20 +93,20 @@ def test_a_config_starts_from_weights_of_the_seed(tmp_path: Path):
 
 
 def test_a_run_is_sampled_from_its_own_folder(tmp_path: Path):
-    folder = hf.folder(tmp_path, "llama", tied=False)
+    folder = hf_folders.folder(tmp_path, "llama", tied=False)
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(folder)})
     outcome = train(config, quietly)
     assert outcome is not None
     assert outcome.unit == "token"
     assert outcome.bigram_bits is None
-    assert 0 < outcome.held_out_bits < 2 * math.log2(families.VOCABULARY)
+    assert 0 < outcome.held_out_bits < 2 * math.log2(hf_models.VOCABULARY)
     shutil.rmtree(folder)
     assert sample_run(Path(outcome.folder)) == outcome.sample
 
 
 def test_tokens_come_from_numpy_files_where_there_is_no_tokenizer(tmp_path: Path):
-    folder = hf.folder(tmp_path, "llama", tied=False, tokenizer=False)
-    np.save(tmp_path / "tokens.npy", np.arange(500, dtype=np.uint16) % families.VOCABULARY)
+    folder = hf_folders.folder(tmp_path, "llama", tied=False, tokenizer=False)
+    np.save(tmp_path / "tokens.npy", np.arange(500, dtype=np.uint16) % hf_models.VOCABULARY)
     config = tiny(tmp_path, tmp_path / "tokens.npy", model={"path": str(folder)}, sample={"prompt": "3 4"})
     outcome = train(config, quietly)
     assert outcome is not None
@@ -115,7 +114,7 @@ def test_tokens_come_from_numpy_files_where_there_is_no_tokenizer(tmp_path: Path
 
 
 def test_text_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path: Path):
-    folder = hf.folder(tmp_path, "llama", tied=False, tokenizer=False)
+    folder = hf_folders.folder(tmp_path, "llama", tied=False, tokenizer=False)
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(folder)})
     with pytest.raises(DataError, match=r"file_\d.txt is text, but there is no tokenizer.json beside"):
         train(config, quietly)
@@ -123,7 +122,7 @@ def test_text_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path
 
 
 def test_bytes_serve_a_model_of_256_tokens_without_a_tokenizer(tmp_path: Path):
-    net = families.model("llama", vocab_size=256)
+    net = hf_models.model("llama", vocab_size=256)
     net.save_pretrained(tmp_path / "bytes")
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(tmp_path / "bytes")})
     outcome = train(config, quietly)
@@ -134,7 +133,7 @@ def test_bytes_serve_a_model_of_256_tokens_without_a_tokenizer(tmp_path: Path):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path, family: str):
-    folder = hf.folder(tmp_path, family, tied=False)
+    folder = hf_folders.folder(tmp_path, family, tied=False)
     with pytest.raises(ConfigError, match=r"data.sequence is 65, but the model has 64 positions"):
         build_model(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 65}}))
     with pytest.raises(ConfigError, match=r"data.sequence must be at least 2"):
@@ -149,7 +148,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ConfigError, match="no way to split a model of type 'bert'"):
         build_model(of(config=str(tmp_path / "config.json")))
-    folder = hf.folder(tmp_path, "llama", tied=False)
+    folder = hf_folders.folder(tmp_path, "llama", tied=False)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(DataError, match="cannot read the weights"):
         build_model(of(path=str(folder)))

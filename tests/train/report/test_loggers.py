@@ -15,8 +15,8 @@ from penstock.train.config.config import from_mapping
 from penstock.train.loop import train
 from penstock.train.report import loggers
 from penstock.train.report.progress import Reporter
-from tests.train.test_resume import config_of, run, stopped_at
-from tests.train.tiny import text_folder, tiny
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import config_of, run, stopped_at
 
 
 def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_path: Path):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from penstock.runtime.workers.pool import LocalProcesses
@@ -13,7 +14,7 @@ from penstock.train.config.config import Config
 from penstock.train.loop import train
 from penstock.train.report.profile import WARM
 from penstock.train.report.progress import Reporter
-from tests.train.tiny import text_folder, tiny
+from tests.support.tiny_run import text_folder, tiny
 
 
 def profiled(rank: int, config: Config) -> None:
@@ -35,6 +36,7 @@ def test_the_profiled_step_has_the_operators_of_every_ranks_thread(tmp_path: Pat
     assert len({event["tid"] for event in products(path)}) >= 2
 
 
+@pytest.mark.slow
 def test_a_short_run_profiles_its_last_step_and_every_process_its_own(
     tmp_path: Path, processes: LocalProcesses
 ):

@@ -18,8 +18,8 @@ from penstock.train.loop import Outcome, train
 from penstock.train.report import traces
 from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.progress import Reporter
-from tests.runtime import plain
-from tests.train.tiny import text_folder, tiny
+from tests.support import plain
+from tests.support.tiny_run import text_folder, tiny
 
 SPLIT = [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head"]]
 
@@ -117,6 +117,7 @@ def side_by_side(rank: int, folder: Path) -> int:
         return pipe.replica
 
 
+@pytest.mark.slow
 def test_of_pipelines_side_by_side_the_first_is_kept(tmp_path: Path, processes: LocalProcesses):
     assert processes.run(4, side_by_side, tmp_path) == [0, 1, 0, 1]
     found = read_run(tmp_path)

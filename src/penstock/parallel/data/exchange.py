@@ -64,8 +64,8 @@ def run_each(job: Callable[[], T], exchange: Callable[[object], list[Any]] | Non
         Results of the jobs, by rank.
 
     Raises:
-        PenstockError: on every process, if a job raised one, or an OSError, on any of them. A process whose own job failed
-            raises its own error; the others raise the first one's text, as a `ConfigError` if it was one.
+        PenstockError: on every process, if a job raised one, or an OSError, on any of them. All raise the text of the first
+            process that failed, as a `ConfigError` if it was one.
     """
     value: T | None = None
     failure: PenstockError | None = None
@@ -78,12 +78,15 @@ def run_each(job: Callable[[], T], exchange: Callable[[object], list[Any]] | Non
         failure.__cause__ = error
     report = (value, None if failure is None else (str(failure), isinstance(failure, ConfigError)))
     reports = [report] if exchange is None else exchange(report)
-    if failure is not None:
-        raise failure
     for _, refusal in reports:
         if refusal is not None:
             text, is_config = refusal
-            raise ConfigError(text) if is_config else PenstockError(text)
+            if failure is not None and str(failure) == text:
+                raise failure
+            kind: type[PenstockError] = ConfigError if is_config else PenstockError
+            if is_config and isinstance(failure, ConfigError):
+                kind = type(failure)
+            raise kind(text) from failure
     return [cast(T, result) for result, _ in reports]
 
 

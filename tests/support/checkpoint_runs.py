@@ -117,12 +117,3 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return one == other
-
-
-def joined(parts: list[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of several processes as one has them."""
-    weights = {name: value for part, _ in parts for name, value in part.items()}
-    state = dict(parts[0][1])
-    for key in ("parameters", "state", "main_weights"):
-        state[key] = {name: value for _, part in parts for name, value in part[key].items()}
-    return weights, state

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import penstock
-from tests.runtime import plain
+from tests.support import plain
 
 torch.set_num_threads(1)
 with penstock.Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4) as pipe:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.trace.events import Trace
 from penstock.trace.folder import save_step
-from tests.simulate.cases import built, timed
+from tests.support.simulated import built, timed
 
 
 def measured(

@@ -1,4 +1,4 @@
-"""``python -m tests.train.victim train ...``: the command, in which something happens to one rank before a step.
+"""``python -m tests.support.victim train ...``: the command, in which something happens to one rank before a step.
 
 The environment's ``VICTIM`` says what: ``ATTEMPT:RANK:STEP:WHAT``, several with commas between them. Steps count from 0, as
 batches do; attempts as TORCHELASTIC_RESTART_COUNT does.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from typing import Any
 from penstock.cli import main
 from penstock.launch import signals
 from penstock.train import trainer
-from tests.runtime.listening import listening
+from penstock.train.config import file as config_file
+from penstock.train.config.config import Config
+from tests.support.listening_rank import listening
 
 PLAN = "VICTIM"
 NOTES = "VICTIM_NOTES"
@@ -36,6 +39,17 @@ class Noted(signals.Interrupts):
         here.append(self)
         super().__enter__()
         return self
+
+
+def started(
+    config: Config, plan: str, *launcher: str, words: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """The command in processes of its own, in which happens what `plan` says."""
+    file = Path(config.train.folder).parent / f"{config.train.name}.toml"
+    file.write_text(config_file.dump(config))
+    command = [*(launcher or [sys.executable]), "-m", "tests.support.victim", "train", str(file), *words]
+    environment = {**os.environ, PLAN: plan, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
 
 
 def kill() -> None:

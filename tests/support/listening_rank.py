@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import torch
-from bench.faults.listening import listening
 from torch import nn
 
 import penstock
-from tests.runtime import plain
+from tests.support import plain
+from tests.support.listening import listening
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.huggingface import tiny
-from tests.train.tiny import WORDS
+from tests.support import hf_models
+from tests.support.tiny_run import WORDS
 
 END, UNKNOWN = 0, 1
 
@@ -19,7 +18,7 @@ def folder(root: Path, family: str, *, tied: bool, tokenizer: bool = True, **cha
     """A model of 4 blocks, its tokens the words of `text_folder`."""
     place = root / family
     torch.manual_seed(5)
-    tiny.model(
+    hf_models.model(
         family, tied=tied, bos_token_id=END, eos_token_id=END, pad_token_id=None, **changes
     ).save_pretrained(place)
     if tokenizer:
@@ -29,9 +28,3 @@ def folder(root: Path, family: str, *, tied: bool, tokenizer: bool = True, **cha
         words.add_special_tokens(["<end>"])
         words.save(str(place / "tokenizer.json"))
     return place
-
-
-def lines(run: Path, kind: str) -> list[dict[str, float]]:
-    """The lines of a run's metrics of one kind."""
-    read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in read if line["kind"] == kind]

@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import PenstockError
-from tests.runtime import plain
+from tests.support import plain
 
 torch.set_num_threads(1)
 mark, turn, act = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]

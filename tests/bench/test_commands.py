@@ -1,0 +1,97 @@
+"""Every bench command that the pages name prints its figures, here from the fewest cases and rounds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import missing
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+NAMED = re.compile(r"python -m (bench\.[a-z_0-9.]*[a-z_0-9](?: --[a-z-]+(?: (?:\d+|[A-Z]+)\b)?)*)")
+FOREVER = {"bench.zoo --count 2000": "bench.zoo", "bench.faults": "bench.faults --rows 3"}
+"""What is run instead where the settings themselves are what takes long."""
+
+DROPPED = r"not opened: no Chromium here, or no selenium"
+LINES = {
+    "bench.overhead": [
+        r"interleaved-1f1b v=4 +N +N +N +N", r"1f1b v=1 +N +N +N +N", r"threads 1f1b v=1: N ms; unsplit N ms",
+        r"threads interleaved-1f1b v=4: N ms; unsplit N ms",
+        r"threads gpipe v=1: N ms; unsplit N ms; torchgpipe N ms; ours/torchgpipe N",
+    ],
+    "bench.split_check": [r"\| mid-size \| N \| N \| N \| N \| N \|", r"\| tiny \| N \| N \| N \| N \| N \|"],
+    "bench.step": [
+        r"1f1b +N +N +N +N +N", r"zb-v +N +N +N +N +N", r"median +N +N +N +N +N",
+        r"best of ours over the bound: N \(.+\)", r"best of peer over the bound: N \(.+\)",
+    ],
+    "bench.split": [r"mid-size block +N +N +N +N", r"48 tiny parameters +N +N +N +N"],
+    "bench.memory": [r"1f1b +8 +N N N N +N", r"zb-v +16 +N N N N +N", r"largest deviation N"],
+    "bench.bf16": [rf"{name} +N +N +N( +N MB){{5}}" for name in ("fp32", "bf16 autocast", "bf16 weights")],
+    "bench.recompute": [
+        r"recompute=none +N +N +N MB +N +N MB", r"recompute=full +N +N +N MB +N +N MB", r"recompute=2 +N +N +N MB +N +N MB",
+        r"plain, checkpointed +N +N +\(over plain\)",
+    ],
+    "bench.buckets --bucket-mib 4": [
+        r"ours +N +N", r"ddp +N +N", r"blocking +N +N", r"without +N", r"step, ours over DDP: N .*",
+        r"exposed, ours over blocking: N",
+    ],
+    "bench.buckets --sleep": [r" +0.6 +N +N +N +N +N"],
+    "bench.mesh": [
+        r"one process, reversed +N +N +N", r"1f1b +N +N +N +same bits", r"zb-v +N +N +N +same bits",
+        r"pp 1 x dp 4 x tp 1 +N +same bits +N +N +N",
+    ],
+    "bench.mesh --zero": [
+        r"pp 1 x dp 1 x tp 1 +N +same bits +N +N +N", r"pp 1 x dp 2 x tp 1 +N +same bits +N +N +N",
+        r"pp 1 x dp 4 x tp 1 +N +same bits +N +N +N", r"pp 1 x dp 2 x tp 2 +N +same bits +N +N +N",
+    ],
+    "bench.sleep": [r"1f1b +4 +16 +4 KB +N +N +N", r"1f1b +4 +16 +4 MB +N +N +N"],
+    "bench.simulate": [
+        r"closed forms: (\d+) of \1 cases exact, 45 forms", r"  gpipe +makespan +(\d+)/\1 +\(m\+p-1\)\(F\+BW\)",
+        r"zero-bubble paper, table 5: 4 of 4 rates to four digits; .*", r"  6.2B +8 +24( +N N){6}",
+        r"  largest regret +N of the longest rank, N of the makespan", r"  largest gain +N of the longest rank, .*",
+        r"  +4  10,10,10,0 +N +N +N +N +N", r"  largest: N", r"  +N  in a fresh process: .*", r"  +N  in a running one: .*",
+        r"  +N  with nothing compiled yet: .*", r"  +N  PyTorch's .*", r"  +16 +320 +10,240( +N){7}",
+    ],
+    "bench.checkpoint": [r"checkpoint +N MB", r"blocking save +N ms", r"stall +N ms: N of it"],
+    "bench.faults": [r" 3 \| a stage raises .* \| passed \| error on every rank after: thread N s"],
+    "bench.faults.fuzz": [
+        rf"{kind} +40 +\d+ +\d+ +0" for kind in ("config", "data", "schedule", "checkpoint", "trace", "dcp")
+    ],
+    "bench.faults.soak --keep FOLDER": [
+        r"steps: N", r"seconds: N", r"seconds a step: N", r"goodput: N", r"faults: \{.+\}", r"starts: N", r"exit code: 0",
+        r"left running: \[\]", r"weights bit-equal: True",
+    ],
+    "bench.trace": [
+        r"recording an op +N µs: N of the demo's step of N s", r"keeping a trace +N ms, .*",
+        r"page 8 x 64 x 2 +N s the first time, then N s; N MB",
+        rf"50,\d+ blocks +({DROPPED if missing() else 'open in N s .N MB.; N ms a picture while dragged'})",
+    ],
+    "bench.zoo --count 2000": [r"linear +N +N +N +0", r"24 cases: N bit-equal, N bounded, N refused, 0 FAILED; N s"],
+}  # fmt: skip
+
+
+def test_every_command_that_is_named_is_run():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "RESULTS.md"]
+    assert {found for page in pages for found in NAMED.findall(page.read_text("utf-8"))} == set(LINES)
+
+
+@pytest.mark.parametrize("command", LINES)
+def test_a_command_prints_all_its_figures(command: str, tmp_path: Path):
+    words = FOREVER.get(command, command).replace("FOLDER", str(tmp_path)).split()
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=550,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not re.search(r"\b(nan|inf)\b", done.stdout), done.stdout
+    for line in LINES[command]:
+        pattern = line.replace("N", r"[-+]?\d[\d,.]*(?:e[-+]\d+)?%?")
+        assert re.search(rf"^{pattern}$", done.stdout, re.MULTILINE), f"no line as {line!r} in\n{done.stdout}"
+    assert done.stdout.splitlines()[-1].startswith(f"{os.uname().machine}, Python ")

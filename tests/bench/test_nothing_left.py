@@ -1,0 +1,53 @@
+"""A bench that is ended, however, leaves none of its processes running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.children import MARK, having
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+RUNS = {
+    "processes of a pool": ("bench.mesh", "--zero", "--steps", "100000"),
+    "a run under a launcher, in sessions of its own": ("bench.faults.soak", "--minutes", "60"),
+}
+
+
+def until(holds: Callable[[], bool], seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize("name", RUNS)
+def test_with_the_bench_all_its_processes_end(name: str, number: signal.Signals, tmp_path: Path):
+    mark = f"test-{os.getpid()}-{time.time_ns()}"
+    keep = ["--keep", str(tmp_path)] if "soak" in RUNS[name][0] else []
+    environment = {
+        **os.environ,
+        MARK: f"{os.environ.get(MARK, '')}/{mark}".strip("/"),
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", *RUNS[name], *keep], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as bench:  # fmt: skip
+        try:
+            until(lambda: len(having(MARK, mark)) >= 3, 120.0)  # with the bench's own
+            bench.send_signal(number)
+            assert bench.wait(60.0) != 0
+        finally:
+            bench.kill()
+    until(lambda: not having(MARK, mark), 30.0)
