@@ -105,7 +105,7 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 def measure(options: argparse.Namespace) -> Figures:
     """All variants in turn; then the bytes of each."""
-    torch.set_num_threads(RANKS)
+    torch.set_num_threads(1 if options.quick else RANKS)  # more than one each do badly beside other work
     contestants = {name: Contestant(*given) for name, given in VARIANTS.items()}
     runs: dict[str, Callable[[], float]] = {name: c.step for name, c in contestants.items()}
     times = alternate(runs, options.rounds)

@@ -164,7 +164,7 @@ def predicted(name: str, count: int) -> list[int]:
 
 def measure(options: argparse.Namespace) -> Figures:
     """Every schedule with two numbers of microbatches."""
-    torch.set_num_threads(RANKS)
+    torch.set_num_threads(1 if options.quick else RANKS)  # more than one each do badly beside other work
     rows = []
     yield f"{'schedule':18}{'m':>4}  {'measured / predicted, by rank':40}{'largest peak MB':>16}"
     for name in QUICK if options.quick else NAMES:

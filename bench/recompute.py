@@ -92,7 +92,7 @@ def plain_memory(checkpointed: bool) -> int:
 
 def measure(options: argparse.Namespace) -> Figures:
     """Times of all policies in turn; then the memory of each."""
-    torch.set_num_threads(RANKS)
+    torch.set_num_threads(1 if options.quick else RANKS)  # more than one each do badly beside other work
     x, y = batch()
     pipes = {policy: pipeline(policy) for policy in POLICIES}
 
