@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.parallel.data import replica_checks
 from penstock.parallel.data.bucket import Bucket, BucketEntry, bucket_order, make_slot
+from penstock.parallel.data.bucket_options import Missing, require_options
 from penstock.parallel.data.frozen import Frozen
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
 from penstock.parallel.data.leftovers import add_late, find_late, resolve_absent
-from penstock.parallel.data.options import Missing, require_options
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.dtensor import local

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.parallel.data.bucket import BucketEntry, no_gradient, require_dense, wire_dtype
-from penstock.parallel.data.options import Missing
+from penstock.parallel.data.bucket_options import Missing
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.data.bucket import BucketEntry
+from penstock.parallel.data.bucket_options import BucketOptions
 from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.options import BucketOptions
 from penstock.parallel.data.reducer import Handle, Reducer, part_of
 from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.parallel.data.bucket_options import Missing
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from penstock.parallel.data.options import Missing
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, join_shards
 from penstock.parallel.data.shards import ShardedParameter, Shards
