@@ -28,7 +28,7 @@ def policies(problem: Problem) -> st.SearchStrategy[Policy]:
 
     return st.builds(
         Policy,
-        column(st.integers(1, problem.most_ahead), np.int64),
+        column(st.integers(1, problem.max_ahead), np.int64),
         column(st.sampled_from([0.0, 0.5, 0.999]), np.float64),
         column(st.sampled_from([0.0, 0.5, 1.0, math.inf]), np.float64),
         column(st.booleans(), np.bool_),
@@ -59,8 +59,8 @@ def test_what_a_policy_constructs_is_complete_fits_and_is_timed_right(problem: P
     # Timed again every op starts as soon as it can, which cannot end later.
     again = score(problem, lists)
     assert again[1] <= found[1] + 1e-9
-    assert again[0] >= problem.least[0] - 1e-9
-    assert again[1] >= problem.least[1] - 1e-9
+    assert again[0] >= problem.lower_bound[0] - 1e-9
+    assert again[1] >= problem.lower_bound[1] - 1e-9
 
 
 @given(problems(), st.sampled_from([0, 1]))

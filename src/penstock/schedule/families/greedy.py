@@ -1,14 +1,14 @@
-"""Zero-bubble lists built by rules, timed, and improved: the engine room of zb-auto.
+"""Zero-bubble lists built by rules, timed and improved: the search kernels of zb-auto.
 
-One stage a rank. A list is a rank's ops as numbers, 0 for F, 1 for I, 2 for W; microbatches follow from counting, as
-every kind takes them in order.
+There is one stage a rank. A rank's list has its ops as numbers, 0 for F, 1 for I, 2 for W. Microbatches follow from
+counting, because every kind takes them in order.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +23,20 @@ Score = tuple[float, float]
 """The largest time from a rank's first op to its last, and the makespan, in seconds."""
 
 CONSTRUCTIONS = 1_000
-"""About how many constructions a search tries, which is what compiling them pays for."""
+"""About how many constructions one search tries: compiling them pays off for that many."""
 
 _ROUNDING = 1e-9
-"""Memory that is summed in parts of an activation may miss a whole number by this much."""
+"""Tolerance of the memory limit: sums of parts of an activation may miss a whole number by this much."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be scheduled.
+    """Counts, costs and memory limit of the lists to build.
 
     Attributes:
-        microbatches: how many.
-        forward, input_gradient, weight_gradient: seconds a stage, shape (ranks,).
-        latency: seconds from rank to rank.
+        microbatches: microbatches a step.
+        forward, input_gradient, weight_gradient: float64, seconds on each stage, shape (ranks,).
+        latency: seconds a message takes between neighbouring ranks.
         limit: activations a rank may hold.
         kept: the part of an activation that stays from I to W.
     """
@@ -53,52 +53,57 @@ class Problem:
     def ranks(self) -> int:
         return len(self.forward)
 
+    @cached_property
+    def seconds(self) -> Floats:
+        """Costs of F, I and W on each rank, shape (3, ranks)."""
+        return np.stack([self.forward, self.input_gradient, self.weight_gradient])
+
     @property
-    def most_ahead(self) -> int:
-        """The most microbatches a rank can have in flight."""
+    def max_ahead(self) -> int:
+        """Largest number of microbatches a rank can have in flight."""
         return int(min(self.limit + _ROUNDING, self.microbatches))
 
     @property
     def head(self) -> Floats:
-        """When the first activation can reach each rank."""
+        """Earliest time at which the first activation can reach each rank."""
         return np.concatenate([[0.0], np.cumsum(self.forward + self.latency)[:-1]])
 
     @property
     def round_trip(self) -> Floats:
-        """Seconds from when a microbatch's forward starts on a rank to when its gradient can be back there."""
+        """Seconds from the start of a microbatch's forward on a rank until its gradient can be back there."""
         down = np.cumsum((self.forward + self.latency)[::-1])[::-1] - self.latency
         up = np.cumsum((self.input_gradient + self.latency)[::-1])[::-1]
         down[:-1] += up[1:]
         return down
 
     @property
-    def least(self) -> Score:
-        """What no order goes below.
+    def lower_bound(self) -> Score:
+        """Score that no order can beat.
 
-        Until its first gradient is back a rank has forwards to run only, as many as it may hold; and after the
-        last gradient leaves a rank, those before it and the first rank's weight half are still to come.
+        Until its first gradient is back a rank has only forwards to run, as many as it may hold. After the last
+        gradient leaves a rank, the input gradients of the ranks before it and the first rank's weight half remain.
         """
         m, f, b, w = self.microbatches, self.forward, self.input_gradient, self.weight_gradient
-        span = m * (f + b + w) + np.maximum(0.0, self.round_trip - self.most_ahead * f)
+        span = m * (f + b + w) + np.maximum(0.0, self.round_trip - self.max_ahead * f)
         chain = m * (f + b) + np.concatenate([[0.0], np.cumsum(b + self.latency)[:-1]]) + w[0]
         return float(span.max()), float((self.head + np.maximum(span, chain)).max())
 
     def fits(self, lists: Lists) -> bool:
-        """Whether no rank ever holds more than the limit."""
+        """Return whether no rank ever holds more than the limit."""
         change = np.array([1.0, self.kept - 1.0, -self.kept])
         return bool(np.cumsum(change[lists], axis=1).max() <= self.limit + _ROUNDING)
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """How each rank decides what to run next; columns of shape (ranks,).
+    """Rules by which each rank decides what to run next; columns of shape (ranks,).
 
     Attributes:
-        ahead: int64, microbatches it may have in flight.
-        slack: the part of a W by which the W may delay what the rank waits for.
+        ahead: int64, microbatches the rank may have in flight.
+        slack: the part of a W by which the W may delay the op that the rank waits for.
         patience: how long a rank waits for the kind it prefers while it could run the other, as a part of the
             other's time; with infinity it takes them strictly in turn.
-        backward_first: bool, whether it prefers an input gradient to a forward.
+        backward_first: bool, whether the rank prefers an input gradient to a forward.
     """
 
     ahead: npt.NDArray[np.int64]
@@ -106,218 +111,256 @@ class Policy:
     patience: Floats
     backward_first: npt.NDArray[np.bool_]
 
+    @property
+    def table(self) -> Floats:
+        """The four columns for the kernel, shape (4, ranks)."""
+        return np.array([self.ahead, self.slack, self.patience, self.backward_first], np.float64)
+
 
 def construct(problem: Problem, policy: Policy) -> tuple[Score, Lists]:
-    """Let every rank decide by the policy, in the order of time; infinite if the ranks wait for each other."""
-    p, m = problem.ranks, problem.microbatches
-    lists = np.zeros((p, 3 * m), np.int8)
+    """Let every rank decide by the policy, in the order of time; the score is infinite if the ranks deadlock."""
+    lists = np.zeros((problem.ranks, 3 * problem.microbatches), np.int8)
     kernel = choose(_construct, CONSTRUCTIONS * lists.size)
-    score = kernel(
-        p, m, problem.forward, problem.input_gradient, problem.weight_gradient, problem.latency,
-        problem.limit + _ROUNDING, problem.kept, policy.ahead, policy.slack, policy.patience,
-        policy.backward_first, lists,
-    )  # fmt: skip
-    return score, lists
+    limit = problem.limit + _ROUNDING
+    return kernel(problem.seconds, problem.latency, limit, problem.kept, policy.table, lists), lists
 
 
 def score(problem: Problem, lists: Lists) -> Score:
-    """Time the lists, every op as soon as it can."""
-    return _moved(problem, lists.copy(), 0, np.inf, 0)
-
-
-def improve(problem: Problem, lists: Lists, first: int, bound: float, moves: int) -> Lists:
-    """Try to move single ops a few places, and keep what does no harm.
-
-    Args:
-        problem: the costs.
-        lists: where to start.
-        first: what to make small: 0 the longest rank, 1 the makespan.
-        bound: what the other must not exceed.
-        moves: how many to try.
-    """
-    lists = lists.copy()
-    _moved(problem, lists, first, bound, moves)
-    return lists
-
-
-def _moved(problem: Problem, lists: Lists, first: int, bound: float, moves: int) -> Score:
-    kernel = choose(_improve, (moves + 1) * lists.size)
-    longest, makespan = kernel(
-        problem.ranks, problem.microbatches, problem.forward, problem.input_gradient,
-        problem.weight_gradient, problem.latency, problem.limit + _ROUNDING, problem.kept, lists,
-        first, bound, moves,
-    )  # fmt: skip
+    """Time the lists with every op as early as possible."""
+    ends = np.empty((2, problem.ranks, problem.microbatches))
+    longest, makespan = choose(_time, lists.size)(problem.seconds, problem.latency, lists, ends)
     return float(longest), float(makespan)
 
 
+def improve(problem: Problem, lists: Lists, first: int, bound: float, moves: int) -> Lists:
+    """Return a copy of the lists with single ops moved a few places, where that does no harm.
+
+    Args:
+        problem: counts, costs and memory limit.
+        lists: complete lists that fit the memory limit.
+        first: index in `Score` of the measure to minimise.
+        bound: largest value allowed for the other measure.
+        moves: number of moves to try.
+    """
+    lists = lists.copy()
+    kernel = choose(_improve, (moves + 1) * lists.size)
+    limit = problem.limit + _ROUNDING
+    kernel(problem.seconds, problem.latency, limit, problem.kept, lists, first, bound, moves)
+    return lists
+
+
 def _construct(
-    p: Any, m: Any, f: Any, b: Any, w: Any, latency: Any, limit: Any, kept: Any,
-    ahead: Any, slack: Any, patience: Any, backward_first: Any, lists: Any,
-) -> Any:  # fmt: skip
-    never = np.inf
+    seconds: Floats, latency: float, limit: float, kept: float, policy: Floats, lists: Lists
+) -> Score:
+    p, m = lists.shape[0], lists.shape[1] // 3
+    ahead, slack, patience, backward_first = policy
     free = np.zeros(p)
-    begun = np.full(p, never)
-    forward_end = np.full((p, m), never)
-    gradient_end = np.full((p, m), never)
+    begun = np.full(p, np.inf)
+    ends = np.full((2, p, m), np.inf)
     count = np.zeros((p, 3), np.int64)
-    left = 3 * m * p
+    left = lists.size
     events = [(0.0, 0)]
     while len(events) > 0:
-        now, r = heapq.heappop(events)
-        if now < free[r]:
+        now, rank = heapq.heappop(events)
+        if now < free[rank]:
             continue
-        i, j, k = count[r, 0], count[r, 1], count[r, 2]
-        # When the next gradient and the next forward can start, never if that is not known yet.
-        gradient = never
-        if j < i:
-            gradient = forward_end[r, j] if r == p - 1 else gradient_end[r + 1, j] + latency
-        forward = never
-        may_forward = i < m and i - j < ahead[r]
+        i, j, k = count[rank, 0], count[rank, 1], count[rank, 2]
+        forward = gradient = np.inf
+        may_forward = i < m and i - j < ahead[rank]
         if may_forward:
-            forward = 0.0 if r == 0 else forward_end[r - 1, i] + latency
+            forward = _arrival(0, rank, i, ends, latency)
+        if j < i:
+            gradient = _arrival(1, rank, j, ends, latency)
         room = (i - j) + kept * (j - k) + 1 <= limit
         pending = j > k
-        chosen = -1
-        awaited = gradient
-        if not may_forward:
-            if gradient <= now:
-                chosen = 1
-        elif backward_first[r]:
-            awaited = min(gradient, forward)
-            if gradient <= now:
-                chosen = 1
-            elif forward <= now and patience[r] < never and (room or pending):
-                chosen = 0 if gradient - now >= patience[r] * f[r] else -1
-        else:
-            awaited = forward if patience[r] == never else min(gradient, forward)
-            if forward <= now and (room or pending):
-                chosen = 0
-            elif gradient <= now and patience[r] < never and forward - now >= patience[r] * b[r]:
-                chosen = 1
+        gradient_first = backward_first[rank] > 0 or not may_forward
+        wait = np.inf
+        if patience[rank] < np.inf:
+            wait = patience[rank] * seconds[0 if gradient_first else 1, rank]
+        chosen, awaited = _prefer(now, forward, gradient, gradient_first, room or pending, wait)
         if chosen == 0 and not room:
             chosen = 2
         if chosen < 0:
-            if awaited <= now:
-                # What could run is held back for what is preferred.
-                awaited = max(gradient, forward)
-            if pending and (j == m or now + w[r] <= awaited + slack[r] * w[r]):
+            weight = seconds[2, rank]
+            if pending and (j == m or now + weight <= awaited + slack[rank] * weight):
                 chosen = 2
-            elif awaited < never:
-                heapq.heappush(events, (awaited, r))
-        if chosen < 0:
-            continue
-        if begun[r] == never:
-            begun[r] = now
-        lists[r, i + j + k] = chosen
-        count[r, chosen] += 1
+            else:
+                if awaited < np.inf:
+                    heapq.heappush(events, (awaited, rank))
+                continue
+        if begun[rank] == np.inf:
+            begun[rank] = now
+        lists[rank, i + j + k] = chosen
+        free[rank] = now + seconds[chosen, rank]
+        heapq.heappush(events, (free[rank], rank))
+        if chosen < 2:
+            ends[chosen, rank, count[rank, chosen]] = free[rank]
+            receiver = rank + 1 if chosen == 0 else rank - 1
+            if 0 <= receiver < p:
+                heapq.heappush(events, (free[rank] + latency, receiver))
+        count[rank, chosen] += 1
         left -= 1
-        if chosen == 0:
-            free[r] = forward_end[r, i] = now + f[r]
-            if r < p - 1:
-                heapq.heappush(events, (free[r] + latency, r + 1))
-        elif chosen == 1:
-            free[r] = gradient_end[r, j] = now + b[r]
-            if r > 0:
-                heapq.heappush(events, (free[r] + latency, r - 1))
-        else:
-            free[r] = now + w[r]
-        heapq.heappush(events, (free[r], r))
     if left > 0:
-        return never, never
+        return np.inf, np.inf
     return (free - begun).max(), free.max()
 
 
+def _arrival(kind: int, rank: int, n: int, ends: Floats, latency: float) -> float:
+    """Return when a rank's n-th F or I has its input, infinite if the op that yields it has no end yet."""
+    sender = rank - 1 if kind == 0 else rank + 1
+    if 0 <= sender < ends.shape[1]:
+        return float(ends[kind, sender, n] + latency)
+    return 0.0 if kind == 0 else float(ends[0, rank, n])
+
+
+def _prefer(
+    now: float, forward: float, gradient: float, gradient_first: bool, may_start: bool, wait: float
+) -> tuple[int, float]:
+    """Choose between a free rank's next forward and its next input gradient.
+
+    Args:
+        now, forward, gradient: the time, and those at which the two can start, in seconds.
+        gradient_first: whether the gradient is preferred.
+        may_start: whether memory allows the forward, maybe after a W.
+        wait: seconds to wait for the preferred kind while the other is ready; infinite to take no other.
+
+    Returns:
+        The kind to run now, -1 for none, and the time up to which the rank then waits.
+    """
+    chosen = -1
+    awaited = min(gradient, forward)
+    if gradient_first:
+        if gradient <= now:
+            chosen = 1
+        elif forward <= now and may_start and wait < np.inf and gradient - now >= wait:
+            chosen = 0
+    else:
+        if wait == np.inf:
+            awaited = forward
+        if forward <= now and may_start:
+            chosen = 0
+        elif gradient <= now and wait < np.inf and forward - now >= wait:
+            chosen = 1
+    if awaited <= now:
+        # The op that is ready is held back for the preferred one.
+        awaited = max(gradient, forward)
+    return chosen, awaited
+
+
 def _improve(
-    p: Any, m: Any, f: Any, b: Any, w: Any, latency: Any, limit: Any, kept: Any,
-    lists: Any, first: Any, bound: Any, moves: Any,
-) -> Any:  # fmt: skip
-    size = 3 * m
+    seconds: Floats,
+    latency: float,
+    limit: float,
+    kept: float,
+    lists: Lists,
+    first: int,
+    bound: float,
+    moves: int,
+) -> None:
+    ends = np.empty((2, lists.shape[0], lists.shape[1] // 3))
     best = lists.copy()
-    best_value = (np.inf, np.inf)
-    value = np.inf
+    times = _time(seconds, latency, lists, ends)
+    value = times[first]
+    best_times = (times[first], times[1 - first])
     saved = lists[0].copy()
     seed = 1
-    r = -1
-    forward_end = np.zeros((p, m))
-    gradient_end = np.zeros((p, m))
-    for move in range(moves + 1):
-        legal = True
-        if move > 0:
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            r = (seed >> 8) % p
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            source = (seed >> 8) % size
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            step = 1 + (seed >> 8) % 3
-            target = source + step if (seed >> 16) % 2 else source - step
-            if target < 0 or target >= size or lists[r, source] == lists[r, target]:
-                continue
-            saved[:] = lists[r]
-            kind = lists[r, source]
-            toward = 1 if target > source else -1
-            for n in range(source, target, toward):
-                lists[r, n] = lists[r, n + toward]
-            lists[r, target] = kind
-            forwards = gradients = weights = 0
-            for n in range(size):
-                if lists[r, n] == 0:
-                    forwards += 1
-                elif lists[r, n] == 1:
-                    gradients += 1
-                else:
-                    weights += 1
-                held = (forwards - gradients) + kept * (gradients - weights)
-                if gradients > forwards or weights > gradients or held > limit:
-                    legal = False
-                    break
-        longest = makespan = np.inf
-        if legal:
-            clock = np.zeros(p)
-            begun = np.zeros(p)
-            count = np.zeros((p, 3), np.int64)
-            place = np.zeros(p, np.int64)
-            ran = True
-            while ran:
-                ran = False
-                for s in range(p):
-                    while place[s] < size:
-                        kind = lists[s, place[s]]
-                        n = count[s, kind]
-                        start = clock[s]
-                        if kind == 0:
-                            if s > 0:
-                                if count[s - 1, 0] <= n:
-                                    break
-                                start = max(start, forward_end[s - 1, n] + latency)
-                            clock[s] = start + f[s]
-                            forward_end[s, n] = clock[s]
-                        elif kind == 1:
-                            if s == p - 1:
-                                start = max(start, forward_end[s, n])
-                            else:
-                                if count[s + 1, 1] <= n:
-                                    break
-                                start = max(start, gradient_end[s + 1, n] + latency)
-                            clock[s] = start + b[s]
-                            gradient_end[s, n] = clock[s]
-                        else:
-                            clock[s] = start + w[s]
-                        if place[s] == 0:
-                            begun[s] = start
-                        count[s, kind] = n + 1
-                        place[s] += 1
-                        ran = True
-            if place.min() == size:
-                longest = (clock - begun).max()
-                makespan = clock.max()
-        one = longest if first == 0 else makespan
-        other = makespan if first == 0 else longest
-        if one <= value and (other <= bound or move == 0):
-            value = one
-            if (one, other) < best_value:
-                best_value = (one, other)
+    for _ in range(moves):
+        seed, rank, source, target = _draw_move(seed, lists)
+        if target < 0 or target >= lists.shape[1] or lists[rank, source] == lists[rank, target]:
+            continue
+        row = lists[rank]
+        saved[:] = row
+        _move(row, source, target)
+        times = (np.inf, np.inf)
+        if _fits(row, limit, kept):
+            times = _time(seconds, latency, lists, ends)
+        if times[first] <= value and times[1 - first] <= bound:
+            value = times[first]
+            if (times[first], times[1 - first]) < best_times:
+                best_times = (times[first], times[1 - first])
                 best[:] = lists
-        elif move > 0:
-            lists[r] = saved
+        else:
+            row[:] = saved
     lists[:] = best
-    return (best_value[0], best_value[1]) if first == 0 else (best_value[1], best_value[0])
+
+
+def _draw_move(seed: int, lists: Lists) -> tuple[int, int, int, int]:
+    """Return the next seed, a rank, a place in its list and one at most 3 places away, maybe outside the list."""
+    # The constants of C's rand: the same numbers compiled and as plain Python.
+    seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
+    rank = (seed >> 8) % lists.shape[0]
+    seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
+    source = (seed >> 8) % lists.shape[1]
+    seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
+    distance = 1 + (seed >> 8) % 3
+    return seed, rank, source, source + distance if (seed >> 16) % 2 else source - distance
+
+
+def _move(row: Lists, source: int, target: int) -> None:
+    kind = row[source]
+    toward = 1 if target > source else -1
+    for n in range(source, target, toward):
+        row[n] = row[n + toward]
+    row[target] = kind
+
+
+def _fits(row: Lists, limit: float, kept: float) -> bool:
+    """Return whether a rank's list is in order (F, I, W of each microbatch) and within the memory limit."""
+    forwards = gradients = weights = 0
+    for kind in row:
+        if kind == 0:
+            forwards += 1
+        elif kind == 1:
+            gradients += 1
+        else:
+            weights += 1
+        held = (forwards - gradients) + kept * (gradients - weights)
+        if gradients > forwards or weights > gradients or held > limit:
+            return False
+    return True
+
+
+def _time(seconds: Floats, latency: float, lists: Lists, ends: Floats) -> Score:
+    """Return the score of lists with every op as early as possible, infinite if the ranks deadlock.
+
+    Args:
+        ends: room for the ends of F and I, shape (2, ranks, microbatches); what it has does not matter.
+    """
+    p, size = lists.shape
+    clock = np.zeros(p)
+    begun = np.zeros(p)
+    count = np.zeros((p, 3), np.int64)
+    place = np.zeros(p, np.int64)
+    ran = True
+    while ran:
+        ran = False
+        for rank in range(p):
+            while place[rank] < size:
+                kind = lists[rank, place[rank]]
+                n = count[rank, kind]
+                start = clock[rank]
+                # Constant indices compile to faster code than `ends[kind]`.
+                if kind == 0:
+                    if rank > 0:
+                        if count[rank - 1, 0] <= n:
+                            break
+                        start = max(start, ends[0, rank - 1, n] + latency)
+                    clock[rank] = ends[0, rank, n] = start + seconds[0, rank]
+                elif kind == 1:
+                    if rank == p - 1:
+                        start = max(start, ends[0, rank, n])
+                    else:
+                        if count[rank + 1, 1] <= n:
+                            break
+                        start = max(start, ends[1, rank + 1, n] + latency)
+                    clock[rank] = ends[1, rank, n] = start + seconds[1, rank]
+                else:
+                    clock[rank] = start + seconds[2, rank]
+                if place[rank] == 0:
+                    begun[rank] = start
+                count[rank, kind] = n + 1
+                place[rank] += 1
+                ran = True
+    if place.min() < size:
+        return np.inf, np.inf
+    return (clock - begun).max(), clock.max()

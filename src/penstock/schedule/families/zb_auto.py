@@ -132,7 +132,7 @@ def _best_lists(problem: Problem, objective: Objective) -> npt.NDArray[np.int8]:
     first = 0 if objective == "longest" else 1
     fixed = [(score(problem, lists), lists) for lists in _handcrafted(problem)]
     bound = min(((s[first], s[1 - first]) for s, _ in fixed), default=(0.0, math.inf))[1] * (1 + _SAME)
-    target = _Target(first, bound, problem.least)
+    target = _Target(first, bound, problem.lower_bound)
     tried = construct(problem, _search(problem, target))[1]
     rank, _, lists = min(
         (target(found), n, lists) for n, (found, lists) in enumerate([*fixed, (score(problem, tried), tried)])
@@ -191,7 +191,7 @@ def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
     for r in range(problem.ranks):
         for step in (1, -1):
             ahead = int(policy.ahead[r]) + step
-            if 1 <= ahead <= problem.most_ahead:
+            if 1 <= ahead <= problem.max_ahead:
                 yield replace(policy, ahead=_with(policy.ahead, r, ahead))
         yield replace(policy, backward_first=_with(policy.backward_first, r, not policy.backward_first[r]))
         for slack in _SLACKS:
@@ -212,14 +212,14 @@ def _warm_ups(problem: Problem) -> list[npt.NDArray[np.int64]]:
     depth = np.arange(p - 1, -1, -1)
     ways = []
     with np.errstate(divide="ignore", invalid="ignore"):
-        fitting = np.where(f > 0, problem.round_trip / f, problem.most_ahead)
+        fitting = np.where(f > 0, problem.round_trip / f, problem.max_ahead)
     for round_up in (0.999, 0.5, 0.0):
         ways.append(fitting + round_up)
     for more in (1, 2, 3):
         for factor in (2.0, 1.0, 1.5, 1.25, 1.75, 2.25, 2.5):
             ways.append(np.ceil(factor * depth - 1e-9) + more)
-    ways.append(np.full(p, problem.most_ahead))
-    unique = {tuple(np.clip(way, 1, problem.most_ahead).astype(np.int64).tolist()): None for way in ways}
+    ways.append(np.full(p, problem.max_ahead))
+    unique = {tuple(np.clip(way, 1, problem.max_ahead).astype(np.int64).tolist()): None for way in ways}
     return [np.array(way, np.int64) for way in unique]
 
 
