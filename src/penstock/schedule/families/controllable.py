@@ -7,7 +7,7 @@ rank then runs what it can, slot by slot, weight halves where nothing else is re
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ def _from_pattern(
     ranks: int,
     microbatches: int,
     slots: tuple[npt.NDArray[np.int64], ...],
-    most: int,
+    max_held: int,
     *,
     fill_ahead: bool,
 ) -> Schedule:
@@ -84,7 +84,7 @@ def _from_pattern(
 
     Args:
         slots: for every pass, in the order F of chunk 0 and 1, I of chunk 1 and 0, the slot on each rank.
-        most: activations a rank may hold.
+        max_held: activations a rank may hold.
         fill_ahead: whether a rank whose next op is not ready runs a later one.
     """
     p, m = ranks, microbatches
@@ -93,7 +93,7 @@ def _from_pattern(
     orders = np.empty((p, 4 * m), np.int64)
     for r in range(p):
         orders[r] = passes[np.argsort(np.concatenate([slot[r] + each for slot in slots]), kind="stable")]
-    codes = fill(orders, m, most, fill_ahead)
+    codes = fill(orders, m, max_held, fill_ahead)
     columns = []
     for r in range(p):
         kind, chunk = np.divmod(codes[r], 2)
@@ -108,15 +108,15 @@ _KINDS = np.array([Kind.F, Kind.I, Kind.W], np.int8)
 
 
 def fill(
-    orders: npt.NDArray[np.int64], microbatches: int, most: int, fill_ahead: bool
+    orders: npt.NDArray[np.int64], microbatches: int, max_held: int, fill_ahead: bool
 ) -> npt.NDArray[np.int64]:
     """Run every rank's order slot by slot, and put weight halves where nothing else is ready.
 
     Args:
         orders: passes, shape (ranks, 4·microbatches), numbers 2·kind + chunk with kind F 0, I 1.
-        most: activations a rank may hold at once, freed at W.
+        max_held: activations a rank may hold at once, freed at W.
         fill_ahead: a rank whose next pass is not ready runs the first later one that is, if all that it was to run
-            before still fits in `most`.
+            before still fits in `max_held`.
 
     Returns:
         passes with the weight halves (kind 2), shape (ranks, 6·microbatches).
@@ -124,90 +124,137 @@ def fill(
     ranks = len(orders)
     # Where in its rank's order the n-th pass of each number stands.
     places = np.argsort(orders, axis=1, kind="stable").reshape(ranks, 4, microbatches)
-    size = 6 * microbatches
-    kernel = choose(_fill, ranks * size)
+    tables = _Tables(
+        orders, places, _sources(ranks),
+        end=np.full((4 * ranks, microbatches), -1),
+        done=np.zeros((ranks, 4 * microbatches), np.bool_),
+        chunks=np.zeros((ranks, 2 * microbatches), np.int64),
+        count=np.zeros((ranks, 6), np.int64),
+        head=np.zeros(ranks, np.int64),
+        filled=np.zeros((ranks, 6 * microbatches), np.int64),
+    )  # fmt: skip
+    kernel = choose(_fill, tables.filled.size)
     if kernel is _fill:
-        ran = [[0] * size for _ in range(ranks)]
-        kernel(orders.tolist(), places.tolist(), microbatches, most, fill_ahead, ran)
-        return np.array(ran, np.int64)
-    table = np.zeros((ranks, size), np.int64)
-    kernel(orders, places, microbatches, most, fill_ahead, table)
-    return table
+        tables = _Tables(*(table.tolist() for table in tables))
+    kernel(tables, max_held, fill_ahead)
+    return np.asarray(tables.filled, np.int64)
 
 
-def _fill(orders: Any, places: Any, microbatches: int, most: int, fill_ahead: bool, ran: Any) -> None:
-    ranks = len(orders)
-    m = microbatches
-    # end[pass][rank][n]: the slot after the n-th of these passes, -1 until it ran.
-    end = [[[-1 for _ in range(m)] for _ in range(ranks)] for _ in range(4)]
-    count = [[0 for _ in range(6)] for _ in range(ranks)]
-    done = [[False for _ in range(4 * m)] for _ in range(ranks)]
-    head = [0 for _ in range(ranks)]
-    waiting = [[0 for _ in range(2 * m)] for _ in range(ranks)]
-    left = ranks * 6 * m
+def _sources(ranks: int) -> npt.NDArray[np.int64]:
+    """The pass that yields each pass's input, as number·ranks + rank; -1 for none, shape (ranks, 4)."""
+    rank = np.arange(ranks)
+    first, last = rank == 0, rank == ranks - 1
+    return np.stack(
+        [
+            np.where(first, -1, rank - 1),
+            np.where(last, rank, ranks + rank + 1),
+            np.where(last, 3 * ranks + rank, 2 * ranks + rank + 1),
+            np.where(first, ranks + rank, 3 * ranks + rank - 1),
+        ],
+        axis=1,
+    )
+
+
+class _Tables(NamedTuple):
+    """Tables of the kernel: arrays where it is compiled, lists otherwise.
+
+    Attributes:
+        orders: passes of every rank as numbers 2·kind + chunk, shape (ranks, 4·microbatches).
+        places: place in its rank's order of the n-th pass of each number, shape (ranks, 4, microbatches).
+        sources: the row of `end` with the pass that yields each pass's input, -1 for none, shape (ranks, 4).
+        end: row number·ranks + rank: the slot after the n-th of these passes, -1 until it ran.
+        done: whether each pass of the orders ran.
+        chunks: chunk of every weight half, in the order in which the input gradients ran.
+        count: passes run so far by number, shape (ranks, 6).
+        head: place of the first pass of the order that has not run.
+        filled: the result.
+    """
+
+    orders: Any
+    places: Any
+    sources: Any
+    end: Any
+    done: Any
+    chunks: Any
+    count: Any
+    head: Any
+    filled: Any
+
+
+def _fill(tables: _Tables, max_held: int, fill_ahead: bool) -> None:
+    orders, places, sources, end, done, chunks, count, head, filled = tables
+    ranks, size = len(orders), len(orders[0])
+    left = ranks * len(filled[0])
     slot = 0
     while left > 0:
         for r in range(ranks):
             c = count[r]
+            while head[r] < size and done[r][head[r]]:
+                head[r] += 1
             pending = c[2] + c[3] - c[4] - c[5]
             held = c[0] + c[1] - c[4] - c[5]
-            while head[r] < 4 * m and done[r][head[r]]:
-                head[r] += 1
+            full = held >= max_held
             chosen = -1
-            if head[r] < 4 * m:
-                first = orders[r][head[r]]
-                if first < 2 and held >= most and pending > 0:
-                    chosen = 4
-                best = 4 * m
-                for number in range(4):
-                    n = c[number]
-                    if chosen == 4 or n == m:
-                        continue
-                    place = places[r][number][n]
-                    if place >= best or (place > head[r] and not fill_ahead):
-                        continue
-                    chunk = number % 2
-                    needs = -1
-                    if number < 2:
-                        if chunk == 0 and r == 0:
-                            needs = 0
-                        elif chunk == 0:
-                            needs = end[0][r - 1][n]
-                        elif r == ranks - 1:
-                            needs = end[0][r][n]
-                        else:
-                            needs = end[1][r + 1][n]
-                        room = held + 1
-                        for k in range(head[r], place):
-                            if not done[r][k]:
-                                room += 1 if orders[r][k] < 2 else -1
-                                if room > most:
-                                    break
-                        if room > most or held + 1 > most:
-                            continue
-                    elif end[chunk][r][n] >= 0:
-                        if chunk == 1 and r == 0:
-                            needs = end[1][r][n]
-                        elif chunk == 1:
-                            needs = end[3][r - 1][n]
-                        elif r == ranks - 1:
-                            needs = end[3][r][n]
-                        else:
-                            needs = end[2][r + 1][n]
-                    if 0 <= needs <= slot:
-                        chosen, best = number, place
-            if chosen < 0 and pending > 0:
-                chosen = 4
-            if chosen < 0:
-                continue
-            if chosen == 4:
-                chosen = 4 + waiting[r][c[4] + c[5]]
-            else:
-                done[r][places[r][chosen][c[chosen]]] = True
-                end[chosen][r][c[chosen]] = slot + 1
+            if head[r] < size and not (pending > 0 and full and orders[r][head[r]] < 2):
+                last = size - 1 if fill_ahead else head[r]
+                chosen = _next_pass(
+                    r, slot, sources[r], orders[r], places[r], c, end, done[r], head[r], last, max_held - held
+                )
+            if chosen >= 0:
+                n = c[chosen]
+                done[r][places[r][chosen][n]] = True
+                end[chosen * ranks + r][n] = slot + 1
                 if chosen >= 2:
-                    waiting[r][c[2] + c[3]] = chosen % 2
-            ran[r][c[0] + c[1] + c[2] + c[3] + c[4] + c[5]] = chosen
+                    chunks[r][c[2] + c[3]] = chosen % 2
+            elif pending > 0:
+                chosen = 4 + chunks[r][c[4] + c[5]]
+            else:
+                continue
+            filled[r][c[0] + c[1] + c[2] + c[3] + c[4] + c[5]] = chosen
             c[chosen] += 1
             left -= 1
         slot += 1
+
+
+def _next_pass(
+    rank: int,
+    slot: int,
+    sources: Any,
+    order: Any,
+    places: Any,
+    count: Any,
+    end: Any,
+    done: Any,
+    head: int,
+    last: int,
+    room: int,
+) -> int:
+    """Return the first pass of a rank's order, at most at place `last`, that is ready and fits; -1 if none does."""
+    chosen = -1
+    for number in range(4):
+        n = count[number]
+        if n == len(places[number]) or places[number][n] > last:
+            continue
+        if sources[number] >= 0 and not 0 <= end[sources[number]][n] <= slot:
+            continue
+        if number < 2:
+            ready = _fits(order, done, head, places[number][n], room)
+        else:
+            ready = end[number % 2 * (len(end) // 4) + rank][n] >= 0
+        if ready:
+            chosen = number
+            last = places[number][n] - 1
+    return chosen
+
+
+def _fits(order: Any, done: Any, head: int, place: int, room: int) -> bool:
+    """Return whether a forward fits together with every pass that the order has before it."""
+    needed = 1
+    if needed > room:
+        return False
+    for k in range(head, place):
+        if not done[k]:
+            needed += 1 if order[k] < 2 else -1
+            if needed > room:
+                return False
+    return True
