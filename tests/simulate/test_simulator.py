@@ -13,7 +13,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.program import lower
 from penstock.schedule.schedule import Schedule
 from penstock.simulate.costs import Communication, Costs, Link
-from penstock.simulate.simulator import _run, simulate
+from penstock.simulate.simulator import _Rows, _Rules, _run, _Seconds, _Times, simulate
 from penstock.trace.bubbles import makespan
 from tests.support.simulated import built, priced, timed, timeline, written
 
@@ -215,11 +215,12 @@ def test_time_grows_with_the_number_of_ops_alone():
         schedule = program.schedule
         touched.clear()
         columns = [[-1] * len(schedule) for _ in range(3)]
-        _run(
+        rows = _Rows(
             schedule.offsets.tolist(), Counting(program.source.tolist()), program.target.tolist(),
             program.rank.tolist(), schedule.paired.tolist(), schedule.stage.tolist(), schedule.kind.tolist(),
-            [0] * 8, [1] * 8 * len(Kind), [], [0] * 14, False, False, False, *columns,
         )  # fmt: skip
+        seconds = _Seconds([1] * 8 * len(Kind), [], [0] * 14, [0] * 8)
+        _run(rows, seconds, _Rules(False, False, False), _Times(*columns))
         per_op.append(len(touched) / len(schedule))
     assert max(per_op) <= 2
     assert math.isclose(per_op[0], per_op[1], rel_tol=0.05)

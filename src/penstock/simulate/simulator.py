@@ -7,7 +7,7 @@ wait for another rank's list to get further. There is no queue of events whose t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs, Table
 from penstock.trace.events import Trace
+
+_KINDS = len(Kind)
 
 
 def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Trace:
@@ -65,32 +67,69 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
     )
 
 
+class _Rows(NamedTuple):
+    """Columns of the program, by row; offsets by rank. Arrays where the kernel is compiled, lists otherwise."""
+
+    offsets: Any
+    source: Any
+    target: Any
+    rank: Any
+    paired: Any
+    stage: Any
+    kind: Any
+
+
+class _Seconds(NamedTuple):
+    """Costs as flat tables: ops by stage and kind, pairs by row, messages by boundary and link; the node of each rank."""
+
+    op: Any
+    pair: Any
+    transfer: Any
+    node: Any
+
+
+class _Rules(NamedTuple):
+    """`Costs.pair_output` and `Communication.blocks` as flags."""
+
+    early: bool
+    sender_blocks: bool
+    receiver_blocks: bool
+
+
+class _Times(NamedTuple):
+    """Results by row, -1 for ops that never run; `leave` is when the op's output is sent (its transfer begins)."""
+
+    start: Any
+    end: Any
+    leave: Any
+
+
 def _times(program: Program, costs: Costs) -> tuple[Table, Table]:
-    """Start and end of every op; -1 for those that never run."""
+    """Return start and end of every op; -1 for those that never run."""
     schedule, communication = program.schedule, costs.communication
     transfer = communication.transfer(schedule.stages)
     pair = _pair_seconds(program, costs)
-    kind = np.result_type(costs.seconds, transfer, pair)
-    tables = [np.ascontiguousarray(t, kind).ravel() for t in (costs.seconds, pair, transfer)]
-    arrays: list[Any] = [
+    dtype = np.result_type(costs.seconds, transfer, pair)
+    rows = _Rows(
         schedule.offsets, program.source, program.target, program.rank, schedule.paired, schedule.stage,
-        schedule.kind, communication.node(schedule.ranks), *tables,
-    ]  # fmt: skip
-    flags = (
+        schedule.kind,
+    )  # fmt: skip
+    tables = (np.ascontiguousarray(table, dtype).ravel() for table in (costs.seconds, pair, transfer))
+    seconds = _Seconds(*tables, communication.node(schedule.ranks))
+    rules = _Rules(
         costs.pair_output == "early",
         communication.blocks in ("sender", "both"),
         communication.blocks in ("receiver", "both"),
     )
-    # But for blocked senders an output leaves when its op ends, and one column serves for both.
-    apart = flags[1]
-    run = choose(_run, len(schedule))
-    if run is _run:
-        begin, finish = [-1] * len(schedule), [-1] * len(schedule)
-        leave = list(finish) if apart else finish
-        run(*(array.tolist() for array in arrays), *flags, begin, finish, leave)
-        return np.array(begin, kind), np.array(finish, kind)
-    start, end = np.empty(len(schedule), kind), np.full(len(schedule), -1, kind)
-    run(*arrays, *flags, start, end, end.copy() if apart else end)
+    start, end = (np.full(len(schedule), -1, dtype) for _ in range(2))
+    # Unless senders block, an output leaves when its op ends, and one column serves for both.
+    kernel = choose(_run, len(schedule))
+    if kernel is _run:
+        rows, seconds = _Rows(*(c.tolist() for c in rows)), _Seconds(*(c.tolist() for c in seconds))
+        begin, finish = start.tolist(), end.tolist()
+        kernel(rows, seconds, rules, _Times(begin, finish, list(finish) if rules.sender_blocks else finish))
+        return np.array(begin, dtype), np.array(finish, dtype)
+    kernel(rows, seconds, rules, _Times(start, end, end.copy() if rules.sender_blocks else end))
     return start, end
 
 
@@ -115,17 +154,14 @@ def _pair_seconds(program: Program, costs: Costs) -> Table:
     return table
 
 
-def _run(
-    offsets: Any, source: Any, target: Any, rank: Any, paired: Any, stage: Any, kind: Any, node: Any,
-    seconds: Any, pair: Any, transfer: Any,
-    early: Any, sender_blocks: Any, receiver_blocks: Any,
-    start: Any, end: Any, leave: Any,
-) -> None:  # fmt: skip
-    """Fill in `start`, `end` and `leave`, when the op's output is handed over (its transfer begins)."""
-    ranks = len(offsets) - 1
-    kinds = 5
+def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times) -> None:
+    offsets, source, target, rank, paired, stage, kind = rows
+    op_seconds, pair_seconds, transfer, node = seconds
+    early, sender_blocks, receiver_blocks = rules
+    start, end, leave = times
+    ranks, kinds = len(offsets) - 1, _KINDS
     position = [offsets[r] for r in range(ranks)]
-    clock = [seconds[0] - seconds[0] for r in range(ranks)]
+    clock = [op_seconds[0] - op_seconds[0] for r in range(ranks)]
     todo = [ranks - 1 - r for r in range(ranks)]
     while len(todo) > 0:
         r = todo.pop()
@@ -133,57 +169,60 @@ def _run(
         now = clock[r]
         while row < offsets[r + 1]:
             width = 2 if paired[row] else 1
+
+            # Receive: when the op can begin, and the backward of a pair if it may come later.
             begin = now
             second = now
             ready = True
             for k in range(row, row + width):
-                giver = source[k]
-                if giver >= 0:
-                    there = leave[giver]
-                    if there < 0:
+                producer = source[k]
+                if producer >= 0:
+                    sent = leave[producer]
+                    if sent < 0:
                         ready = False
-                    elif rank[giver] != r:
-                        far = 0 if node[rank[giver]] == node[r] else 1
-                        travel = transfer[2 * min(stage[k], stage[giver]) + far]
+                    elif rank[producer] != r:
+                        link = 0 if node[rank[producer]] == node[r] else 1
+                        travel = transfer[2 * min(stage[k], stage[producer]) + link]
                         if early and k > row:
-                            second = max(second, there + travel)
+                            second = max(second, sent + travel)
                         elif receiver_blocks:
-                            begin = max(begin, there) + travel
+                            begin = max(begin, sent) + travel
                         else:
-                            begin = max(begin, there + travel)
+                            begin = max(begin, sent + travel)
             if not ready:
                 break
-            one = seconds[kinds * stage[row] + kind[row]]
+
+            # Compute.
+            first_seconds = op_seconds[kinds * stage[row] + kind[row]]
             if width == 1:
-                now = begin + one
+                now = begin + first_seconds
             elif early:
-                two = seconds[kinds * stage[row + 1] + kind[row + 1]]
-                now = max(begin + pair[row], second + two)
+                second_seconds = op_seconds[kinds * stage[row + 1] + kind[row + 1]]
+                now = max(begin + pair_seconds[row], second + second_seconds)
             else:
-                now = begin + pair[row]
+                now = begin + pair_seconds[row]
             done = now
+
+            # Send, and wake the receivers.
             for k in range(row, row + width):
                 start[k] = begin
                 end[k] = done
                 if early and width == 2:
                     if k == row:
-                        end[k] = begin + one
+                        end[k] = begin + first_seconds
                     else:
-                        start[k] = done - two
+                        start[k] = done - second_seconds
                 leave[k] = now if sender_blocks else end[k]
-                taker = target[k]
-                if taker >= 0 and rank[taker] != r:
-                    other = rank[taker]
+                consumer = target[k]
+                if consumer >= 0 and rank[consumer] != r:
+                    receiver = rank[consumer]
                     if sender_blocks:
-                        far = 0 if node[other] == node[r] else 1
-                        now += transfer[2 * min(stage[k], stage[taker]) + far]
-                    # Wake the other rank only if it stands at the op that was waiting (or at its pair).
-                    gap = taker - position[other]
+                        link = 0 if node[receiver] == node[r] else 1
+                        now += transfer[2 * min(stage[k], stage[consumer]) + link]
+                    # Wake the receiver only if it waits at the consumer (or at the consumer's pair).
+                    gap = consumer - position[receiver]
                     if gap == 0 or gap == 1:
-                        todo.append(other)
+                        todo.append(receiver)
             row += width
             position[r] = row
         clock[r] = now
-
-
-assert len(Kind) == 5, "the kernel's `kinds`, a number there because numba compiles it"
