@@ -131,7 +131,7 @@ def test_check_of_a_bad_file_is_an_answer_a_program_can_read(tmp_path: Path):
     assert result.exit_code == 2
     answer = json.loads(result.output)
     assert answer["valid"] is False
-    assert "rank 0 stands at 0B0, which needs 1B0 of rank 1" in answer["error"]
+    assert "rank 0 is blocked at 0B0, which needs 1B0 of rank 1" in answer["error"]
 
 
 def test_csv_is_written_and_read_back(tmp_path: Path):

@@ -251,7 +251,7 @@ def test_what_cannot_be_used_is_refused_with_what_is_allowed(options, message):
     ("lines", "message"),
     [
         ("0F0,0B0\n1F0\n", "1B0 is missing"),
-        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 stands 2 times"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 appears twice"),
         ("0B0,0F0\n1F0,1B0\n", "0B0 on rank 0 does not come after 0F0"),
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlocks"),
         ("0F0,0X0\n1F0,1B0\n", "line 1, column 2"),

@@ -133,12 +133,12 @@ REFUSED = {
         Placement.loop(3), ["0F0 2F0 0B0", "1F0 1B0", "2B0"],
     ),
     "row 1 (stage 2, kind 0, microbatch 0) is outside stages 0..1": (TWO, ["0F0 2F0", "1F0"]),
-    "0F0 stands 2 times": (TWO, ["0F0 0F0 0B0", "1F0 1B0"]),
+    "0F0 appears twice": (TWO, ["0F0 0F0 0B0", "1F0 1B0"]),
     "1F0 is missing": (TWO, ["0F0 0B0", "1B0"]),
     "0B0 is missing (or 0I0 and 0W0)": (TWO, ["0F0", "1F0 1B0"]),
     "0W0 is missing (0I0 is there)": (TWO, ["0F0 0I0", "1F0 1B0"]),
     "0I0 is missing (0W0 is there)": (TWO, ["0F0 0W0", "1F0 1B0"]),
-    "0B0 stands beside 0W0: one backward too many": (TWO, ["0F0 0B0 0W0", "1F0 1B0"]),
+    "0B0 appears beside 0W0: one backward too many": (TWO, ["0F0 0B0 0W0", "1F0 1B0"]),
     "0B0 on rank 0 does not come after 0F0": (TWO, ["0B0 0F0", "1F0 1B0"]),
     "0W0 on rank 0 does not come after 0I0": (TWO, ["0F0 0W0 0I0", "1F0 1B0"]),
     "0B0 on rank 0 does not come after 0R0": (TWO, ["0F0 0B0 0R0", "1F0 1B0"]),
@@ -181,8 +181,8 @@ def test_a_deadlock_is_told_as_its_cycle():
     with pytest.raises(ScheduleError) as caught:
         check(schedule)
     assert str(caught.value) == (
-        "written deadlocks: rank 0 stands at 0B0, which needs 1B0 of rank 1 <- "
-        "rank 1 stands at 1F1, which needs 0F1 of rank 0"
+        "written deadlocks: rank 0 is blocked at 0B0, which needs 1B0 of rank 1 <- "
+        "rank 1 is blocked at 1F1, which needs 0F1 of rank 0"
     )
 
 
@@ -196,8 +196,8 @@ def test_of_several_cycles_the_shortest_is_told():
     with pytest.raises(ScheduleError) as caught:
         check(schedule)
     assert str(caught.value) == (
-        "written deadlocks: rank 3 stands at 4B0, which needs 5B0 of rank 4 <- "
-        "rank 4 stands at 5F1, which needs 4F1 of rank 3"
+        "written deadlocks: rank 3 is blocked at 4B0, which needs 5B0 of rank 4 <- "
+        "rank 4 is blocked at 5F1, which needs 4F1 of rank 3"
     )
 
 
@@ -208,7 +208,7 @@ def test_an_evaluation_has_forwards_only():
     assert proof.program.reductions == {}
     with pytest.raises(ScheduleError, match="0B0 is missing"):
         check(schedule)
-    with pytest.raises(ScheduleError, match="0B0 stands in a schedule of forwards only"):
+    with pytest.raises(ScheduleError, match="0B0 appears in a schedule of forwards only"):
         check(written(TWO, 1, "0F0 0B0", "1F0 1B0"), forward_only=True)
 
 

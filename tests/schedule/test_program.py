@@ -30,7 +30,7 @@ def with_slots(program: Program, slots: Callable[[Edge], int]) -> Program:
 
 def needed(edge: Edge) -> int:
     """The slots of the proof: those for jitter are there only if the edge has as many messages."""
-    return edge.slots - JITTER_SLOTS if edge.slots < len(edge.takers) else edge.slots
+    return edge.slots - JITTER_SLOTS if edge.slots < len(edge.consumers) else edge.slots
 
 
 def test_one_ranks_part_is_spelled_out():
@@ -75,7 +75,7 @@ def test_every_op_runs_once_and_every_message_is_posted_sent_and_received_once(s
                     ran.update(range(i.row, i.row + i.number))
                 case Action.SEND:
                     messages["send", rank, i.peer, i.number] += 1
-                    assert program.edges[rank, i.peer].takers[i.number] == program.target[i.row]
+                    assert program.edges[rank, i.peer].consumers[i.number] == program.target[i.row]
                 case Action.POST:
                     posted.add((i.peer, i.number))
                     messages["post", i.peer, rank, i.number] += 1
@@ -84,7 +84,7 @@ def test_every_op_runs_once_and_every_message_is_posted_sent_and_received_once(s
                     messages["recv", i.peer, rank, i.number] += 1
     assert ran == Counter(range(len(schedule)))
     wanted = {
-        (what, *key, n) for key, edge in program.edges.items() for n in range(len(edge.takers))
+        (what, *key, n) for key, edge in program.edges.items() for n in range(len(edge.consumers))
         for what in ("post", "send", "recv")
     }  # fmt: skip
     assert messages == Counter(wanted)
@@ -218,7 +218,7 @@ def test_every_skip_is_given_once_and_taken_once_and_fits_its_edge(name):
     for rank in range(schedule.ranks):
         for line in program.instructions(rank):
             if line.route and line.action in (Action.SEND, Action.HAND):
-                taker = next(t for t, route in program.takers(line.row) if route == line.route)
+                taker = next(t for t, route in program.consumers(line.row) if route == line.route)
                 given[program.tag(taker, line.route)] += 1
             elif line.route and line.action in (Action.RECV, Action.TAKE):
                 taken[program.tag(line.row, line.route)] += 1

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.families import FAMILIES, build_schedule
-from penstock.schedule.size import BYTES_PER_OP, BYTES_PER_RANK, MOST_RANKS, require_size
+from penstock.schedule.size import BYTES_PER_OP, BYTES_PER_RANK, MAX_RANKS, require_size
 
 HUGE = 1_000_000_000
 
@@ -38,4 +38,4 @@ def test_the_estimate_is_held_against_the_memory_there_is():
 def test_what_the_benchmarks_run_is_allowed():
     require_size("1f1b", 10_000, 8, 1)
     require_size("1f1b", 1024, 16_384, 1, memory=8 << 30)
-    require_size("1f1b", MOST_RANKS, 1, 1, memory=8 << 30)
+    require_size("1f1b", MAX_RANKS, 1, 1, memory=8 << 30)

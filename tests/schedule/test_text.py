@@ -64,7 +64,7 @@ def test_a_copy_that_a_file_does_not_show_is_still_one_of_two_pipes(tmp_path: Pa
         ("", "holds no op"),
         ("\n\n", "holds no op"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 has no op, but stage 2 has"),
-        ("0F0,0B0,0F900000000\n", "microbatch 900000000 stands in a file of 3 ops"),
+        ("0F0,0B0,0F900000000\n", "microbatch 900000000 appears in a file of 3 ops"),
         ('"0F0,0B0\n', "cannot read the schedule"),
         (b"\xff\xfe0F0", "cannot read the schedule"),
     ],

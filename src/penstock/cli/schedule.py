@@ -202,7 +202,7 @@ def check(
             "ops": proof.ops,
             "critical_path": proof.critical_path,
             "peak": held,
-            "messages": sum(len(edge.takers) for edge in edges),
+            "messages": sum(len(edge.consumers) for edge in edges),
             "receive_slots": max((edge.slots for edge in edges), default=0),
             "reduced_over": {str(s): list(ranks) for s, ranks in proof.program.reductions.items()},
         }
@@ -212,7 +212,7 @@ def check(
     click.echo(
         f"{_title(schedule)}: valid\n"
         f"{proof.ops} ops, each once and after its inputs; the longest chain of waits has {proof.critical_path} ops\n"
-        f"{sum(len(edge.takers) for edge in edges)} messages between ranks; no deadlock, with at most "
+        f"{sum(len(edge.consumers) for edge in edges)} messages between ranks; no deadlock, with at most "
         f"{max((edge.slots for edge in edges), default=0)} receives posted ahead on an edge\n"
         f"peak {unit} per rank: {' '.join(map(str, held))}"
     )

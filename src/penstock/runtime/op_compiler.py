@@ -197,7 +197,7 @@ class OpCompiler:
         return lambda: channel.recv(peer, tag)
 
     def _send(self, line: Instruction) -> _Send:
-        receiver = next(row for row, route in self._program.takers(line.row) if route == line.route)
+        receiver = next(row for row, route in self._program.consumers(line.row) if route == line.route)
         tag, peer = self._program.tag(receiver, line.route), line.peer
         if line.action is Action.HAND:
             local = self._state.local

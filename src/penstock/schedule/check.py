@@ -1,6 +1,6 @@
-"""Is this schedule right: every op there once, in an order its data allow, and free of deadlock.
+"""Proof that a schedule has every op once, in an order that its data allow, and cannot deadlock.
 
-`check` either returns a `Proof` or raises with the ops that break it.
+Invalid schedules are rejected with the offending ops.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from penstock.schedule.program import Program, lower
 from penstock.schedule.schedule import Schedule
 
 SHOWN = 8
-_MISSING = 10_000_000  # forwards, beyond which nobody is told which ones
+_MISSING = 10_000_000  # from so many missing forwards on, they are not listed
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """What was proved of a schedule.
+    """Result of checking a schedule.
 
     Attributes:
-        program: the Program it lowers to; its levels are an execution order that respects every wait.
-        ops: how many ops there are, a pair counting as two.
-        critical_path: the longest chain of ops that wait for each other, in ops.
+        program: the Program of the schedule; its levels are an execution order that respects every wait.
+        ops: number of ops, a pair counting as two.
+        critical_path: length of the longest chain of ops that wait for each other, in ops.
     """
 
     program: Program
@@ -41,16 +41,17 @@ class Proof:
 def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | None = None) -> Proof:
     """Prove that a schedule is complete, ordered along its data dependencies, and cannot deadlock.
 
-    The deadlock proof holds even when every send blocks until its receive is posted, and every reduction until all
-    holders of the stage have come to it: see `program`.
+    It cannot deadlock even if every send blocks until its receive is posted, and every reduction until all holders of
+    the stage have come to it; see `program`.
 
     Args:
-        schedule: what to check.
-        forward_only: the schedule is an evaluation: forwards and nothing else.
-        budget: what every rank may hold; not looked at if not given.
+        schedule: the schedule to check.
+        forward_only: whether the schedule is an evaluation and must have forwards alone (default False).
+        budget: limit on the memory of every rank (default: none).
 
     Raises:
-        ScheduleError: names the ops that are wrong, the ops of the shortest cycle, or the first op over the budget.
+        ScheduleError: if ops are missing, misplaced or out of order, if ranks wait for each other in a cycle, or if an
+            op exceeds the budget. The message names the ops, the shortest cycle, or the first op over the budget.
     """
     if schedule.stages * schedule.microbatches > len(schedule) + _MISSING:
         raise ScheduleError(
@@ -81,7 +82,7 @@ def _first(problems: Iterator[str]) -> Iterator[str]:
 
 
 def _strays(schedule: Schedule, forward_only: bool) -> Iterator[str]:
-    """Ops of a stage or microbatch that is not there, or on a rank that does not hold the stage."""
+    """Describe ops of a stage or microbatch that does not exist, or on a rank that does not hold the stage."""
     s, m = schedule.stages, schedule.microbatches
     for row in np.flatnonzero(
         (schedule.stage < 0) | (schedule.stage >= s)
@@ -105,11 +106,11 @@ def _strays(schedule: Schedule, forward_only: bool) -> Iterator[str]:
         yield f"rank {idle} holds stage(s) {list(schedule.placement.stages_of[idle])} but has no op"
     if forward_only:
         for row in np.flatnonzero(schedule.kind != Kind.F):
-            yield f"{schedule.op(row)} stands in a schedule of forwards only"
+            yield f"{schedule.op(row)} appears in a schedule of forwards only"
 
 
 def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
-    """Ops that are missing or stand more than once."""
+    """Describe ops that are missing or appear more than once."""
     shape = (schedule.stages, schedule.microbatches)
     cell = schedule.stage.astype(np.int64) * shape[1] + schedule.microbatch
     size = shape[0] * shape[1]
@@ -120,7 +121,8 @@ def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
 
     for kind in Kind:
         for where in np.flatnonzero(count[kind] > 1):
-            yield f"{name(kind.name, where)} stands {count[kind][where]} times"
+            times = count[kind][where]
+            yield f"{name(kind.name, where)} appears {'twice' if times == 2 else f'{times} times'}"
     for where in np.flatnonzero(count[Kind.F] == 0):
         yield f"{name('F', where)} is missing"
     if forward_only:
@@ -130,7 +132,7 @@ def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
         yield f"{name('B', where)} is missing (or {name('I', where)} and {name('W', where)})"
     for where in np.flatnonzero(full & (inputs | weights)):
         half = "I" if inputs[where] else "W"
-        yield f"{name('B', where)} stands beside {name(half, where)}: one backward too many"
+        yield f"{name('B', where)} appears beside {name(half, where)}: one backward too many"
     for where in np.flatnonzero(~full & inputs & ~weights):
         yield f"{name('W', where)} is missing ({name('I', where)} is there)"
     for where in np.flatnonzero(~full & ~inputs & weights):
@@ -138,7 +140,7 @@ def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
 
 
 def _pairs(schedule: Schedule, forward_only: bool) -> Iterator[str]:
-    """Pairs that are not a forward and then a backward on the same rank."""
+    """Describe pairs that are not a forward and then a backward on the same rank."""
     last = np.zeros(len(schedule), np.bool_)
     last[schedule.offsets[1:][np.diff(schedule.offsets) > 0] - 1] = True
     first = np.flatnonzero(schedule.paired & ~last)
@@ -157,7 +159,7 @@ def _pairs(schedule: Schedule, forward_only: bool) -> Iterator[str]:
 
 
 def _order(schedule: Schedule, forward_only: bool) -> Iterator[str]:
-    """Ops of one stage and microbatch on different ranks, or before what they need on their rank."""
+    """Describe ops of one stage and microbatch that are on different ranks or out of order."""
     if forward_only:
         return
     where = index(schedule)
@@ -185,7 +187,7 @@ def _order(schedule: Schedule, forward_only: bool) -> Iterator[str]:
 
 
 def _reductions(program: Program) -> None:
-    """Every stage with gradients is reduced once on each holder, after its own, and all meet in the same order."""
+    """Assert that every holder reduces each stage once, after its last gradient, and all in the same order."""
     order: list[list[int]] = []
     for rank in range(program.schedule.ranks):
         done = [(stage, row) for row, stages in program.reductions_after(rank).items() for stage in stages]
@@ -195,13 +197,13 @@ def _reductions(program: Program) -> None:
         for stage, row in done:
             assert row >= program.last_gradient_rows.get((rank, stage), row), f"{stage} is reduced too early"
     place = {stage: (step, stage) for stage, step in program.reduction_steps.items()}
-    assert all(part == sorted(part, key=place.__getitem__) for part in order), (
-        "the holders meet in different orders"
+    assert all(stages == sorted(stages, key=place.__getitem__) for stages in order), (
+        "the holders reduce in different orders"
     )
 
 
 def _memory(program: Program, budget: Budget) -> None:
-    """What every rank holds at every point, against the budget."""
+    """Raise `ScheduleError` if a rank ever holds more than the budget."""
     schedule = program.schedule
     limits = budget.limits(schedule.ranks)
     held = budget.held(schedule)
@@ -211,21 +213,21 @@ def _memory(program: Program, budget: Budget) -> None:
     least = budget.least(schedule)
     row = int(over[np.argmin(program.level[over])])
     rank = int(program.rank[row])
-    story = (
+    problem = (
         f"{schedule.name} does not fit in memory: rank {rank} holds {held[row]} after {schedule.op(row)}, "
         f"op {row - schedule.rows(rank).start + 1} of its list, and may hold {limits[rank]}"
     )
     if (least > limits).any():
         tight = int(np.argmax(least - limits))
         raise ScheduleError(
-            f"{story}; no order can meet the limit: one microbatch alone takes {least[tight]} on rank {tight}, "
+            f"{problem}; no order can meet the limit: one microbatch alone takes {least[tight]} on rank {tight}, "
             f"so {least.max()} is the least"
         )
-    raise ScheduleError(f"{story}; running one microbatch after the other would take {least.max()}")
+    raise ScheduleError(f"{problem}; running one microbatch after the other would take {least.max()}")
 
 
 def _cycle(program: Program) -> str:
-    """The shortest story of a deadlock: which rank waits at which op for which, round in a circle."""
+    """Describe the shortest cycle of ranks that wait for each other, with the ops."""
     schedule = program.schedule
     waits: dict[int, list[tuple[int, int]]] = {}
     for rank in range(schedule.ranks):
@@ -240,14 +242,14 @@ def _cycle(program: Program) -> str:
         (_way_back(rank, waits, program) for rank in waits), key=lambda way: (len(way) == 0, len(way))
     )
     return " <- ".join(
-        f"rank {program.rank[row]} stands at {schedule.op(row)}, which needs {schedule.op(awaited)} "
+        f"rank {program.rank[row]} is blocked at {schedule.op(row)}, which needs {schedule.op(awaited)} "
         f"of rank {program.rank[awaited]}"
         for row, awaited in cycle
     )
 
 
 def _way_back(start: int, waits: dict[int, list[tuple[int, int]]], program: Program) -> list[tuple[int, int]]:
-    """The fewest waits that lead from a rank back to itself, empty if none do."""
+    """Return the fewest waits that lead from a rank back to itself, empty if none do."""
     ways: dict[int, list[tuple[int, int]]] = {start: []}
     todo = [start]
     for rank in todo:

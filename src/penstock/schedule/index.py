@@ -1,12 +1,12 @@
-"""Where every op of a schedule stands, and which op waits for which.
+"""The row of every op of a schedule, and the op that each one waits for.
 
-Data dependencies between ranks are all of one form: an op takes what one other op hands over.
+All data dependencies between ranks have one form: an op receives the output of one other op.
 
-    F(s, j)    takes the output of        F(s-1, j)
-    B|I(s, j)  takes the gradient from    B|I(s+1, j)     (on the last stage: its own loss)
+    F(s, j)    receives the activation from  F(s-1, j)
+    B|I(s, j)  receives the gradient from    B|I(s+1, j)     (on the last stage: from its loss)
 
-The rest (B|I after F, W after I, of the same stage and microbatch) never crosses ranks and is a matter
-of the rank's own order.
+The other dependencies (B|I after F, W after I, of the same stage and microbatch) never cross ranks; the order of the
+rank's list meets them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.schedule.schedule import IntColumn, Schedule
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Tables of shape (stages, microbatches) with the row of an op, -1 where there is none.
+    """Row of every op, -1 where there is none; tables of shape (stages, microbatches).
 
     Attributes:
         forward: rows of F.
@@ -35,11 +35,11 @@ class Index:
 
 
 def index(schedule: Schedule) -> Index:
-    """Find every op. Of an op that stands twice the later row is kept; `check` reports it."""
+    """Return the row of every op; the last row of an op that appears twice, which `check` rejects."""
     shape = (schedule.stages, schedule.microbatches)
     forward, backward = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
     weight = np.full(shape, -1, np.int32) if bool((schedule.kind == Kind.W).any()) else None
-    # Rank by rank, and in `links` stage by stage: what is worked with then fits a cache, whatever the schedule.
+    # Rank by rank, and in `links` stage by stage, so that the working set fits a cache however large the schedule is.
     for rank in range(schedule.ranks):
         first = schedule.rows(rank).start
         stage, kind, microbatch, _ = schedule.columns(rank)
@@ -53,23 +53,23 @@ def index(schedule: Schedule) -> Index:
 
 
 def links(schedule: Schedule, where: Index) -> tuple[IntColumn, IntColumn]:
-    """Return (source, target): for every row the row whose hand-over it takes, and the row that takes its own.
+    """Return for every row the row that produces its input and the row that consumes its output, -1 for none.
 
-    -1 where there is none. The schedule must be complete.
+    The schedule must be complete.
     """
     source = np.full(len(schedule), -1, np.int32)
     target = np.full(len(schedule), -1, np.int32)
     for s in range(schedule.stages - 1):
-        for taker, giver in (
+        for consumer, producer in (
             (where.forward[s + 1], where.forward[s]),
             (where.backward[s], where.backward[s + 1]),
         ):
-            real = np.flatnonzero((taker >= 0) & (giver >= 0))
-            source[taker[real]] = giver[real]
-            target[giver[real]] = taker[real]
+            exists = np.flatnonzero((consumer >= 0) & (producer >= 0))
+            source[consumer[exists]] = producer[exists]
+            target[producer[exists]] = consumer[exists]
     return source, target
 
 
 def rank_column(schedule: Schedule) -> IntColumn:
-    """The rank of every row, int32, shape (ops,)."""
+    """Return the rank of every row, int32, shape (ops,)."""
     return np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.offsets))

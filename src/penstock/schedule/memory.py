@@ -1,10 +1,10 @@
-"""How many bytes of activations each rank holds after every op, as the schedule alone says.
+"""Bytes of activations that each rank holds after every op, computed from the schedule alone.
 
-A forward saves its activations; they are dropped by the full backward ``B``, or, when the backward is split, by the
-weight half ``W`` (what the executor does) or already by the input half ``I`` (the accounting of the zero-bubble
-paper, 2401.10241). From ``I`` to ``W`` something else may wait besides: the gradient that the weight half still needs.
+A forward saves its activations. The full backward ``B`` drops them. If the backward is split, the weight half ``W`` drops
+them (as in the executor), or already the input half ``I`` (as counted in the zero-bubble paper, 2401.10241). The gradient
+that the weight half needs may wait from ``I`` to ``W`` besides.
 
-With one byte a stage the same sums count activations in chunks, a chunk being one microbatch on one stage.
+With one byte a stage, the same sums count activations in chunks. A chunk is one microbatch on one stage.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ def held(
     inputs: npt.ArrayLike = 0,
     freed_at: FreedAt = "W",
 ) -> Bytes:
-    """What the rank of every row holds right after that row, int64, shape (ops,).
+    """Return the bytes that the rank of every row holds right after that row, int64, shape (ops,).
 
-    In a fused pair the forward is counted first, so that the row of its forward shows the pair's most.
+    In a fused pair the forward is counted first, so that its row has the pair's peak.
 
     Args:
-        schedule: the ops; complete, or what no op frees stays.
-        saved: bytes a forward saves for its backward, one number or one a stage.
-        waiting: bytes that wait from ``I`` to ``W``, one number or one a stage.
-        inputs: bytes of the stage's input, one number or one a stage: all that a forward keeps when a recompute
-            (``R``) of the same microbatch rebuilds the rest.
-        freed_at: where a split backward drops what the forward saved: "B", its input half, or "W".
+        schedule: the ops; activations that no op frees stay.
+        saved: bytes a forward saves for its backward, one number or one a stage (default 1).
+        waiting: bytes that wait from ``I`` to ``W``, one number or one a stage (default 0).
+        inputs: bytes of the stage's input, one number or one a stage (default 0). A forward keeps only these if a
+            recompute (``R``) of the same microbatch rebuilds the rest.
+        freed_at: half of a split backward that drops the saved activations: "B", its input half, or "W" (default).
 
     Raises:
-        ScheduleError: bytes that are negative or not whole, or not one a stage.
+        ScheduleError: if bytes are negative or not whole, or not one a stage.
     """
     save, wait, keep = (
-        _whole(name, given, schedule.stages, "stage")
-        for name, given in (("saved", saved), ("waiting", waiting), ("inputs", inputs))
+        _whole(name, size, schedule.stages, "stage")
+        for name, size in (("saved", saved), ("waiting", waiting), ("inputs", inputs))
     )
     change = np.zeros((len(Kind), schedule.stages), np.int64)
     change[Kind.F] = save
@@ -57,9 +57,9 @@ def held(
     change[Kind.W] = -wait - (save if freed_at == "W" else 0)
     change[Kind.R] = save - keep
     delta = change[schedule.kind, schedule.stage]
-    if len(again := np.flatnonzero(schedule.kind == Kind.R)):
+    if len(recomputes := np.flatnonzero(schedule.kind == Kind.R)):
         recomputed = np.zeros((schedule.stages, schedule.microbatches), np.bool_)
-        recomputed[schedule.stage[again], schedule.microbatch[again]] = True
+        recomputed[schedule.stage[recomputes], schedule.microbatch[recomputes]] = True
         light = (schedule.kind == Kind.F) & recomputed[schedule.stage, schedule.microbatch]
         delta[light] = keep[schedule.stage[light]]
     total = np.cumsum(delta, out=delta)
@@ -79,20 +79,20 @@ def peak(
     inputs: npt.ArrayLike = 0,
     freed_at: FreedAt = "W",
 ) -> Bytes:
-    """The most each rank ever holds, int64, shape (ranks,); the arguments are those of `held`.
+    """Return the peak of each rank, int64, shape (ranks,); the arguments are those of `held`.
 
-    As called without bytes: the peak of activations in chunks.
+    Without bytes, the peak counts activations in chunks.
     """
-    return _highest(held(schedule, saved, waiting, inputs=inputs, freed_at=freed_at), schedule)
+    return _peak(held(schedule, saved, waiting, inputs=inputs, freed_at=freed_at), schedule)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a rank may hold, and what is counted.
+    """Limit on the memory of a rank.
 
     Attributes:
-        limit: bytes, one number or one a rank.
-        saved, waiting, inputs, freed_at: as for `held`; without them the limit is in chunks.
+        limit: largest number of bytes that a rank may hold, one number or one a rank.
+        saved, waiting, inputs, freed_at: sizes counted, see `held`; by default the limit is in chunks.
     """
 
     limit: npt.ArrayLike
@@ -102,26 +102,26 @@ class Budget:
     freed_at: FreedAt = "W"
 
     def limits(self, ranks: int) -> Bytes:
-        """The limit of every rank, int64, shape (ranks,).
+        """Return the limit of every rank, int64, shape (ranks,).
 
         Raises:
-            ScheduleError: limits that are negative or not whole, or not one a rank.
+            ScheduleError: if limits are negative or not whole, or not one a rank.
         """
         return _whole("limit", self.limit, ranks, "rank")
 
     def held(self, schedule: Schedule) -> Bytes:
-        """`held` with what is counted here."""
+        """Return `held` with the sizes of this budget."""
         return held(schedule, self.saved, self.waiting, inputs=self.inputs, freed_at=self.freed_at)
 
     def peak(self, schedule: Schedule) -> Bytes:
-        """`peak` with what is counted here."""
-        return _highest(self.held(schedule), schedule)
+        """Return `peak` with the sizes of this budget."""
+        return _peak(self.held(schedule), schedule)
 
     def least(self, schedule: Schedule) -> Bytes:
-        """The least that any order of a schedule's ops can make every rank hold, int64, shape (ranks,).
+        """Return the lowest peak that any order of the ops can have on each rank, int64, shape (ranks,).
 
         The first backward of a microbatch on a rank comes after all its forwards there, so each rank holds all
-        of one microbatch at some time; running one microbatch after the other takes no more.
+        of one microbatch at some time. Running one microbatch after the other needs no more.
         """
         s, top = schedule, schedule.stages - 1
         after = np.array([0, 1, 1, 2, 0])[s.kind]
@@ -129,20 +129,20 @@ class Budget:
         rank = np.repeat(np.arange(s.ranks), np.diff(s.offsets))
         order = np.lexsort((turn, s.microbatch, rank))
         alone = replace(s, stage=s.stage[order], kind=s.kind[order], microbatch=s.microbatch[order])
-        return _highest(self.held(alone), alone)
+        return _peak(self.held(alone), alone)
 
 
-def _highest(column: Bytes, schedule: Schedule) -> Bytes:
+def _peak(column: Bytes, schedule: Schedule) -> Bytes:
     rows = map(schedule.rows, range(schedule.ranks))
-    return np.array([max(0, column[part].max(initial=0)) for part in rows], np.int64)
+    return np.array([max(0, column[r].max(initial=0)) for r in rows], np.int64)
 
 
-def _whole(name: str, given: npt.ArrayLike, count: int, each: str) -> Bytes:
-    table = np.asarray(given)
+def _whole(name: str, sizes: npt.ArrayLike, count: int, each: str) -> Bytes:
+    table = np.asarray(sizes)
     if table.ndim > 1 or (table.ndim == 1 and len(table) != count):
         raise ScheduleError(
             f"{name} has shape {table.shape}; give one number of bytes, or one for each of the {count} {each}s"
         )
     if table.dtype.kind not in "iu" or (table < 0).any():
-        raise ScheduleError(f"{name} must be whole bytes of at least 0, not {given!r}")
+        raise ScheduleError(f"{name} must be whole bytes of at least 0, not {sizes!r}")
     return np.broadcast_to(table.astype(np.int64), (count,))

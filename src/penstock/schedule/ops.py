@@ -1,6 +1,6 @@
-"""One unit of work of a pipeline, and its text form.
+"""Ops, the units of work of a pipeline, and their text form.
 
-The notation is that of ``torch.distributed.pipelining`` (``_Action`` in its ``schedules.py``, torch 2.13):
+The notation comes from ``torch.distributed.pipelining`` (``_Action`` in its ``schedules.py``, torch 2.13):
 stage, kind, microbatch, as in ``3F0``; a fused pair of a forward and a backward is
 ``(0F7;7B3)OVERLAP_F_B``.
 """
@@ -15,7 +15,7 @@ from penstock.errors import ScheduleError
 
 
 class Kind(IntEnum):
-    """What an op computes."""
+    """Computation of an op."""
 
     F = 0
     """Forward."""
@@ -31,7 +31,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Op:
-    """``kind`` on ``stage`` for ``microbatch``."""
+    """One computation of a stage for a microbatch."""
 
     stage: int
     kind: Kind
@@ -57,10 +57,10 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def parse_op(text: str) -> Op | Pair:
-    """Read ``3F0`` or ``(0F7;7B3)OVERLAP_F_B``.
+    """Parse an op such as ``3F0`` or a pair such as ``(0F7;7B3)OVERLAP_F_B``.
 
     Raises:
-        ScheduleError: the text is neither.
+        ScheduleError: if the text is neither.
     """
     text = text.strip()
     if pair := _PAIR.fullmatch(text):

@@ -1,8 +1,8 @@
-"""Can every op run, and how soon: the sweep behind the proof that a schedule does not deadlock.
+"""The sweep that proves that a schedule does not deadlock.
 
-Every rank runs its list strictly in order; an op runs once the op it takes from has run. The sweep advances every
-rank as far as it can until nothing moves. If every op ran, the ops' levels (the step in which each runs
-when every op takes one step) are an order that respects all waits, and that is the proof.
+Every rank runs its list strictly in order, and an op runs once the producer of its input has run. The sweep advances
+every rank as far as possible until nothing moves. If every op ran, the levels of the ops (the step in which each runs
+when every op takes one step) are an order that respects all waits. That order is the proof.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def levels(
     paired: BoolColumn,
     rank: IntColumn,
 ) -> IntColumn:
-    """The unit-time step in which every op runs, from 1; 0 for ops that can never run."""
+    """Return the unit-time step in which every op runs, from 1; 0 for ops that can never run."""
     arrays: tuple[Any, ...] = (offsets, source, target, paired, rank)
     kernel = choose(_levels, len(source))
     if kernel is _levels:
@@ -49,22 +49,22 @@ def _levels(offsets: Any, source: Any, target: Any, paired: Any, rank: Any, leve
             step = clock[r]
             ready = True
             for k in range(row, row + width):
-                waits_for = source[k]
-                if waits_for >= 0:
-                    if level[waits_for] == 0:
+                producer = source[k]
+                if producer >= 0:
+                    if level[producer] == 0:
                         ready = False
                     else:
-                        step = max(step, level[waits_for])
+                        step = max(step, level[producer])
             if not ready:
                 break
             clock[r] = step + 1
             for k in range(row, row + width):
                 level[k] = step + 1
                 if target[k] >= 0:
-                    other = rank[target[k]]
-                    # Wake the other rank only if it stands at the op that was waiting (or at its pair).
-                    gap = target[k] - position[other]
-                    if other != r and (gap == 0 or gap == 1):
-                        todo.append(other)
+                    receiver = rank[target[k]]
+                    # Wake the receiver only if it waits at the consumer (or at the consumer's pair).
+                    gap = target[k] - position[receiver]
+                    if receiver != r and (gap == 0 or gap == 1):
+                        todo.append(receiver)
             row += width
             position[r] = row

@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placement of the stages on ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from penstock.errors import ScheduleError
 
 @dataclass(frozen=True)
 class Placement:
-    """Stage → the ranks that hold it: one rank, or several that hold copies of it.
+    """Ranks that hold each stage: one, or several that hold copies.
 
     Attributes:
         ranks: number of ranks.
-        holders: for every stage, the ranks that hold it, the first being the copy that is saved.
+        holders: ranks that hold each stage; the copy on the first is the one that is saved.
     """
 
     ranks: int
@@ -55,7 +55,7 @@ class Placement:
 
     @staticmethod
     def loop(ranks: int, virtual_stages: int = 1) -> Placement:
-        """Stage s on rank s mod ranks: rank r holds r, r + p, r + 2p, ... (Megatron-LM, 2104.04473)."""
+        """Place stage s on rank s mod ranks: rank r holds r, r + p, r + 2p, ... (Megatron-LM, 2104.04473)."""
         if ranks < 1 or virtual_stages < 1:
             raise ScheduleError(
                 f"ranks and virtual_stages must be at least 1, not {ranks} and {virtual_stages}"
@@ -64,7 +64,7 @@ class Placement:
 
     @staticmethod
     def waves(ranks: int, virtual_stages: int = 2) -> Placement:
-        """Down and up again: with two virtual stages the V of ZB-V, with 2W the W waves of Hanayo."""
+        """Place stages down and up the ranks again: with two virtual stages the V of ZB-V, with 2W the W waves of Hanayo."""
         if ranks < 1 or virtual_stages < 1:
             raise ScheduleError(
                 f"ranks and virtual_stages must be at least 1, not {ranks} and {virtual_stages}"
@@ -74,7 +74,7 @@ class Placement:
 
     @staticmethod
     def two_way(ranks: int) -> Placement:
-        """Two pipes in opposite directions: stage s on rank s and a copy on rank p-1-s (Chimera)."""
+        """Place two pipes in opposite directions: stage s on rank s and a copy on rank p-1-s (Chimera)."""
         if ranks < 2 or ranks % 2:
             raise ScheduleError(f"two pipes need an even number of ranks, at least 2, not {ranks}")
         return Placement(ranks, tuple((s, ranks - 1 - s) for s in range(ranks)))

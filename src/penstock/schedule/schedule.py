@@ -1,7 +1,7 @@
-"""A schedule: what runs where and in which order. Data only.
+"""The data of a schedule: every rank's ops in order.
 
-Ops are kept as numpy columns, rank after rank, because one schedule may have tens of millions of them;
-`Schedule.ops` gives them back as objects where a person or a test wants to look.
+Ops are kept as numpy columns, rank after rank, because one schedule may have tens of millions of them. `Schedule.ops`
+returns them as objects.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Schedule:
     """An ordered list of ops per rank.
 
     Attributes:
-        name: family name, or where it was read from.
-        placement: which rank holds which stage.
-        microbatches: how many microbatches a step has.
+        name: family name, or path of the file it was read from.
+        placement: ranks that hold each stage.
+        microbatches: number of microbatches in a step.
         offsets: int64, shape (ranks + 1,); rank r's ops are rows offsets[r]..offsets[r+1]-1.
         stage, kind, microbatch, paired: the ops of all ranks, shape (ops,).
         options: the parameters the family built it with, for display.
@@ -69,11 +69,11 @@ class Schedule:
         )
 
     def __len__(self) -> int:
-        """The number of ops; a fused pair counts as two."""
+        """Return the number of ops; a fused pair counts as two."""
         return len(self.stage)
 
     def __eq__(self, other: object) -> bool:
-        """Same placement and same ops in the same order; names and options do not matter."""
+        """Compare placement, ops and their order; names and options do not count."""
         if not isinstance(other, Schedule):
             return NotImplemented
         return (
@@ -88,24 +88,24 @@ class Schedule:
     __hash__ = None  # type: ignore[assignment]  # equal by content, and the content is large arrays
 
     def rows(self, rank: int) -> slice:
-        """The rows of one rank."""
+        """Return the rows of one rank."""
         return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
 
     def columns(self, rank: int) -> Columns:
-        """One rank's ops as columns (views, not copies)."""
+        """Return one rank's ops as columns (views, not copies)."""
         rows = self.rows(rank)
         return Columns(self.stage[rows], self.kind[rows], self.microbatch[rows], self.paired[rows])
 
     def op(self, row: int | np.integer[Any]) -> Op:
-        """The op in one row, without its pair."""
+        """Return the op in one row, without its pair."""
         return Op(int(self.stage[row]), Kind(int(self.kind[row])), int(self.microbatch[row]))
 
     def rank_of(self, row: int) -> int:
-        """The rank a row belongs to."""
+        """Return the rank a row belongs to."""
         return int(np.searchsorted(self.offsets, row, side="right")) - 1
 
     def ops(self, rank: int) -> Iterator[Op | Pair]:
-        """One rank's ops as objects, pairs joined."""
+        """Yield one rank's ops as objects, pairs joined."""
         rows = self.rows(rank)
         row = rows.start
         while row < rows.stop:
@@ -117,11 +117,11 @@ class Schedule:
                 row += 1
 
     def text(self, rank: int) -> str:
-        """One rank's ops in PyTorch's notation, separated by blanks."""
+        """Return one rank's ops in PyTorch's notation, separated by blanks."""
         return " ".join(str(op) for op in self.ops(rank))
 
     def forwards(self) -> Schedule:
-        """The same placement and order with the forwards alone, for evaluation."""
+        """Return the schedule with its forwards alone, for evaluation."""
         kept = []
         for rank in range(self.ranks):
             stage, kind, microbatch, _ = self.columns(rank)
@@ -167,7 +167,7 @@ class Schedule:
         ops: Sequence[Iterable[Op | Pair]],
         options: Mapping[str, object] | None = None,
     ) -> Schedule:
-        """Build from one list of ops a rank."""
+        """Build a schedule from one list of ops a rank."""
         return Schedule.from_columns(
             name, placement, microbatches, [_columns(rank_ops) for rank_ops in ops], options
         )
@@ -191,6 +191,6 @@ def _columns(ops: Iterable[Op | Pair]) -> Columns:
 
 
 def plain_columns(stage: npt.ArrayLike, kind: npt.ArrayLike, microbatch: npt.ArrayLike) -> Columns:
-    """Columns without pairs; scalars are repeated to the common length."""
+    """Return columns without pairs; scalars are repeated to the common length."""
     s, k, m = np.broadcast_arrays(stage, kind, microbatch)
     return Columns(s.astype(np.int32), k.astype(np.int8), m.astype(np.int32), np.zeros(s.shape, np.bool_))

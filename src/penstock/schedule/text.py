@@ -1,4 +1,4 @@
-"""CSV in and out, in the format PyTorch's pipelining writes and loads: a line a rank, an op a cell."""
+"""Schedules as CSV in the format of PyTorch's pipelining: one line a rank, one op a cell."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from penstock.schedule.ops import Op, Pair, parse_op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
-_MOST = 512 * MEGABYTE
+_MAX_BYTES = 512 * MEGABYTE
 
 
 def csv_line(schedule: Schedule, rank: int) -> str:
-    """One rank's ops as a line of a file that ``torch.distributed.pipelining`` reads (recomputes it does not know)."""
+    """Return one rank's ops as a line of CSV.
+
+    ``torch.distributed.pipelining`` reads it, unless it has recomputes.
+    """
     return ",".join(str(op) for op in schedule.ops(rank))
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule, one line a rank, as ``torch.distributed.pipelining`` reads it.
+    """Write a schedule as CSV that ``torch.distributed.pipelining`` reads.
 
     Raises:
-        ScheduleError: the file cannot be written.
+        ScheduleError: if the file cannot be written.
     """
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -35,16 +38,15 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Read a schedule of compute ops; the placement follows from where each stage's ops stand.
+    """Read a schedule of compute ops; a stage is placed on the ranks that have its ops.
 
-    Empty cells (idle slots in PyTorch's files) are skipped. The schedule is parsed, not proved: `check` does
-    that.
+    Empty cells (idle slots in PyTorch's files) are skipped. Use `check` to prove that the schedule is valid.
 
     Raises:
-        ScheduleError: the file cannot be read, is empty, or holds something that is no op (with line and column).
+        ScheduleError: if the file cannot be read, is empty, or has a cell that is no op (named by line and column).
     """
     try:
-        text = read_bytes(path, _MOST, pipes=True).decode("utf-8-sig")
+        text = read_bytes(path, _MAX_BYTES, pipes=True).decode("utf-8-sig")
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -59,10 +61,10 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def from_lists(name: str, ranks: list[list[Op | Pair]]) -> Schedule:
-    """Build a schedule from lists of ops, a list a rank, with the placement that these imply.
+    """Build a schedule from one list of ops a rank; a stage is placed on the ranks that have its ops.
 
     Raises:
-        ScheduleError: no ops, a rank without ops, or stages that do not count 0, 1, 2, ...
+        ScheduleError: if a rank has no ops, or the stages do not count 0, 1, 2, ...
     """
     holders: dict[int, list[int]] = {}
     microbatches = 0
@@ -82,7 +84,7 @@ def from_lists(name: str, ranks: list[list[Op | Pair]]) -> Schedule:
         raise ScheduleError(f"{name}: stage {missing} has no op, but stage {max(holders)} has")
     if microbatches > 2 * total:
         raise ScheduleError(
-            f"{name}: microbatch {microbatches - 1} stands in a file of {total} ops; microbatches "
+            f"{name}: microbatch {microbatches - 1} appears in a file of {total} ops; microbatches "
             "count 0, 1, 2, ..."
         )
     placement = Placement(len(ranks), tuple(tuple(holders[s]) for s in range(len(holders))))
@@ -90,7 +92,7 @@ def from_lists(name: str, ranks: list[list[Op | Pair]]) -> Schedule:
 
 
 def _two_way_if_it_is(placement: Placement) -> Placement:
-    """Two pipes in opposite directions where the copies are theirs: which copy is the first does not show in a file."""
+    """Return the placement of two opposite pipes if the copies fit it: a file does not say which copy is the first."""
     if placement.has_copies and placement.ranks == placement.stages and placement.ranks % 2 == 0:
         pipes = Placement.two_way(placement.ranks)
         if all(set(held) <= set(both) for held, both in zip(placement.holders, pipes.holders, strict=True)):

@@ -1,8 +1,8 @@
-"""The one simulator: when every op of a Program runs, given what ops and messages cost.
+"""The simulator: start and end of every op of a Program, given the costs of ops and messages.
 
-Every rank runs its list strictly in order, and every op as soon as its rank is free and what it takes has arrived. Since
-time never changes the order, one sweep over the ops finds all times: each op is touched once, and once more where it had to
-wait for another rank's list to get further. There is no queue of events whose ties could fall one way or the other.
+Every rank runs its list strictly in order, and every op as soon as its rank is free and its input has arrived. Time never
+changes the order, so one sweep over the ops yields all times: each op is touched once, and once more if it had to wait for
+another rank. There is no queue of events, and so there are no ties to break.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
     The halves of a pair whose outputs leave early are events of their own, each as long as its op.
 
     Args:
-        program: what runs, in which order, and who takes from whom.
-        costs: what it costs. If all of it is whole numbers the times are int64 and exact, float64 otherwise.
-        memory: what the trace shall say the ranks hold after every op, shape (ops,), as `schedule.memory.held` counts it; in
-            chunks, freed at W, if not given.
+        program: the program to simulate.
+        costs: seconds of ops and messages. If all are whole numbers, the times are int64 and exact; float64 otherwise.
+        memory: bytes that the rank of every op holds after it, shape (ops,), as from `schedule.memory.held`, for the
+            trace (default: chunks, freed at W).
 
     Raises:
-        ScheduleError: the program deadlocks.
-        ConfigError: the costs do not cover its stages, or a pair is shorter than one of its halves.
+        ScheduleError: if the program deadlocks.
+        ConfigError: if the costs do not cover its stages, or a pair is shorter than one of its halves.
     """
     schedule = program.schedule
     costs.cover(schedule.stages)
     start, end = _times(program, costs)
-    apart = costs.pair_output == "early" and bool(schedule.paired.any())
+    split_pairs = costs.pair_output == "early" and bool(schedule.paired.any())
     stuck = np.flatnonzero(end < 0)
     if len(stuck):
         raise ScheduleError(
@@ -55,7 +55,7 @@ def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Tra
         schedule.microbatch,
         start,
         end,
-        np.zeros_like(schedule.paired) if apart else schedule.paired,
+        np.zeros_like(schedule.paired) if split_pairs else schedule.paired,
         held(schedule) if memory is None else memory,
         {
             "source": "simulated",
@@ -114,8 +114,8 @@ def _times(program: Program, costs: Costs) -> tuple[Table, Table]:
         schedule.offsets, program.source, program.target, program.rank, schedule.paired, schedule.stage,
         schedule.kind,
     )  # fmt: skip
-    tables = (np.ascontiguousarray(table, dtype).ravel() for table in (costs.seconds, pair, transfer))
-    seconds = _Seconds(*tables, communication.node(schedule.ranks))
+    flat = [np.ascontiguousarray(table, dtype).ravel() for table in (costs.seconds, pair, transfer)]
+    seconds = _Seconds(flat[0], flat[1], flat[2], communication.node(schedule.ranks))
     rules = _Rules(
         costs.pair_output == "early",
         communication.blocks in ("sender", "both"),
@@ -134,7 +134,7 @@ def _times(program: Program, costs: Costs) -> tuple[Table, Table]:
 
 
 def _pair_seconds(program: Program, costs: Costs) -> Table:
-    """Seconds of a fused pair by the row of its forward; empty without pairs."""
+    """Return seconds of every fused pair, at the row of its forward; empty without pairs."""
     schedule = program.schedule
     first = np.flatnonzero(schedule.paired)
     if not len(first):

@@ -50,9 +50,9 @@ def awaited(program: Program, row: int, peer: int) -> str:
     """What an op takes from another rank, in words; empty if it is nothing of a stage's."""
     if not 0 <= row < len(program.rank):
         return ""
-    for giver, _ in [found for r in rows_of(program, row) for found in program.givers(r)]:
-        if int(program.rank[giver]) == peer:
-            op = program.schedule.op(giver)
+    for producer, _ in [sender for r in rows_of(program, row) for sender in program.producers(r)]:
+        if int(program.rank[producer]) == peer:
+            op = program.schedule.op(producer)
             return f"op {op} hands over (stage {op.stage}, microbatch {op.microbatch})"
     return ""
 

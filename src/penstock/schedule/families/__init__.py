@@ -1,6 +1,6 @@
-"""The catalogue: every family by name, and `build_schedule`, which builds one.
+"""The catalogue of schedule families, and `build_schedule`, which builds one by name.
 
-A family is a function that returns a Schedule; a new one is a function in a file here and a line in `FAMILIES`.
+A family is a function that returns a Schedule. To add one, write the function in a file here and add a line to `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Family:
     """One entry of the catalogue.
 
     Attributes:
-        name: what a user writes.
-        rule: the function that builds it, ``rule(ranks, microbatches, **options)``, with ``virtual_stages`` third where
+        name: name that users write.
+        rule: function that builds the schedule, ``rule(ranks, microbatches, **options)``, with ``virtual_stages`` third if
             the user may choose it.
-        source: the paper or code the rule comes from.
-        needs: what it asks of counts, model and memory, in words.
-        virtual_stages: stages a rank, where the user names none or may choose none. Where two pipes pass the ranks in
-            opposite directions, each has this many.
-        least_virtual_stages: the fewest it can have, where the user may choose.
+        source: paper or code that the rule comes from.
+        needs: requirements on counts, model and memory, as text.
+        virtual_stages: default number of stages a rank, or the only one. If two pipes pass the ranks in opposite
+            directions, each has this many.
         in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
             run is bit-equal to plain accumulation.
+        least_virtual_stages: smallest number of stages a rank that the user may choose.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Family:
 
     @property
     def chooses_virtual_stages(self) -> bool:
-        """Whether the user may choose the number of virtual stages."""
+        """True if the user may choose the number of virtual stages."""
         return "virtual_stages" in self.parameters
 
     @property
@@ -75,25 +75,22 @@ class Family:
         return [name for name in self.parameters if name not in _COUNTS]
 
     def require_counts(self, ranks: int, microbatches: int, virtual_stages: int | None = None) -> int:
-        """Refuse counts that are none, or whose schedule would not fit in memory.
-
-        Returns:
-            The number of virtual stages.
+        """Return the number of virtual stages, after checking the counts.
 
         Raises:
-            ScheduleError: says which, and what is allowed.
+            ScheduleError: if a count is no whole number of at least 1, or the schedule would not fit in memory.
         """
         v = self.virtual_stages if virtual_stages is None else virtual_stages
-        for what, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
+        for name, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ScheduleError(f"{what} must be a whole number of at least 1, not {count!r}")
+                raise ScheduleError(f"{name} must be a whole number of at least 1, not {count!r}")
         require_size(self.name, ranks, microbatches, v)
         return v
 
     def build(
         self, ranks: int, microbatches: int, virtual_stages: int | None = None, **options: object
     ) -> Schedule:
-        """Build one; `build_schedule` says what is raised."""
+        """Build a schedule of this family; see `build_schedule`."""
         v = self.require_counts(ranks, microbatches, virtual_stages)
         for option in options:
             if option not in self.options:
@@ -105,9 +102,9 @@ class Family:
             return self.rule(ranks, microbatches, v, **options)
         if v != self.virtual_stages:
             choosing = ", ".join(f.name for f in FAMILIES.values() if f.chooses_virtual_stages)
-            one = "one stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
+            fixed = "one stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
             raise ScheduleError(
-                f"{self.name} has {one} a rank, not {v}; the number of virtual stages is free in {choosing}"
+                f"{self.name} has {fixed} a rank, not {v}; the number of virtual stages is free in {choosing}"
             )
         return self.rule(ranks, microbatches, **options)
 
@@ -144,14 +141,14 @@ def build_schedule(
     """Build a schedule of the catalogue by family name.
 
     Args:
-        name: a key of `FAMILIES`.
+        name: family name, a key of `FAMILIES`.
         ranks: number of ranks, at least 1.
-        microbatches: microbatches a step, at least 1.
-        virtual_stages: stages a rank; the family's own number if not given.
-        options: the family's further parameters.
+        microbatches: number of microbatches in a step, at least 1.
+        virtual_stages: number of stages a rank (default: the family's).
+        options: keyword arguments of the family's rule besides the counts.
 
     Raises:
-        ScheduleError: no such family or option, or counts it does not allow.
+        ScheduleError: if there is no such family or option, or the family does not allow the counts.
     """
     if name not in FAMILIES:
         raise ScheduleError(

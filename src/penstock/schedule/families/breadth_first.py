@@ -14,7 +14,7 @@ def breadth_first(ranks: int, microbatches: int, virtual_stages: int = 2) -> Sch
 
     Stage s lives on rank s mod p. The bubble is (p-1)(F+B+W)/v, as interleaved 1F1B's, at the price of all m·v
     activations; with data parallelism, gradients of a chunk can be reduced while the next one runs. The backwards
-    keep the order of the forwards here (torch's ScheduleLoopedBFS turns it round, with the same time and memory).
+    keep the order of the forwards here (torch's ScheduleLoopedBFS reverses it, with the same time and memory).
 
     ::
 

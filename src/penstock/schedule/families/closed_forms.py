@@ -1,8 +1,8 @@
-"""What the literature says a family costs: bubble and peak memory as formulas, and their values where they hold.
+"""Bubble and peak memory of each family as formulas from the literature, with their values.
 
-The bubble is the makespan less a rank's work, m(F+B+W), with free communication. F, B (the input gradient) and W are
-seconds a rank spends on one microbatch, whatever its number of chunks. Memory counts activations in chunks, one
-microbatch on one stage, from F until the whole backward is done. Formulas were checked against the simulator.
+The bubble is the makespan minus a rank's work, m(F+B+W), with free communication. F, B (the input gradient) and W are
+seconds a rank spends on one microbatch, in all its chunks. Memory counts activations in chunks, one microbatch on one
+stage, from F until the whole backward is done. Formulas were checked against the simulator.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from penstock.schedule.families.interleaved import smallest_group
 
 @dataclass(frozen=True)
 class Setting:
-    """The counts and times that a closed form depends on.
+    """Counts and times that a closed form depends on.
 
     Attributes:
         p, m, v: ranks, microbatches, virtual stages.
-        f, b, w: seconds of F, I and W, a rank and microbatch.
+        f, b, w: seconds of F, I and W of a microbatch on a rank.
     """
 
     p: int
@@ -41,8 +41,8 @@ class Bubble:
     """Idle seconds of a rank in a step.
 
     Attributes:
-        text: the formula, and where it holds.
-        value: its value, or None where it does not hold or there is none.
+        text: formula, with its conditions.
+        value: function that returns the value, or None if the formula does not apply or there is none.
     """
 
     text: str
@@ -51,11 +51,11 @@ class Bubble:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most activations that rank r holds, in chunks.
+    """Peak of the activations that rank r holds, in chunks.
 
     Attributes:
-        text: the formula, and where it holds.
-        value: its value from a setting and r, or None where it does not hold or there is none.
+        text: formula, with its conditions.
+        value: function of a setting and r that returns the value, or None if the formula does not apply or there is none.
     """
 
     text: str

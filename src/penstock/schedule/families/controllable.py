@@ -1,8 +1,8 @@
 """V-Half and V-Min: half and a third of 1F1B's activations, on a V, from one repeating pattern (2405.15362).
 
 A microbatch passes a rank four times: forward going down and coming back, input gradient going down and coming back. The
-paper gives the slot of each pass, one slot being one op, and microbatch j follows 6j slots later. From that order every
-rank then runs what it can, slot by slot, weight halves where nothing else is ready: `_fill`.
+paper gives the slot of each pass, one slot being one op, and microbatch j follows 6j slots later. `_fill` then runs every
+rank's passes in that order, slot by slot, with weight halves where no pass is ready.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 
 
 def half_limit(ranks: int) -> int:
-    """Activations a rank holds at most under V-Half."""
+    """Return the largest number of activations that a rank holds under V-Half."""
     return ranks + 1 if ranks % 2 else ranks + 2
 
 
 def third_limit(ranks: int) -> int:
-    """Activations a rank holds at most under V-Min."""
+    """Return the largest number of activations that a rank holds under V-Min."""
     return 2 * ((ranks + 4) // 3)
 
 
@@ -80,11 +80,11 @@ def _from_pattern(
     *,
     fill_ahead: bool,
 ) -> Schedule:
-    """Build the schedule.
+    """Build a schedule from the slots of the first microbatch.
 
     Args:
-        slots: for every pass, in the order F of chunk 0 and 1, I of chunk 1 and 0, the slot on each rank.
-        max_held: activations a rank may hold.
+        slots: slot of each pass on each rank; the passes are F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0.
+        max_held: largest number of activations a rank may hold.
         fill_ahead: whether a rank whose next op is not ready runs a later one.
     """
     p, m = ranks, microbatches
@@ -102,7 +102,7 @@ def _from_pattern(
     return Schedule.from_columns(name, Placement.waves(p), m, columns)
 
 
-# A pass as the kernel's number: 2·(F 0, I 1, W 2) + chunk.
+# Passes as the kernel's numbers: 2·(F 0, I 1, W 2) + chunk.
 _PASSES = (0, 1, 3, 2)
 _KINDS = np.array([Kind.F, Kind.I, Kind.W], np.int8)
 
@@ -110,19 +110,19 @@ _KINDS = np.array([Kind.F, Kind.I, Kind.W], np.int8)
 def fill(
     orders: npt.NDArray[np.int64], microbatches: int, max_held: int, fill_ahead: bool
 ) -> npt.NDArray[np.int64]:
-    """Run every rank's order slot by slot, and put weight halves where nothing else is ready.
+    """Run every rank's passes slot by slot, with weight halves where no pass is ready.
 
     Args:
-        orders: passes, shape (ranks, 4·microbatches), numbers 2·kind + chunk with kind F 0, I 1.
-        max_held: activations a rank may hold at once, freed at W.
-        fill_ahead: a rank whose next pass is not ready runs the first later one that is, if all that it was to run
-            before still fits in `max_held`.
+        orders: passes in order, shape (ranks, 4·microbatches), as 2·kind + chunk with kind 0 for F, 1 for I.
+        microbatches: number of microbatches in a step.
+        max_held: largest number of activations a rank may hold at once, freed at W.
+        fill_ahead: whether a rank whose next pass is not ready runs the first later one that is, provided that all
+            passes before it still fit in `max_held`.
 
     Returns:
-        passes with the weight halves (kind 2), shape (ranks, 6·microbatches).
+        Passes with the weight halves (kind 2), shape (ranks, 6·microbatches).
     """
     ranks = len(orders)
-    # Where in its rank's order the n-th pass of each number stands.
     places = np.argsort(orders, axis=1, kind="stable").reshape(ranks, 4, microbatches)
     tables = _Tables(
         orders, places, _sources(ranks),

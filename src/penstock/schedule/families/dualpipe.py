@@ -1,7 +1,7 @@
 """DualPipe and DualPipeV: a forward and a backward run as one fused pair and hide each other's communication.
 
-Both have the same eight phases. Chunk 0 of a rank is the one that a microbatch reaches first when it enters at the near
-end, chunk 1 the other. `near` is the rank's distance from that end and `depth` the number of ranks from end to turn.
+Both have the same eight phases. Chunk 0 of a rank is the one that a microbatch from the near end reaches first, chunk 1 the
+other. `near` is the rank's distance from that end and `depth` the number of ranks from end to turn.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     F&B the time of a pair; every rank holds at most p+1 activations.
 
     Args:
-        ranks: p, even.
-        microbatches: m, any number; the rule is made for an even one of at least 2p, fewer are cut out of it.
+        ranks: number of ranks p, even.
+        microbatches: number of microbatches m. The rule is made for an even m of at least 2p; from a shorter step the
+            ops of the missing microbatches are left out.
 
     Raises:
-        ScheduleError: an odd number of ranks.
+        ScheduleError: if the number of ranks is odd.
 
     ::
 
@@ -63,8 +64,9 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     a chunk's f, b, w half a rank's; every rank holds at most 2p+1 activations of half a stage's size.
 
     Args:
-        ranks: p.
-        microbatches: m, any number; the rule is made for at least 2p, fewer are cut out of it.
+        ranks: number of ranks p.
+        microbatches: number of microbatches m. The rule is made for at least 2p; from a shorter step the ops of the
+            missing microbatches are left out.
 
     ::
 
@@ -83,7 +85,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _eight_phases(near: int, depth: int, count: int) -> list[Phase]:
-    """The phases of one rank for `count` microbatches a direction, at least 2·depth."""
+    """Return the phases of one rank for `count` microbatches a direction, at least 2·depth."""
     inner = depth - near - 1
     steady = count - 2 * depth + near + 1
     phases: list[Phase] = [

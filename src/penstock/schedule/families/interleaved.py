@@ -19,11 +19,12 @@ def interleaved_1f1b(
     2(p-1-r) + (v-1)N of them. The bubble is (p-1)(F+B)/v.
 
     Args:
-        ranks: p.
-        microbatches: m, any number.
-        virtual_stages: v, stages a rank.
-        group_size: N. At least p, and m mod N must be 0 or at least p, for otherwise a group is too short to
-            fill the pipe (Megatron refuses it, too). By default the smallest such N; with m < p the one group is m.
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        virtual_stages: number of stages a rank v (default 2).
+        group_size: microbatches in a group N (default: the smallest allowed). N must be at least p, and m mod N 0 or at
+            least p, because a shorter group cannot fill the pipe (Megatron refuses it, too). With m < p the one group
+            is m.
 
     ::
 
@@ -43,10 +44,10 @@ def interleaved_1f1b(
 
 
 def chosen_group(family: str, ranks: int, microbatches: int, group_size: int | None) -> int:
-    """The group size to use: the one given, if it is legal, or the smallest legal one.
+    """Return `group_size` if it is legal, or the smallest legal size if it is None.
 
     Raises:
-        ScheduleError: the size given does not suit the counts; says which do.
+        ScheduleError: if the size does not suit the counts; the message says which sizes do.
     """
     p, m = ranks, microbatches
     smallest = smallest_group(p, m)
@@ -68,32 +69,32 @@ def chosen_group(family: str, ranks: int, microbatches: int, group_size: int | N
 
 
 def legal_group(ranks: int, microbatches: int, size: int) -> bool:
-    """Whether groups of `size` keep the pipe full: p <= N <= m, and no short last group."""
+    """Return whether groups of `size` keep the pipe full: p <= N <= m, and no short last group."""
     rest = microbatches % size if size >= 1 else 0
     return ranks <= size <= microbatches and (rest == 0 or rest >= ranks)
 
 
 def smallest_group(ranks: int, microbatches: int) -> int:
-    """The smallest legal group; all microbatches at once when there are fewer than ranks."""
+    """Return the smallest legal group size; all microbatches if there are fewer than ranks."""
     sizes = range(ranks, microbatches + 1)
     return next((n for n in sizes if legal_group(ranks, microbatches, n)), microbatches)
 
 
 def visits(microbatches: int, virtual_stages: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """The forward order of one rank: (microbatch, chunk), group by group, within a group chunk by chunk."""
+    """Return microbatches and chunks of one rank's forwards, group by group, and chunk by chunk in a group."""
     each = np.arange(microbatches)
     order, chunks = [], []
     for start in range(0, microbatches, group):
-        part = each[start : start + group]
-        order.append(np.tile(part, virtual_stages))
-        chunks.append(np.repeat(np.arange(virtual_stages), len(part)))
+        members = each[start : start + group]
+        order.append(np.tile(members, virtual_stages))
+        chunks.append(np.repeat(np.arange(virtual_stages), len(members)))
     return np.concatenate(order), np.concatenate(chunks)
 
 
 def depth_first(
     rank: int, ranks: int, microbatches: int, virtual_stages: int, group: int, warm_up: int
 ) -> Columns:
-    """One rank's list: `warm_up` forwards, forward and backward in turn, the backwards left."""
+    """Return one rank's list: `warm_up` forwards, forward and backward in turn, the backwards left."""
     order, chunks = visits(microbatches, virtual_stages, group)
     total, w = len(order), warm_up
     backward_chunks = virtual_stages - 1 - chunks

@@ -49,7 +49,7 @@ def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
 
 
 def alternating(stage: int, microbatches: int, warm_up: int) -> Columns:
-    """One stage's list: `warm_up` forwards, then forward and backward in turn, then the backwards left."""
+    """Return one stage's list: `warm_up` forwards, then forward and backward in turn, then the backwards left."""
     m, w = microbatches, warm_up
     kinds = np.empty(2 * m, np.int8)
     order = np.empty(2 * m, np.int32)

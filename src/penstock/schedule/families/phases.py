@@ -1,7 +1,7 @@
-"""Lists of ops written as phases: a pattern, how often it is repeated, and nothing about microbatches.
+"""Lists of ops written as phases: repeated patterns that do not name microbatches.
 
-In all schedules that are written so, every stage sees its microbatches in order: the n-th forward of a stage is that of
-microbatch n, and so for the backwards. A pattern is a sequence of `PatternOp`.
+In all schedules written this way, every stage sees its microbatches in order: the n-th forward of a stage is that of
+microbatch n, and likewise for the backwards. A pattern is a sequence of `PatternOp`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class PatternOp(NamedTuple):
     """One op of a pattern.
 
     Attributes:
-        kind: what it computes.
-        chunk: which of the rank's chunks, 0 or 1; of no meaning for a ``W`` in a list that takes weights in turn.
-        paired: it and the next step are a fused pair.
+        kind: kind of the op.
+        chunk: chunk of the rank, 0 or 1; ignored for a ``W`` in a list that takes weights in turn.
+        paired: whether the op and the next one are a fused pair.
     """
 
     kind: Kind
@@ -34,7 +34,7 @@ Phase = tuple[int, Sequence[PatternOp]]
 
 
 def occurrence(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many equal keys stand before each one, shape as `keys`."""
+    """Return how many equal keys come before each key, shape as `keys`."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     new = np.ones(len(keys), np.bool_)
@@ -53,22 +53,22 @@ def phased(
     *,
     weights_in_turn: bool = False,
 ) -> Columns:
-    """One rank's list from its phases.
+    """Return one rank's list from its phases.
 
-    Microbatches beyond those there are get dropped: no op depends on an op of another microbatch, so what is left of
-    a valid schedule is valid, and a rule that needs many microbatches serves few.
+    Ops of microbatches beyond the last are dropped. No op depends on an op of another microbatch, so the rest of a valid
+    schedule is valid, and a rule that needs many microbatches also serves few.
 
     Args:
-        phases: how often, and what.
-        stages: the stage of chunk 0 and of chunk 1.
-        microbatches: how many each chunk sees.
-        first: the number of the first microbatch that each chunk sees.
-        weights_in_turn: the n-th ``W`` finishes the n-th ``I``, whichever chunk that was of.
+        phases: number of repetitions and pattern of each phase.
+        stages: stages of chunk 0 and chunk 1.
+        microbatches: number of microbatches that each chunk sees.
+        first: number of the first microbatch that each chunk sees (default 0 for both).
+        weights_in_turn: whether the n-th ``W`` finishes the n-th ``I`` of either chunk (default False).
     """
-    parts = [
+    repeated = [
         np.tile(np.array(pattern, np.int64), (times, 1)) for times, pattern in phases if times > 0 and pattern
     ]
-    table = np.concatenate(parts)
+    table = np.concatenate(repeated)
     kind, chunk, paired = table[:, 0], table[:, 1], table[:, 2].astype(np.bool_)
     if weights_in_turn:
         chunk = chunk.copy()

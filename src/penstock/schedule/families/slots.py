@@ -1,4 +1,4 @@
-"""Chimera and Hanayo: rules written as the slot of every op on a clock that ticks once a forward or a backward.
+"""Chimera and Hanayo, written as the slot of every op on a clock that ticks once a forward or a backward.
 
 Chimera sends microbatches down one pipe and up a second; Hanayo folds each pipe where it would leave the ranks, and needs
 no copies of stages.
@@ -21,11 +21,11 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     multiple of p and F = B+W the bubble is (p-2)F; rank r holds at most p/2+1+min(r, p-1-r) activations.
 
     Args:
-        ranks: p, even.
-        microbatches: m, any number; the last block may be short.
+        ranks: number of ranks p, even.
+        microbatches: number of microbatches m; the last block may be short.
 
     Raises:
-        ScheduleError: an odd number of ranks.
+        ScheduleError: if the number of ranks is odd.
 
     ::
 
@@ -49,19 +49,19 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
 
 
 def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
-    """Hanayo's waves (2308.15762): the ranks are passed down and up again, v/2 times, blocks of p microbatches.
+    """Hanayo's waves (2308.15762): blocks of p microbatches pass down the ranks and up again, v/2 times.
 
     The slots are those of a Chimera pipe over all p·v stages, each folded back onto the p ranks. With m = p and
     B+W >= F the bubble is (2p-2)(B+W)/v; with F = B+W it is the same for every multiple of p. Blocks hold all v·p
     activations of their microbatches on the rank where the waves turn, and p-1-r fewer on rank r.
 
     Args:
-        ranks: p.
-        microbatches: m, any number; the last block may be short.
-        virtual_stages: v, twice the number of waves.
+        ranks: number of ranks p.
+        microbatches: number of microbatches m; the last block may be short.
+        virtual_stages: stages a rank v, twice the number of waves (default 2).
 
     Raises:
-        ScheduleError: an odd number of virtual stages.
+        ScheduleError: if the number of virtual stages is odd.
 
     ::
 
@@ -87,7 +87,7 @@ def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
 
 
 def _by_slot(stage: np.ndarray, microbatch: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> Columns:
-    """A rank's list from the slots of its forwards and backwards."""
+    """Return a rank's list from the slots of its forwards and backwards."""
     order = np.argsort(np.concatenate([forward, backward]), kind="stable")
     kinds = np.repeat(np.array([Kind.F, Kind.B], np.int8), len(stage))
     return plain_columns(np.tile(stage, 2)[order], kinds[order], np.tile(microbatch, 2)[order])

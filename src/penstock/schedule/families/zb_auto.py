@@ -1,8 +1,8 @@
-"""ZB-auto: the cost-driven zero-bubble schedule for one stage a rank, in the memory it is given.
+"""ZB-auto: a zero-bubble schedule searched for given costs and memory, with one stage a rank.
 
-Many greedy constructions are tried (`greedy.construct`), the best is varied rank by rank, and what remains is improved
-by moving single ops (`greedy.improve`). ZB-H1 and ZB-H2, where they fit the memory, are among the candidates, so the
-result is never worse than they are.
+Many greedy constructions are tried (`greedy.construct`), the best ones are varied rank by rank, and single ops of the
+result are moved (`greedy.improve`). ZB-H1 and ZB-H2 are among the candidates if they fit the memory, so the result is
+never worse than they are.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Objective = Literal["longest", "makespan"]
 Cost = float | Sequence[float]
 
 EFFORT = 6_000_000
-"""Ops that all constructions together may time; half as many for the improvement."""
+"""Ops that all constructions together may time; the moves may time half as many."""
 
 _SLACKS = (0.0, 0.999, 0.5, 0.75, 0.25)
 _STYLES = ((math.inf, False), (0.0, False), (0.0, True), (0.5, False), (1.0, False), (0.5, True), (1.0, True))
 _SAME = 1e-9
-"""Times that differ by less, relatively, differ by rounding."""
+"""Relative difference up to which two times differ by rounding alone."""
 _STARTS = 3
 _MOVES_AN_OP = 200
 
@@ -46,24 +46,24 @@ def zb_auto(
     kept: float = 1.0,
     objective: Objective = "longest",
 ) -> Schedule:
-    """The automatic zero-bubble schedule (2401.10241, section 3.1; here with more candidates than the paper's).
+    """Automatic zero-bubble schedule (2401.10241, section 3.1, with more candidates than the paper's).
 
     One stage a rank. The paper's ZB-1p and ZB-2p are the memory limits p and 2p.
 
     Args:
-        ranks: p.
-        microbatches: m.
-        costs: seconds of F, I and W, each one number or one a stage.
-        latency: seconds a message takes from rank to rank.
-        memory_limit: activations a rank may hold, in microbatches of a stage; 2p if not given.
-        kept: the part of an activation that stays from I to W. 1 is what a rank holds whose activations are freed
-            at W; the paper frees at B all but M_W / M_B of it.
-        objective: what to keep small first: "longest", the largest time from a rank's first op to its last
-            (the paper's cost), or "makespan". The other is never worse than the handcrafted schedule's
-            that fits the memory and is best in the objective.
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        costs: seconds of F, I and W, each one number or one a stage (default 1 each).
+        latency: seconds a message takes from rank to rank (default 0).
+        memory_limit: activations a rank may hold, in microbatches of a stage (default 2p).
+        kept: part of an activation that stays from I to W (default 1: activations are freed at W). The paper frees at B
+            all but M_W / M_B of it.
+        objective: measure to minimise first: "longest" (default), the largest time from a rank's first op to its last
+            (the paper's cost), or "makespan". The other measure is never worse than that of the best handcrafted
+            schedule that fits the memory.
 
     Raises:
-        ScheduleError: costs that are negative, not finite or not one a stage; a memory limit no order can meet.
+        ScheduleError: if costs are negative, not finite or not one a stage, or no order can meet the memory limit.
 
     ::
 
@@ -105,37 +105,42 @@ def zb_auto(
 
 
 Rank = tuple[bool, float, float]
-"""How good a score is, the least being the best: over the bound or not, what is minimised, the other."""
+"""Sort key of a score, best first: whether the other measure exceeds the bound, the minimised measure, the other."""
 
 
 @dataclass(frozen=True)
 class _Target:
-    """What to minimise, what the other measure may not exceed, and what no order goes below."""
+    """Goal of the search.
+
+    Attributes:
+        first: index in `Score` of the measure to minimise.
+        bound: largest value allowed for the other measure.
+        lower_bound: score that no order can beat.
+    """
 
     first: int
     bound: float
-    least: Score
+    lower_bound: Score
 
     def __call__(self, value: Score) -> Rank:
         other = value[1 - self.first]
         return other > self.bound, value[self.first], other
 
     def reached(self, rank: Rank) -> bool:
-        """Whether nothing is better."""
-        return rank[1] <= self.least[self.first] * (1 + _SAME) and rank[2] <= self.least[1 - self.first] * (
-            1 + _SAME
-        )
+        """Return whether no order can be better."""
+        first, other = self.lower_bound[self.first], self.lower_bound[1 - self.first]
+        return rank[1] <= first * (1 + _SAME) and rank[2] <= other * (1 + _SAME)
 
 
 def _best_lists(problem: Problem, objective: Objective) -> npt.NDArray[np.int8]:
-    """The best ops per rank, in the greedy's numbers, shape (ranks, 3·microbatches)."""
+    """Return the best lists, as `greedy` numbers ops, shape (ranks, 3·microbatches)."""
     first = 0 if objective == "longest" else 1
     fixed = [(score(problem, lists), lists) for lists in _handcrafted(problem)]
     bound = min(((s[first], s[1 - first]) for s, _ in fixed), default=(0.0, math.inf))[1] * (1 + _SAME)
     target = _Target(first, bound, problem.lower_bound)
     tried = construct(problem, _search(problem, target))[1]
     rank, _, lists = min(
-        (target(found), n, lists) for n, (found, lists) in enumerate([*fixed, (score(problem, tried), tried)])
+        (target(times), n, lists) for n, (times, lists) in enumerate([*fixed, (score(problem, tried), tried)])
     )
     if target.reached(rank):
         return lists
@@ -144,7 +149,7 @@ def _best_lists(problem: Problem, objective: Objective) -> npt.NDArray[np.int8]:
 
 
 def _handcrafted(problem: Problem) -> Iterator[npt.NDArray[np.int8]]:
-    """The lists of ZB-H1 and ZB-H2, if they fit."""
+    """Yield the lists of ZB-H1 and ZB-H2, if they fit."""
     p, m = problem.ranks, problem.microbatches
     for build in (zb_h1, zb_h2):
         kinds = build(p, m).kind.reshape(p, 3 * m)
@@ -154,23 +159,23 @@ def _handcrafted(problem: Problem) -> Iterator[npt.NDArray[np.int8]]:
 
 
 def _search(problem: Problem, target: _Target) -> Policy:
-    """The best policy: a grid of those equal on all ranks, then changes of one rank of the best of them."""
+    """Return the best policy of a grid with equal ranks, after changing single ranks of the best few."""
     p, m = problem.ranks, problem.microbatches
     left = max(60, EFFORT // (3 * p * m))
-    found: list[tuple[Rank, int, Policy]] = []
+    entries: list[tuple[Rank, int, Policy]] = []
     for n, ((patience, backward_first), slack, ahead) in enumerate(
         product(_STYLES, _SLACKS, _warm_ups(problem))
     ):
         if n >= left * 2 // 3:
             break
         policy = Policy(ahead, np.full(p, slack), np.full(p, patience), np.full(p, backward_first))
-        found.append((target(construct(problem, policy)[0]), n, policy))
-        if target.reached(found[-1][0]):
+        entries.append((target(construct(problem, policy)[0]), n, policy))
+        if target.reached(entries[-1][0]):
             return policy
-    left -= len(found)
-    found.sort(key=lambda entry: entry[:2])
-    best, _, best_policy = found[0]
-    for rank, _, policy in found[:_STARTS]:
+    left -= len(entries)
+    entries.sort(key=lambda entry: entry[:2])
+    best, _, best_policy = entries[0]
+    for rank, _, policy in entries[:_STARTS]:
         better = True
         while better and left > 0 and not target.reached(rank):
             better = False
@@ -187,7 +192,7 @@ def _search(problem: Problem, target: _Target) -> Policy:
 
 
 def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
-    """Policies that differ on one rank."""
+    """Yield the policies that differ on one rank."""
     for r in range(problem.ranks):
         for step in (1, -1):
             ahead = int(policy.ahead[r]) + step
@@ -207,7 +212,7 @@ def _with(column: np.ndarray, rank: int, value: float | bool) -> np.ndarray:
 
 
 def _warm_ups(problem: Problem) -> list[npt.NDArray[np.int64]]:
-    """How many microbatches each rank may have in flight, several ways: by depth, and by when gradients come back."""
+    """Return candidates for `Policy.ahead`: by depth, and by the round trip of a gradient."""
     p, f = problem.ranks, problem.forward
     depth = np.arange(p - 1, -1, -1)
     ways = []
@@ -228,20 +233,20 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _per_stage(name: str, cost: object, stages: int) -> npt.NDArray[np.float64]:
-    given = list(cost) if isinstance(cost, Sequence) and not isinstance(cost, str) else [cost] * stages
-    if len(given) != stages:
+    costs = list(cost) if isinstance(cost, Sequence) and not isinstance(cost, str) else [cost] * stages
+    if len(costs) != stages:
         raise ScheduleError(
-            f"zb-auto: {len(given)} costs of {name} do not cover {stages} stages; give one or {stages}"
+            f"zb-auto: {len(costs)} costs of {name} do not cover {stages} stages; give one or {stages}"
         )
-    for stage, seconds in enumerate(given):
+    for stage, seconds in enumerate(costs):
         if not _is_number(seconds) or seconds < 0:
             raise ScheduleError(
                 f"zb-auto: the cost of {name} on stage {stage} must be a number of seconds of at least 0, "
                 f"not {seconds!r}"
             )
-    return np.array(given, np.float64)
+    return np.array(costs, np.float64)
 
 
 def _brief(cost: npt.NDArray[np.float64]) -> float | tuple[float, ...]:
-    """One number where all stages cost the same."""
+    """Return one number if all stages cost the same."""
     return float(cost[0]) if (cost == cost[0]).all() else tuple(cost.tolist())

@@ -13,7 +13,7 @@ _W = (PatternOp(Kind.W, 0), PatternOp(Kind.W, 1))
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """ZB-V, the handcrafted one (2401.10241, section 6; torch's ScheduleZBVZeroBubble).
+    """Handcrafted ZB-V (2401.10241, section 6; torch's ScheduleZBVZeroBubble).
 
     Rank r holds stages r and 2p-1-r. With F = B = W no rank idles between its first and its last op, and from m = 2p-1
     on the makespan exceeds the work by the (p-1)F/2 that it takes the first microbatch to reach the last rank. Every

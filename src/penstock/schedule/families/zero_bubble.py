@@ -1,7 +1,7 @@
 """The handcrafted zero-bubble schedules with a loop placement: backwards split in two, weights a little later.
 
-All three have one shape. A rank warms up with some forwards; then forward and input-gradient half go in turn, and once
-`delay` of these halves have passed, each is followed by a weight half: always the oldest one waiting.
+All three have one shape. A rank warms up with some forwards. Then forward and input-gradient half take turns. From the
+`delay`-th of these halves on, each is followed by the oldest weight half that waits.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def interleaved_zb(
     (v-1)N + p activations until their W. With one virtual stage it is ZB-H1.
 
     Args:
-        ranks: p.
-        microbatches: m, any number.
-        virtual_stages: v, stages a rank.
-        group_size: N; as in interleaved-1f1b.
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        virtual_stages: number of stages a rank v (default 2).
+        group_size: microbatches in a group N, as in `interleaved_1f1b` (default: the smallest allowed).
 
     ::
 
@@ -89,7 +89,7 @@ def _one_chunk(stage: int, microbatches: int, warm_up: int, delay: int) -> Colum
 
 
 def _delayed(count: int, warm_up: int, delay: int) -> tuple[np.ndarray, np.ndarray]:
-    """The shape of the module's docstring over `count` visits: (number of the visit, kind), each shape (3·count,)."""
+    """Return visits and kinds in the order that the module's docstring describes, each of shape (3·count,)."""
     each = np.arange(count)
     when = np.concatenate([3 * (each - warm_up), 3 * each + 1, 3 * (each + delay) + 2])
     order = np.argsort(when, kind="stable")
