@@ -51,7 +51,7 @@ def test_of_several_stages_the_later_one_hides_behind_the_earlier_ones_work():
 def test_only_stages_whose_reduction_shows_are_cut_finely():
     program = built("interleaved-1f1b", 2, 4, 2)
     trace = timed(program, 1.0, 1.0, 1.0)
-    counts = fewest_buckets(program, trace, [0.5] * 4, most=8)
+    counts = fewest_buckets(program, trace, [0.5] * 4, max_buckets=8)
     assert counts[2] == counts[3] == 1  # they hide behind the other stage's backwards
     assert counts[0] > 1
     assert counts[1] > 1

@@ -1,10 +1,10 @@
-"""How short any schedule with this placement and these costs can be.
+"""Lower bounds on the makespan of any schedule with given placement and costs.
 
-Two things hold whatever the order of the ops. A microbatch goes through all stages and back: the critical path. And
-a rank's ops, or any subset of them, cannot start before the first of them can (its head: the path of its microbatch up
-to it), take their time one after the other, and are followed by at least the shortest of the paths that follow them
-(its tail). That is the one-machine bound head + work + tail; taken is its best over all subsets {ops with head >= h and
-tail >= q}. Ranks that hold copies of the same stages may share their work in any way; of them the average is taken.
+Two bounds apply whatever the order of the ops. The critical path is the way of one microbatch through all stages and back.
+The one-machine bound of a rank is head + work + tail of any subset of its ops: they cannot start before the first of them
+can (the head: the path of its microbatch up to it), they run one after the other, and the shortest of the paths that follow
+them comes after (the tail). The bound is the best over all subsets {ops with head >= h and tail >= q}. Ranks with copies of
+the same stages may share their work in any way, so their average counts.
 
 With one stage a rank, latency c and a full backward this is m(F+B) + (p-1)(F+B+2c); with a split one the larger of
 m(F+B+W) + (p-1)(F+c) and (m+p-1)(F+B) + 2(p-1)c + W.
@@ -31,9 +31,9 @@ class Bound:
     """Lower bounds on the makespan, in the costs' unit of time.
 
     Attributes:
-        makespan: the largest of all.
-        critical_path: of one microbatch through all stages and back.
-        machine: the one-machine bound of every rank, shape (ranks,).
+        makespan: largest of all bounds.
+        critical_path: time of one microbatch through all stages and back.
+        machine: one-machine bound of every rank, shape (ranks,).
     """
 
     makespan: Any
@@ -42,7 +42,7 @@ class Bound:
 
 
 def bound_of(schedule: Schedule, costs: Costs) -> Bound:
-    """`lower_bound` for the placement, the microbatches and the kind of backward of a schedule."""
+    """Return `lower_bound` for the placement, microbatches and kind of backward of a schedule."""
     kinds = set(np.unique(schedule.kind).tolist())
     backward: Backward = "split" if kinds & {Kind.I, Kind.W} else "full" if Kind.B in kinds else "none"
     return lower_bound(schedule.placement, schedule.microbatches, costs, backward)
@@ -52,25 +52,25 @@ def lower_bound(placement: Placement, microbatches: int, costs: Costs, backward:
     """Bound the makespan of every schedule from below.
 
     Args:
-        placement: which rank holds which stage.
-        microbatches: how many a step has.
-        costs: what ops and messages cost. That messages may block a rank is not counted.
-        backward: "full": backwards are not split. "split": each may be. "none": forwards only.
+        placement: placement of the stages on ranks.
+        microbatches: number of microbatches in a step.
+        costs: seconds of ops and messages; time for which messages block a rank is not counted.
+        backward: kind of backward. "full" (default): not split. "split": each may be split. "none": forwards only.
 
     Raises:
-        ConfigError: the costs do not cover the stages.
+        ConfigError: if the costs do not cover the stages.
     """
     costs.cover(placement.stages)
-    parts = _parts(placement, costs, backward)
-    machine = np.zeros(placement.ranks, parts.forward.dtype)
+    paths = _paths(placement, costs, backward)
+    machine = np.zeros(placement.ranks, paths.forward.dtype)
     for ranks, stages in _shared(placement):
-        machine[ranks] = _machine(parts, stages, len(ranks), microbatches, costs)
-    whole = parts.head[Kind.I][0] + parts.inputs[0] + parts.tail[Kind.I][0]
-    return Bound(max(whole, machine.max()), whole, machine)
+        machine[ranks] = _machine(paths, stages, len(ranks), microbatches, costs)
+    path = paths.head[Kind.I][0] + paths.inputs[0] + paths.tail[Kind.I][0]
+    return Bound(max(path, machine.max()), path, machine)
 
 
-class _Parts(NamedTuple):
-    """Per stage: the least an op of it takes, and the paths before and after it (head and tail by kind)."""
+class _Paths(NamedTuple):
+    """Least time of each stage's ops, and the paths before (head) and after (tail) them by kind."""
 
     forward: Table
     inputs: Table
@@ -79,7 +79,7 @@ class _Parts(NamedTuple):
     tail: dict[Kind, Table]
 
 
-def _parts(placement: Placement, costs: Costs, backward: Backward) -> _Parts:
+def _paths(placement: Placement, costs: Costs, backward: Backward) -> _Paths:
     forward, full, half, rest = (costs.seconds[:, kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     hop = _hops(placement, costs)
     hop_back = hop
@@ -107,22 +107,24 @@ def _parts(placement: Placement, costs: Costs, backward: Backward) -> _Parts:
     tail[Kind.F][last] = inputs[last] + tail[Kind.I][last]
     for s in reversed(range(last)):
         tail[Kind.F][s] = hop[s] + forward[s + 1] + tail[Kind.F][s + 1]
-    return _Parts(forward, inputs, weights, head, tail)
+    return _Paths(forward, inputs, weights, head, tail)
 
 
 def _hops(placement: Placement, costs: Costs) -> Table:
-    """The least a message takes from each stage to the next, shape (stages - 1,)."""
+    """Return the least time of a message from each stage to the next, shape (stages - 1,)."""
     transfer = costs.communication.transfer(placement.stages)
     node = costs.communication.node(placement.ranks)
     least = [
-        min(0 if a == b else transfer[s, int(node[a] != node[b])] for a in givers for b in takers)
-        for s, (givers, takers) in enumerate(zip(placement.holders[:-1], placement.holders[1:], strict=True))
+        min(0 if a == b else transfer[s, int(node[a] != node[b])] for a in senders for b in receivers)
+        for s, (senders, receivers) in enumerate(
+            zip(placement.holders[:-1], placement.holders[1:], strict=True)
+        )
     ]
     return np.array(least, transfer.dtype)
 
 
 def _shared(placement: Placement) -> Iterator[tuple[list[int], list[int]]]:
-    """Groups of ranks that hold copies of each other's stages, with these stages; mostly a rank for itself."""
+    """Yield (ranks, stages) of ranks with copies of each other's stages; usually a rank is alone."""
     seen: set[int] = set()
     for rank in range(placement.ranks):
         if rank in seen:
@@ -137,15 +139,15 @@ def _shared(placement: Placement) -> Iterator[tuple[list[int], list[int]]]:
         yield sorted(ranks), sorted(stages)
 
 
-def _machine(parts: _Parts, stages: list[int], copies: int, microbatches: int, costs: Costs) -> Any:
-    """The one-machine bound of a group of `copies` ranks that share the work of some stages."""
-    forward = parts.forward[stages]
+def _machine(paths: _Paths, stages: list[int], copies: int, microbatches: int, costs: Costs) -> Any:
+    """Return the one-machine bound of `copies` ranks that share the work of some stages."""
+    forward = paths.forward[stages]
     if costs.pair is not None:
         # In a pair a forward may take as little as the pair takes longer than its backward.
         beside = costs.seconds[stages][:, [Kind.B, Kind.I]].max()
         forward = np.clip(costs.pair[stages] - beside, 0, forward)
-    head, tail = (np.concatenate([side[k][stages] for k in (Kind.F, Kind.I, Kind.W)]) for side in parts[3:])
-    work = microbatches * np.concatenate([forward, parts.inputs[stages], parts.weights[stages]])
+    head, tail = (np.concatenate([side[k][stages] for k in (Kind.F, Kind.I, Kind.W)]) for side in paths[3:])
+    work = microbatches * np.concatenate([forward, paths.inputs[stages], paths.weights[stages]])
     head, tail, work = head[work > 0], tail[work > 0], work[work > 0]
     order = np.argsort(-head, kind="stable")
     head, tail, work = head[order], tail[order], work[order]

@@ -1,4 +1,4 @@
-"""Costs from a file, in TOML or (by its name, ``.json``) in JSON.
+"""Costs from a TOML file, or from a JSON file if its name ends in ``.json``.
 
 ::
 
@@ -32,7 +32,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link
 
-_MOST = 64 * MEGABYTE
+_MAX_BYTES = 64 * MEGABYTE
 _NEEDED = ("F", "B", "W")
 _OPTIONAL = {
     "full": None, "R": None, "pair": None, "pair_output": "end",
@@ -42,16 +42,15 @@ _OPTIONAL = {
 
 
 def read_costs(path: str | Path, placement: Placement, latency: float | int | None = None) -> Costs:
-    """Read a file of costs for the stages of a placement.
+    """Read the costs of a placement's stages from a file.
 
     Args:
-        path: the file.
-        placement: says how many stages there are and how many a rank has.
-        latency: takes the place of the file's latencies.
+        path: path of the TOML or JSON file.
+        placement: placement of the stages on ranks.
+        latency: seconds that replace all latencies of the file (default: those of the file).
 
     Raises:
-        ConfigError: the file cannot be read, misses a cost or has a key that means nothing here, or a value is none that
-            `Costs` allows.
+        ConfigError: if the file cannot be read, lacks a cost or has an unknown key, or `Costs` rejects a value.
     """
     table = _read(Path(path))
     allowed = [*_NEEDED, *_OPTIONAL]
@@ -69,30 +68,30 @@ def read_costs(path: str | Path, placement: Placement, latency: float | int | No
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _costs(given: dict[str, Any], placement: Placement, latency: float | int | None) -> Costs:
+def _costs(table: dict[str, Any], placement: Placement, latency: float | int | None) -> Costs:
     if latency is not None:
-        given |= {"latency": latency, "latency_between_nodes": latency}
-    near = Link(given["latency"], given["bandwidth"])
-    far_latency, far_bandwidth = given["latency_between_nodes"], given["bandwidth_between_nodes"]
+        table |= {"latency": latency, "latency_between_nodes": latency}
+    near = Link(table["latency"], table["bandwidth"])
+    far_latency, far_bandwidth = table["latency_between_nodes"], table["bandwidth_between_nodes"]
     far = Link(
         near.latency if far_latency is None else far_latency,
         near.bandwidth if far_bandwidth is None else far_bandwidth,
     )
-    talk = Communication(given["message_bytes"], near, far, given["ranks_per_node"], given["blocks"])
+    communication = Communication(table["message_bytes"], near, far, table["ranks_per_node"], table["blocks"])
     return Costs.of(
         placement,
-        *(given[key] for key in _NEEDED),
-        full=given["full"],
-        recompute=given["R"],
-        pair=given["pair"],
-        pair_output=given["pair_output"],
-        communication=talk,
+        *(table[key] for key in _NEEDED),
+        full=table["full"],
+        recompute=table["R"],
+        pair=table["pair"],
+        pair_output=table["pair_output"],
+        communication=communication,
     )
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = read_bytes(path, _MOST, pipes=True).decode("utf-8")
+        text = read_bytes(path, _MAX_BYTES, pipes=True).decode("utf-8")
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the costs {path}: {error.strerror}") from error

@@ -1,9 +1,10 @@
-"""What ops and messages cost: the only thing the simulator knows besides the Program.
+"""Costs of ops and messages, the simulator's only input besides the Program.
 
-Letters as in the zero-bubble paper (2401.10241): F forward, B the input-gradient half of the backward, W its weight-gradient
-half; a full backward takes ``full``, B + W unless told otherwise. `penstock.simulate.cost_file` reads costs from a file.
+Letters follow the zero-bubble paper (2401.10241): F is the forward, B the input-gradient half of the backward, W its
+weight-gradient half. A full backward takes ``full``, by default B + W. `penstock.simulate.cost_file` reads costs from a
+file.
 
-If every number is whole, so are all the times of the simulation, and they are exact.
+If every number is whole, all times of the simulation are whole and exact.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ PairOutput = Literal["end", "early"]
 Cost = float | int | Sequence[float | int]
 Table = npt.NDArray[Any]
 
-_MOST = 2**62
-"""Seconds or bytes: what 64 bits hold."""
+_MAX = 2**62
+"""Largest number of seconds or bytes: sums must fit 64 bits."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How messages travel between two ranks.
+    """Speed of messages between two ranks.
 
     Attributes:
-        latency: seconds a message takes whatever its size.
-        bandwidth: bytes a second.
+        latency: seconds a message takes whatever its size (default 0).
+        bandwidth: bytes a second (default infinite).
     """
 
     latency: float | int = 0
@@ -49,16 +50,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Communication:
-    """How ranks communicate.
+    """Costs of communication between ranks.
 
     Attributes:
-        message_bytes: bytes of one activation, and of its gradient: one number, or one for each boundary between
-            stage s and s + 1.
-        same_node, other_node: the links within a node and between nodes.
-        ranks_per_node: ranks 0..n-1 share a node, n..2n-1 the next; None: all ranks share one.
-        blocks: which ranks a message keeps from computing for as long as it travels. "none": it overlaps with
-            computation. "sender": its sender, from the end of the op. "receiver": its receiver, from when it comes to the op
-            and the message has been sent. "both": each for that long. Several messages of one op follow each other.
+        message_bytes: bytes of one activation and of its gradient: one number (default 0), or one for each boundary
+            between stages s and s + 1.
+        same_node, other_node: links within a node and between nodes.
+        ranks_per_node: number of ranks n on a node: ranks 0..n-1 share one, n..2n-1 the next. None (default): all ranks
+            share one.
+        blocks: ranks that cannot compute while a message travels. "none" (default): messages overlap with computation.
+            "sender": the sender, from the end of the op. "receiver": the receiver, from when it reaches the op and the
+            message has been sent. "both": each for that long. Several messages of one op follow each other.
     """
 
     message_bytes: int | Sequence[int] = 0
@@ -79,7 +81,7 @@ class Communication:
             raise ConfigError(f"blocks must be one of {', '.join(get_args(Blocks))}, not {self.blocks!r}")
 
     def transfer(self, stages: int) -> Table:
-        """Seconds a message takes over each boundary, shape (stages - 1, 2): within a node, and between nodes."""
+        """Return seconds a message takes over each boundary within and between nodes, shape (stages - 1, 2)."""
         sizes = np.asarray(self.message_bytes)
         if sizes.ndim == 1 and len(sizes) != stages - 1:
             raise ConfigError(
@@ -97,22 +99,21 @@ class Communication:
         return np.stack(columns, axis=1)
 
     def node(self, ranks: int) -> npt.NDArray[np.int32]:
-        """The node of every rank, int32, shape (ranks,)."""
+        """Return the node of every rank, int32, shape (ranks,)."""
         return np.arange(ranks, dtype=np.int32) // np.int32(self.ranks_per_node or ranks)
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What every op and every message of a schedule costs; `of` makes them.
+    """Costs of every op and message of a schedule; usually made by `of`.
 
     Attributes:
-        seconds: seconds of an op, shape (stages, kinds of op), integers or floats.
-        pair: seconds of a fused pair, one for each stage that its forward may be of, shape (stages,); None: the sum of
-            its halves.
-        pair_output: "end": a pair starts when both halves can, and both outputs leave at its end. "early": the forward
-            starts when its activation is there and its output leaves when its own time has passed; the backward ends, and
-            its output leaves, when the pair's time has passed and its own since the gradient came.
-        communication: what messages cost.
+        seconds: seconds of each op, shape (stages, kinds of op), integers or floats.
+        pair: seconds of a fused pair by the stage of its forward, shape (stages,). None (default): the sum of its halves.
+        pair_output: "end" (default): a pair starts when both halves can, and both outputs are sent at its end. "early":
+            the forward starts when its activation has arrived, and its output is sent after its own time. The backward
+            ends, and its output is sent, once the pair's time has passed and its own time since the gradient arrived.
+        communication: costs of messages.
     """
 
     seconds: Table
@@ -136,7 +137,7 @@ class Costs:
             raise ConfigError(f"pair_output must be end or early, not {self.pair_output!r}")
         if self.pair_output == "early" and self.communication.blocks != "none":
             raise ConfigError(
-                "pair_output early needs messages that block nobody: the pair is still computing when they travel"
+                "pair_output early needs messages that block no rank: the pair is still computing when they travel"
             )
 
     @property
@@ -156,22 +157,23 @@ class Costs:
         pair_output: PairOutput = "end",
         communication: Communication | None = None,
     ) -> Costs:
-        """Costs of a schedule's stages.
+        """Return the costs of a schedule's stages.
 
-        A cost is one number, the seconds a rank spends on one microbatch, of which each of its v = stages / ranks stages
-        takes 1/v; or a list of the seconds of every stage.
+        Each cost is one number or a list. A number is the seconds a rank spends on one microbatch; each of its
+        v = stages / ranks stages takes 1/v of it. A list has the seconds of every stage.
 
         Args:
-            placement: says how many stages and ranks there are.
-            forward, input_gradient, weight_gradient: F, B and W.
-            full: a full backward; B + W if not given.
-            recompute: R; F if not given.
-            pair: a fused pair of a forward and a backward, by the forward's stage if a list; the sum of its halves if not
-                given.
-            pair_output, communication: as in `Costs`.
+            placement: placement of the stages on ranks.
+            forward, input_gradient, weight_gradient: costs of F, B and W.
+            full: cost of a full backward (default B + W).
+            recompute: cost of a recompute R (default F).
+            pair: cost of a fused pair of a forward and a backward, in a list by the stage of the forward (default: the sum
+                of its halves).
+            pair_output: time at which the outputs of a pair are sent, see `Costs` (default "end").
+            communication: costs of messages (default: free).
 
         Raises:
-            ConfigError: a cost is negative or not a number, or a list does not cover the stages.
+            ConfigError: if a cost is negative or not a number, or a list does not cover the stages.
         """
         f = _column("F", forward, placement)
         b = _column("B", input_gradient, placement)
@@ -191,34 +193,34 @@ class Costs:
         )
 
     def cover(self, stages: int) -> None:
-        """Make sure that the costs are those of a schedule with that many stages.
+        """Raise `ConfigError` unless the costs cover exactly the stages of a schedule.
 
         Raises:
-            ConfigError: a stage has no cost, or there are costs of stages that are not there.
+            ConfigError: if a stage has no cost, or there are costs of stages that do not exist.
         """
         _covers("the costs", self.stages, stages)
 
 
-def _column(name: str, given: Cost, placement: Placement) -> Table:
-    """Seconds of every stage; whole numbers stay whole where they can."""
+def _column(name: str, cost: Cost, placement: Placement) -> Table:
+    """Return seconds of every stage; whole numbers stay whole where possible."""
     stages = placement.stages
-    if isinstance(given, Sequence):
-        for stage, cost in enumerate(given):
-            _number(f"{name} of stage {stage}", cost)
-        _covers(name, len(given), stages)
-        return np.array(given, np.int64 if all(_whole(cost) for cost in given) else np.float64)
-    _number(name, given)
-    total = given * placement.ranks
-    if _whole(given) and total % stages == 0:
+    if isinstance(cost, Sequence):
+        for stage, seconds in enumerate(cost):
+            _number(f"{name} of stage {stage}", seconds)
+        _covers(name, len(cost), stages)
+        return np.array(cost, np.int64 if all(_whole(seconds) for seconds in cost) else np.float64)
+    _number(name, cost)
+    total = cost * placement.ranks
+    if _whole(cost) and total % stages == 0:
         return np.full(stages, total // stages, np.int64)
     return np.full(stages, total / stages, np.float64)
 
 
-def _covers(name: str, given: int, stages: int) -> None:
-    if given != stages:
+def _covers(name: str, count: int, stages: int) -> None:
+    if count != stages:
         raise ConfigError(
             f"{name} must cover stages 0..{stages - 1} of the schedule: "
-            + (f"stage {given} has no cost" if given < stages else f"there are costs of {given} stages")
+            + (f"stage {count} has no cost" if count < stages else f"there are costs of {count} stages")
         )
 
 
@@ -226,12 +228,10 @@ def _whole(number: object) -> bool:
     return isinstance(number, int | np.integer)
 
 
-def _number(name: str, given: object) -> None:
-    if isinstance(given, bool) or not isinstance(given, int | float | np.integer | np.floating):
-        raise ConfigError(f"{name} must be a number, not {given!r}")
-    if not 0 <= given < math.inf:
-        raise ConfigError(f"{name} must be a finite number of at least 0, not {given}")
-    if given > _MOST:
-        raise ConfigError(
-            f"{name} must be at most {_MOST:,}, not {'more' if given > 1e300 else f'{given:g}'}"
-        )
+def _number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ConfigError(f"{name} must be a number, not {value!r}")
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a finite number of at least 0, not {value}")
+    if value > _MAX:
+        raise ConfigError(f"{name} must be at most {_MAX:,}, not {'more' if value > 1e300 else f'{value:g}'}")

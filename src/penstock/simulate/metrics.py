@@ -1,9 +1,9 @@
-"""What a simulation comes to: the figures people compare schedules by.
+"""Figures of a simulation by which schedules are compared.
 
-The literature has two measures of time, and a percentage means nothing without saying which it is of. The *makespan* runs
-from the first start to the last end of all ranks: what a step costs when the optimizer waits for every rank. The *longest*
-is the largest time from a rank's own first start to its own last end: what a step costs when ranks may start the next one
-without waiting (the cost of the zero-bubble paper, 2401.10241).
+The literature has two measures of time, and a percentage must say to which it refers. The *makespan* runs from the first
+start to the last end over all ranks: the time of a step if the optimizer waits for every rank. The *longest* is the largest
+time from one rank's first start to its last end: the time of a step if ranks may start the next one without waiting (the
+cost of the zero-bubble paper, 2401.10241).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from penstock.trace.memory_curve import peaks
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """The figures of one simulated schedule; times in the costs' unit.
+    """Figures of one simulated schedule; times in the costs' unit.
 
     Attributes:
-        schedule: its name.
-        ranks, stages, microbatches: its counts.
-        makespan: the last end minus the first start.
-        longest: the largest last end minus first start of one rank.
-        lower_bound: no schedule with this placement and these costs has a smaller makespan.
+        schedule: name of the schedule.
+        ranks, stages, microbatches: counts of the schedule.
+        makespan: last end minus first start.
+        longest: largest last end minus first start of one rank.
+        lower_bound: makespan that no schedule with this placement and these costs can beat.
         busy: computing time of every rank, shape (ranks,).
-        bubble: makespan - busy of every rank.
-        idle: the bubble of every rank by cause; see `penstock.trace.bubbles`.
-        peak_activations: int64, the most activations every rank holds, in chunks (a microbatch on a stage), freed at W.
+        bubble: makespan minus busy, shape (ranks,).
+        idle: bubble of every rank by cause; see `penstock.trace.bubbles`.
+        peak_activations: int64, peak of the activations of every rank in chunks (a microbatch on a stage), freed at W.
     """
 
     schedule: str
@@ -54,7 +54,7 @@ class Metrics:
 
     @property
     def bubble_of_makespan(self) -> float:
-        """The idle share of ranks × makespan."""
+        """Idle share of ranks × makespan."""
         return _share(float(self.bubble.sum()), float(self.makespan) * self.ranks)
 
     @property
@@ -64,11 +64,11 @@ class Metrics:
 
     @property
     def over_bound(self) -> float:
-        """How much longer the makespan is than the lower bound, as a share of the bound; rounding is no time gained."""
+        """Makespan beyond the lower bound, as a share of the bound; never negative, even by rounding."""
         return max(0.0, _share(float(self.makespan - self.lower_bound), float(self.lower_bound)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as what JSON can hold."""
+        """Return all figures as values that JSON can represent."""
         return {
             "schedule": self.schedule,
             "ranks": self.ranks,
@@ -88,7 +88,7 @@ class Metrics:
 
 
 def measure(schedule: Schedule, costs: Costs, trace: Trace) -> Metrics:
-    """Sum up a simulation of `schedule` with `costs`."""
+    """Return the figures of a simulation of `schedule` with `costs`."""
     split = bubbles(trace)
     return Metrics(
         schedule.name,
@@ -105,5 +105,5 @@ def measure(schedule: Schedule, costs: Costs, trace: Trace) -> Metrics:
     )
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
+def _share(part: float, total: float) -> float:
+    return part / total if total > 0 else 0.0

@@ -1,9 +1,8 @@
-"""The reduction of gradients over replicas in a simulated step: where it hides, and what of it is exposed.
+"""Reduction of gradients over replicas in a simulated step, and the part of it that is exposed.
 
-A rank reduces on the side while it computes. A stage's gradients become complete during its last weight gradient (the
-last B or W of the stage on that rank), bucket by bucket: the n-th of k buckets when n/k of that op is done. Buckets go
-one after the other. A reduction hides in later ops and in the cool-down; what outlasts the rank's own last op is
-exposed.
+A rank reduces while it computes. A stage's gradients become complete during its last weight gradient (the last B or W of
+the stage on that rank), bucket by bucket: the n-th of k buckets when n/k of that op is done. Buckets are reduced one after
+the other. A reduction hides in later ops and in the cool-down. The part after the rank's last op is exposed.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from penstock.trace.events import Activity, Trace
 
 @dataclass(frozen=True)
 class Reductions:
-    """What the reductions of one step come to; times in the trace's unit.
+    """Reductions of one step; times in the trace's unit.
 
     Attributes:
-        trace: the step with an event of kind REDUCE for every bucket.
-        exposed: by rank, how long the last reduction outlasts the rank's last op.
-        total: by rank, the time its reductions take.
+        trace: trace of the step with an event of kind REDUCE for every bucket.
+        exposed: time from each rank's last op to the end of its last reduction.
+        total: time that each rank's reductions take.
     """
 
     trace: Trace
@@ -37,83 +36,88 @@ class Reductions:
 def reduce_gradients(
     program: Program, trace: Trace, seconds: Sequence[Any], buckets: int | Mapping[int, int] = 1
 ) -> Reductions:
-    """Put the reductions into a simulated step.
+    """Add the reductions to a simulated step.
 
     Args:
-        program: of the step.
-        trace: as `simulate` made it.
-        seconds: by stage, what reducing its gradients takes.
-        buckets: into how many equal buckets a stage's gradients are cut: one number, or by stage (1 where not named).
+        program: program of the step.
+        trace: trace of the step from `simulate`.
+        seconds: time to reduce the gradients of each stage.
+        buckets: number of equal buckets of a stage's gradients: one number (default 1), or a mapping by stage (1 for
+            stages it lacks).
 
     Raises:
-        ConfigError: not one time a stage, a negative one, or a number of buckets below 1.
+        ConfigError: if there is not one time of at least 0 for each stage, or a number of buckets is below 1.
     """
     stages = program.schedule.stages
     if len(seconds) != stages or not all(s >= 0 for s in seconds):
         raise ConfigError(
             f"reductions take one time of at least 0 for each of the {stages} stages, not {list(seconds)}"
         )
-    parts = buckets if isinstance(buckets, Mapping) else dict.fromkeys(range(stages), buckets)
-    if any(n < 1 for n in parts.values()):
+    counts = buckets if isinstance(buckets, Mapping) else dict.fromkeys(range(stages), buckets)
+    if any(n < 1 for n in counts.values()):
         raise ConfigError(f"gradients are cut into at least 1 bucket, not {buckets!r}")
     rows: list[tuple[int, int, Any, Any]] = []
     exposed: list[Any] = []
     total: list[Any] = []
-    for rank, part in enumerate(trace.rank_slices()):
-        own = trace.select(part)
-        zero = own.end.dtype.type(0)
+    for rank, events in enumerate(trace.rank_slices()):
+        local = trace.select(events)
+        zero = local.end.dtype.type(0)
         complete = [
             (begin + (end - begin) * (n + 1) / count, stage, seconds[stage] / count)
-            for stage, (begin, end) in _last_gradients(own).items()
-            for count in [parts.get(stage, 1)]
+            for stage, (begin, end) in _last_gradients(local).items()
+            for count in [counts.get(stage, 1)]
             for n in range(count)
         ]
         clock = zero
-        for ready, stage, long in sorted(complete):
+        for ready, stage, duration in sorted(complete):
             start = max(ready, clock)
-            clock = start + long
+            clock = start + duration
             rows.append((rank, stage, start, clock))
-        exposed.append(max(clock - own.end.max(initial=zero), zero))
-        total.append(sum((long for *_, long in complete), zero))
+        exposed.append(max(clock - local.end.max(initial=zero), zero))
+        total.append(sum((duration for *_, duration in complete), zero))
     return Reductions(_merged(trace, rows), tuple(exposed), tuple(total))
 
 
-def fewest_buckets(program: Program, trace: Trace, seconds: Sequence[Any], most: int = 16) -> dict[int, int]:
-    """How finely each stage's gradients have to be cut: not at all where the reduction hides anyway.
+def fewest_buckets(
+    program: Program, trace: Trace, seconds: Sequence[Any], max_buckets: int = 16
+) -> dict[int, int]:
+    """Return the fewest buckets of each stage that expose no more than `max_buckets` for every stage.
 
     Args:
-        program, trace, seconds: as for `reduce_gradients`.
-        most: the most buckets of a stage.
+        program: program of the step.
+        trace: trace of the step from `simulate`.
+        seconds: time to reduce the gradients of each stage.
+        max_buckets: largest number of buckets of a stage (default 16).
 
     Returns:
-        By stage, the fewest buckets (1, 2, 4 ... `most`) with which its ranks expose no more than with `most` everywhere.
+        Number of buckets (1, 2, 4 ... `max_buckets`) by stage.
     """
-    found = dict.fromkeys(range(program.schedule.stages), most)
-    least = reduce_gradients(program, trace, seconds, found).exposed
+    counts = dict.fromkeys(range(program.schedule.stages), max_buckets)
+    least = reduce_gradients(program, trace, seconds, counts).exposed
     for stage in range(program.schedule.stages):
-        for count in (2**n for n in range(most.bit_length())):
-            tried = {**found, stage: count}
-            now = reduce_gradients(program, trace, seconds, tried).exposed
-            if all(a <= b * (1 + 1e-9) for a, b in zip(now, least, strict=True)):
-                found = tried
+        for count in (2**n for n in range(max_buckets.bit_length())):
+            fewer = {**counts, stage: count}
+            exposed = reduce_gradients(program, trace, seconds, fewer).exposed
+            if all(a <= b * (1 + 1e-9) for a, b in zip(exposed, least, strict=True)):
+                counts = fewer
                 break
-    return found
+    return counts
 
 
-def _last_gradients(own: Trace) -> dict[int, tuple[Any, Any]]:
-    """Stage → (start, end) of the last B or W of one rank."""
+def _last_gradients(local: Trace) -> dict[int, tuple[Any, Any]]:
+    """Return stage → (start, end) of its last B or W on one rank."""
     last: dict[int, tuple[Any, Any]] = {}
-    for row in np.flatnonzero((own.kind == Activity.B) | (own.kind == Activity.W)):
-        last[int(own.stage[row])] = (own.start[row], own.end[row])
+    for row in np.flatnonzero((local.kind == Activity.B) | (local.kind == Activity.W)):
+        last[int(local.stage[row])] = (local.start[row], local.end[row])
     return last
 
 
 def _merged(trace: Trace, rows: Sequence[tuple[int, int, Any, Any]]) -> Trace:
-    """A trace with reductions added, sorted by rank and then by start."""
+    """Return the trace with reductions added, sorted by rank and then by start."""
     if not rows:
         return trace
     rank, stage, start, end = (np.array(column) for column in zip(*rows, strict=True))
-    whole = replace(
+    merged = replace(
         trace,
         rank=np.concatenate([trace.rank, rank.astype(np.int32)]),
         stage=np.concatenate([trace.stage, stage.astype(np.int32)]),
@@ -124,4 +128,4 @@ def _merged(trace: Trace, rows: Sequence[tuple[int, int, Any, Any]]) -> Trace:
         paired=np.concatenate([trace.paired, np.zeros(len(rows), np.bool_)]),
         held=None,
     )
-    return whole.select(np.lexsort((whole.start, whole.rank)))
+    return merged.select(np.lexsort((merged.start, merged.rank)))
