@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.families import FAMILIES
 from penstock.show.chrome import chrome_events, write_chrome
 from penstock.trace.events import Trace
-from penstock.trace.messages import givers
+from penstock.trace.messages import producers
 from tests.support.measured import measured
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of
@@ -56,7 +56,7 @@ def test_every_family_follows_the_rules(family):
     trace = timed(built(family, 4, 8), 1, 2, 1, 0.37)
     events = validated(trace)
     assert len(events["X"]) == len(trace) - trace.paired.sum()
-    giver = givers(trace)
+    giver = producers(trace)
     assert len(events["s"]) == (trace.rank[giver] != trace.rank)[giver >= 0].sum()
 
 

@@ -71,7 +71,7 @@ def test_idle_time_with_nothing_to_wait_for_is_overhead():
     assert idle_of(trace, 0) == {"overhead": 2.5}
 
 
-def test_a_wait_for_a_giver_the_trace_does_not_know_is_a_wait():
+def test_a_wait_for_a_producer_the_trace_lacks_is_a_wait():
     trace = trace_of("1F0@0-1 1B0@4-6 1F1@7-8 1B1@8-9", "2F0@1-2 2B0@2-3")
     assert idle_of(trace, 0) == {"communication": 1, "warm_up": 2, "activation": 1}
 

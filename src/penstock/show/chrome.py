@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.show.palette import KINDS
 from penstock.trace.events import Activity, Trace
 from penstock.trace.memory_curve import memory_curve
-from penstock.trace.messages import givers
+from penstock.trace.messages import producers
 
 _GROUPS = (
     (
@@ -131,7 +131,7 @@ def _numbers(trace: Trace, row: int) -> dict[str, int]:
 
 def _flows(trace: Trace, start: Any, end: Any, track: Any) -> tuple[list[Event], int]:
     """Return an arrow for every message, from inside the sending slice to the start of the receiving one."""
-    giver = givers(trace)
+    giver = producers(trace)
     takers = np.flatnonzero((giver >= 0) & (trace.rank[giver] != trace.rank))
     arrows: list[Event] = []
     left_out = 0

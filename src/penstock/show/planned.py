@@ -20,7 +20,7 @@ from penstock.show.blocks import second_of_pair
 from penstock.simulate.costs import Communication, Costs, Link, Table
 from penstock.simulate.simulator import simulate
 from penstock.trace.events import Activity, Trace
-from penstock.trace.messages import givers
+from penstock.trace.messages import producers
 
 _OPS = tuple(Activity(kind) for kind in Kind)
 
@@ -96,7 +96,7 @@ def _fill(table: Table) -> None:
 
 
 def _latency(work: Trace) -> float:
-    giver = givers(work)
+    giver = producers(work)
     taker = np.flatnonzero(giver >= 0)
     taker = taker[work.rank[giver[taker]] != work.rank[taker]]
     sent = work.end[giver[taker]]

@@ -1,16 +1,16 @@
-"""Where the time of the ranks went: busy, or idle for a reason.
+"""Busy and idle time of the ranks, with the causes of idle time.
 
-Works on simulated and on measured traces alike, from the events alone. A rank is busy while it computes (or runs the
-optimizer). Every moment between the step's first start and its last end in which it is not has one cause:
+Simulated and measured traces are treated alike, from the events alone. A rank is busy while it computes or runs the
+optimizer. All other time between the step's first start and its last end has one cause:
 
     warm_up        waits up to the rank's first backward: the pipeline fills
     cool_down      waits after the rank's last forward, and the time after its last op: the pipeline drains
     activation     waits in the steady state until another stage has computed the activation
-    gradient       the same, the gradient
-    communication  what is needed has been computed, and is on its way, being sent, or being reduced
-    overhead       everything was there and no message was due (never in a simulation)
-    imbalance      what the busiest rank works more than this one, which no order can fill; taken off the waits, those
-                   of the steady state first
+    gradient       waits in the steady state until another stage has computed the gradient
+    communication  the input has been computed, and a message or a reduction is in progress
+    overhead       the input is there and no message is due (never in a simulation)
+    imbalance      work that the busiest rank has beyond this one's, which no order can fill; subtracted from the other
+                   causes, waits of the steady state first
 
 The causes of a rank add up to makespan minus busy: exactly for integer times, to rounding for seconds.
 """
@@ -36,12 +36,12 @@ Times = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Bubbles:
-    """The time of every rank; all in the trace's unit of time.
+    """Busy and idle time of every rank, in the trace's unit of time.
 
     Attributes:
-        makespan: the last end minus the first start, over all ranks.
-        busy: shape (ranks,).
-        idle: every one of `CAUSES` → shape (ranks,).
+        makespan: last end minus first start, over all ranks.
+        busy: computing time, shape (ranks,).
+        idle: cause (each of `CAUSES`) → idle time, shape (ranks,).
     """
 
     makespan: Any
@@ -50,25 +50,25 @@ class Bubbles:
 
     @property
     def causes(self) -> list[str]:
-        """Those that any rank has, beyond what is rounding."""
+        """Causes with more time on some rank than rounding explains."""
         return [cause for cause, time in self.idle.items() if (time > 1e-9 * self.makespan).any()]
 
 
 def makespan(trace: Trace) -> Any:
-    """The last end minus the first start, messages aside; 0 for a trace without events."""
+    """Return last end minus first start, without messages; 0 for a trace without events."""
     real = trace.only(_NOT_MESSAGES)
     return real.end.max() - real.start.min() if len(real) else 0
 
 
 def longest(trace: Trace) -> Any:
-    """The largest time from a rank's first start to its last end: the zero-bubble paper's cost (2401.10241)."""
+    """Return the largest time from a rank's first start to its last end, the cost of the zero-bubble paper (2401.10241)."""
     real = trace.only(_NOT_MESSAGES)
     spans = [real.end[rows].max() - real.start[rows].min() for rows in _occupied(real).values()]
     return max(spans, default=0)
 
 
 def busy(trace: Trace) -> Times:
-    """How long every rank computes, shape (ranks,); ops at the same time count once."""
+    """Return the computing time of every rank, shape (ranks,); overlapping ops count once."""
     work = trace.only(_BUSY)
     total = np.zeros(trace.ranks, (trace.end[:0] - trace.start[:0]).dtype)
     for rank, rows in _occupied(work).items():
@@ -78,12 +78,12 @@ def busy(trace: Trace) -> Times:
 
 
 def bubble_fraction(trace: Trace) -> float:
-    """The idle share of ranks × makespan, between 0 and 1; 0 for a trace without events.
+    """Return the idle share of ranks × makespan, between 0 and 1; 0 for a trace without events.
 
-    Ranks without any event are not counted: a process that saw only its own ranks says how idle these were.
+    Ranks without any event are not counted, so that a process with a part of the ranks gets the share of its part.
     """
-    whole = float(makespan(trace)) * len(_occupied(trace))
-    return 1.0 - float(busy(trace).sum()) / whole if whole > 0 else 0.0
+    total = float(makespan(trace)) * len(_occupied(trace))
+    return 1.0 - float(busy(trace).sum()) / total if total > 0 else 0.0
 
 
 def bubbles(trace: Trace) -> Bubbles:
@@ -95,10 +95,10 @@ def bubbles(trace: Trace) -> Bubbles:
         return Bubbles(0, zero, idle)
     begin, finish = real.start.min(), real.end.max()
     work, reductions = trace.only(_BUSY), trace.only([Activity.REDUCE])
-    givers = _givers(work, finish)
-    # Rank by rank, so that what is worked with stays small whatever the trace.
+    outputs = _outputs(work, finish)
+    # Rank by rank, to bound the working memory.
     for rank, (rows, reducing) in enumerate(zip(work.rank_slices(), reductions.rank_slices(), strict=True)):
-        gaps = _gaps(work.select(rows), rank, givers, begin, finish)
+        gaps = _gaps(work.select(rows), rank, outputs, begin, finish)
         reduced = _reduced(reductions.select(reducing), gaps)
         waited = np.minimum(gaps.waited, gaps.length - reduced)
         message = gaps.message | (reduced > 0)
@@ -113,12 +113,12 @@ def bubbles(trace: Trace) -> Bubbles:
 
 
 class IdleSpans(NamedTuple):
-    """The stretches in which ranks are idle, as columns of equal length.
+    """Idle spans of ranks, as columns of equal length.
 
     Attributes:
-        rank: int32.
-        start, end: in the trace's unit of time.
-        cause: int8, the place in `CAUSES`; never imbalance, which has no place in time.
+        rank: int32, rank of each span.
+        start, end: times in the trace's unit.
+        cause: int8, index in `CAUSES`; never imbalance, which has no place in time.
     """
 
     rank: npt.NDArray[np.int32]
@@ -128,31 +128,31 @@ class IdleSpans(NamedTuple):
 
 
 def idle_spans(trace: Trace) -> IdleSpans:
-    """When every rank was idle, and why: in each gap first the wait for what was not computed yet, then the rest."""
+    """Return the idle spans of every rank: in each gap first the wait for input to be computed, then the rest."""
     real = trace.only(_NOT_MESSAGES)
     none = real.start[:0]
-    found = [IdleSpans(np.zeros(0, np.int32), none, none, np.zeros(0, np.int8))]
+    spans = [IdleSpans(np.zeros(0, np.int32), none, none, np.zeros(0, np.int8))]
     if not len(real):
-        return found[0]
+        return spans[0]
     begin, finish = real.start.min(), real.end.max()
     work, reductions = trace.only(_BUSY), trace.only([Activity.REDUCE])
-    givers = _givers(work, finish)
+    outputs = _outputs(work, finish)
     for rank, (rows, reducing) in enumerate(zip(work.rank_slices(), reductions.rank_slices(), strict=True)):
-        gaps = _gaps(work.select(rows), rank, givers, begin, finish)
+        gaps = _gaps(work.select(rows), rank, outputs, begin, finish)
         reduced = _reduced(reductions.select(reducing), gaps)
         until = gaps.start + np.minimum(gaps.waited, gaps.length - reduced)
         rest = np.where(gaps.message | (reduced > 0), CAUSES.index("communication"), CAUSES.index("overhead"))
         for start, end, cause in ((gaps.start, until, gaps.cause), (until, gaps.start + gaps.length, rest)):
-            there = end > start
-            ranks = np.full(int(there.sum()), rank, np.int32)
-            found.append(IdleSpans(ranks, start[there], end[there], cause[there].astype(np.int8)))
-    return IdleSpans(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+            positive = end > start
+            ranks = np.full(int(positive.sum()), rank, np.int32)
+            spans.append(IdleSpans(ranks, start[positive], end[positive], cause[positive].astype(np.int8)))
+    return IdleSpans(*(np.concatenate(columns) for columns in zip(*spans, strict=True)))
 
 
-class _Givers(NamedTuple):
-    """Who computed what: when it was there, for forwards and backwards, and on which rank.
+class _Outputs(NamedTuple):
+    """Ends of all forwards and backwards, and their ranks.
 
-    Flat tables by stage · microbatches + microbatch; the step's end, and -1, where the trace does not say.
+    Flat tables by stage · microbatches + microbatch, with the step's end and -1 for ops that the trace lacks.
     """
 
     stages: int
@@ -162,33 +162,33 @@ class _Givers(NamedTuple):
     rank: npt.NDArray[np.int32]
 
     def cells(self, work: Trace) -> npt.NDArray[np.int64]:
-        """The place of every event in the tables."""
+        """Return the index of every event in the tables."""
         return work.stage.astype(np.int64) * self.microbatches + work.microbatch
 
 
-def _givers(work: Trace, finish: Any) -> _Givers:
+def _outputs(work: Trace, finish: Any) -> _Outputs:
     stages, microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
     size = stages * microbatches
     forward, backward = np.full(size, finish, work.end.dtype), np.full(size, finish, work.end.dtype)
-    givers = _Givers(stages, microbatches, forward, backward, np.full(size, -1, np.int32))
+    outputs = _Outputs(stages, microbatches, forward, backward, np.full(size, -1, np.int32))
     for rank, rows in _occupied(work).items():
-        mine = work.select(rows)
-        cell = givers.cells(mine)
+        local = work.select(rows)
+        cell = outputs.cells(local)
         for table, mask in (
-            (givers.forward, mine.kind == Activity.F),
-            (givers.backward, _is_backward(mine.kind)),
+            (outputs.forward, local.kind == Activity.F),
+            (outputs.backward, _is_backward(local.kind)),
         ):
             where = cell[mask]
-            table[where] = mine.end[mask]
-            givers.rank[where] = rank
-    return givers
+            table[where] = local.end[mask]
+            outputs.rank[where] = rank
+    return outputs
 
 
 class _Gaps(NamedTuple):
-    """Every stretch in which a rank does not compute; columns of equal length.
+    """Spans in which a rank does not compute; columns of equal length.
 
-    `waited` is its first part, until what the next op needs had been computed, and `cause` the place in _WAITS that this
-    part belongs to. `message` says whether the rest can be a message's doing.
+    `waited` is the length of the first part, until the input of the next op had been computed, and `cause` the index in
+    _WAITS of that part. `message` is True if a message can explain the rest.
     """
 
     start: Times
@@ -198,11 +198,11 @@ class _Gaps(NamedTuple):
     message: npt.NDArray[np.bool_]
 
 
-def _gaps(work: Trace, rank: int, givers: _Givers, begin: Any, finish: Any) -> _Gaps:
-    """The gaps of one rank, whose events `work` has: one before every event, and one after the last."""
+def _gaps(work: Trace, rank: int, outputs: _Outputs, begin: Any, finish: Any) -> _Gaps:
+    """Return the gaps of one rank with events `work`: one before every event, and one after the last."""
     ends = np.maximum.accumulate(np.concatenate([[begin], work.end]).astype(work.end.dtype))
     length = np.maximum(np.append(work.start, finish) - ends, 0)
-    ready, gradient, message = _needs(work, rank, givers, begin, finish)
+    ready, gradient, message = _needs(work, rank, outputs, begin, finish)
     cause = np.where(gradient, _WAITS.index("gradient"), _WAITS.index("activation")).astype(np.int8)
     forward, backward = np.flatnonzero(work.kind == Activity.F), np.flatnonzero(_is_backward(work.kind))
     if len(forward):
@@ -218,38 +218,38 @@ def _gaps(work: Trace, rank: int, givers: _Givers, begin: Any, finish: Any) -> _
 
 
 def _needs(
-    work: Trace, rank: int, givers: _Givers, begin: Any, finish: Any
+    work: Trace, rank: int, outputs: _Outputs, begin: Any, finish: Any
 ) -> tuple[Times, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """For every event of a rank: when what it takes had been computed, whether that is a gradient, and whether a
-    message is due around it (it takes from another rank, or the op before it gives to one).
+    """Return when the input of every event had been computed, whether it is a gradient, and whether a message is due.
 
-    `begin` if it takes nothing; `finish` for the optimizer, which waits for everything.
+    A message is due if the event receives from another rank, or the op before it sends to one. Events without input get
+    `begin`; the optimizer, which waits for everything, gets `finish`.
     """
     ready = np.full(len(work), begin, work.end.dtype)
     ready[work.kind == Activity.OPTIMIZER] = finish
-    takes = np.zeros(len(work), np.bool_)
-    gives = np.zeros(len(work), np.bool_)
+    receives = np.zeros(len(work), np.bool_)
+    sends = np.zeros(len(work), np.bool_)
     backward = _is_backward(work.kind)
-    cell = givers.cells(work)
-    for mask, end, step in ((work.kind == Activity.F, givers.forward, -1), (backward, givers.backward, 1)):
-        giver, taker = work.stage + step, work.stage - step
-        rows = np.flatnonzero(mask & (giver >= 0) & (giver < givers.stages))
-        given = cell[rows] + step * givers.microbatches
-        ready[rows] = end[given]
-        takes[rows] = givers.rank[given] != rank
-        rows = np.flatnonzero(mask & (taker >= 0) & (taker < givers.stages))
-        gives[rows] = givers.rank[cell[rows] - step * givers.microbatches] != rank
+    cell = outputs.cells(work)
+    for mask, end, step in ((work.kind == Activity.F, outputs.forward, -1), (backward, outputs.backward, 1)):
+        producer, consumer = work.stage + step, work.stage - step
+        rows = np.flatnonzero(mask & (producer >= 0) & (producer < outputs.stages))
+        source = cell[rows] + step * outputs.microbatches
+        ready[rows] = end[source]
+        receives[rows] = outputs.rank[source] != rank
+        rows = np.flatnonzero(mask & (consumer >= 0) & (consumer < outputs.stages))
+        sends[rows] = outputs.rank[cell[rows] - step * outputs.microbatches] != rank
     first = np.flatnonzero(work.paired)
     backward[first] = ready[first + 1] > ready[first]
     ready[first] = np.maximum(ready[first], ready[first + 1])
-    takes[first] |= takes[first + 1]
-    gives[first + 1] |= gives[first]
-    takes[1:] |= gives[:-1]
-    return ready, backward, takes
+    receives[first] |= receives[first + 1]
+    sends[first + 1] |= sends[first]
+    receives[1:] |= sends[:-1]
+    return ready, backward, receives
 
 
 def _reduced(reductions: Trace, gaps: _Gaps) -> Times:
-    """How much of every gap the rank spends reducing gradients."""
+    """Return the time of every gap that the rank spends reducing gradients."""
     if not len(reductions):
         return np.zeros_like(gaps.length)
     end = np.maximum.accumulate(reductions.end)
@@ -262,7 +262,7 @@ def _reduced(reductions: Trace, gaps: _Gaps) -> Times:
 
 
 def _charge_imbalance(idle: dict[str, Times], owed: Times) -> None:
-    """Move `owed`, a time a rank, from the other causes to imbalance."""
+    """Move `owed`, shape (ranks,), from the other causes to imbalance."""
     for cause in _YIELDS_TO_IMBALANCE:
         moved = np.minimum(idle[cause], owed)
         idle[cause] = idle[cause] - moved
@@ -275,5 +275,5 @@ def _is_backward(kind: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
 
 
 def _occupied(trace: Trace) -> dict[int, slice]:
-    """Rank → its rows, for the ranks that have any."""
+    """Return rank → its rows, for the ranks that have any."""
     return {rank: rows for rank, rows in enumerate(trace.rank_slices()) if rows.stop > rows.start}

@@ -1,6 +1,6 @@
-"""What happened and when: the one record that simulator and executor both make.
+"""Traces: the events of one step with their times, recorded by the simulator and the executor alike.
 
-Everything that shows, compares or attributes works on a Trace without knowing which of the two made it.
+Reports, comparisons and bubble analysis work on a Trace without knowing which of the two made it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from penstock.errors import DataError
 
 FORMAT = 1
 _COLUMNS = ("rank", "stage", "kind", "microbatch", "start", "end", "paired")
-# Raised by numpy, zipfile and zlib at a file that is cut off or altered; NotImplementedError by zipfile, at a
-# compression that it does not know.
+# Raised by numpy, zipfile and zlib for a file that is cut off or altered; NotImplementedError by zipfile, for an unknown
+# compression.
 _DAMAGE = (OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error, *DAMAGED_ARRAY)
-# A file may unpack to this many bytes, or to so many times its size: what a zip claims, a reader would allocate.
-_SMALL, _MOST_TIMES = 256 * MEGABYTE, 200
-_MORE_RANKS = 1 << 16  # than there are events
+# A file may unpack to this many bytes, or to so many times its size: a reader allocates the size that a zip claims.
+_SMALL, _MAX_RATIO = 256 * MEGABYTE, 200
+_MAX_IDLE_RANKS = 1 << 16
 _LETTERS = {"start": "iuf", "end": "iuf", "paired": "b"}
 
 
 class Activity(IntEnum):
-    """What an event was; the first five are the kinds of op, with the same numbers."""
+    """Kind of an event; the first five are the kinds of op, with the same numbers."""
 
     F = 0
     B = 1
@@ -54,11 +54,10 @@ class Trace:
         ranks: number of ranks.
         rank, stage, microbatch: int32; stage and microbatch are -1 where they have no meaning.
         kind: int8, an `Activity`.
-        start, end: when, in seconds (or in the integer ticks of an integer simulation), from the
-            step's start.
-        paired: bool; this event and the next are the halves of one fused pair and span the same time.
+        start, end: seconds from the start of the step (integer ticks in an integer simulation).
+        paired: bool, whether the event and the next are the halves of one fused pair and span the same time.
         held: int64, bytes (or chunks) of activations the rank holds right after the event; None if unknown.
-        info: what is known besides: ``source`` ("simulated" or "measured"), ``schedule``, ...
+        info: further facts: ``source`` ("simulated" or "measured"), ``schedule``, ...
     """
 
     ranks: int
@@ -82,29 +81,29 @@ class Trace:
         return len(self.rank)
 
     def select(self, rows: npt.NDArray[Any] | slice) -> Trace:
-        """The events in some rows (a mask, indices or a slice), in their order."""
+        """Return the events in some rows (a mask, indices or a slice), in their order."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         held = None if self.held is None else self.held[rows]
         return Trace(self.ranks, **columns, held=held, info=self.info)
 
     def only(self, kinds: Iterable[Activity]) -> Trace:
-        """The events of some kinds; the trace itself if it has no others."""
+        """Return the events of some kinds; the trace itself if it has no others."""
         mask = np.zeros(len(self), np.bool_)
         for kind in kinds:
             mask |= self.kind == kind
         return self if mask.all() else self.select(mask)
 
     def rank_slices(self) -> list[slice]:
-        """The rows of every rank, as a slice a rank."""
-        # In the column's own type, or the whole column would be converted.
+        """Return the rows of every rank as slices."""
+        # With the column's dtype, so that the column is not converted.
         cuts = np.searchsorted(self.rank, np.arange(self.ranks + 1, dtype=self.rank.dtype)).tolist()
         return [slice(a, b) for a, b in pairwise(cuts)]
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as a compressed ``.npz`` file; `info` must be what JSON can hold.
+        """Write the trace as a compressed ``.npz`` file; JSON must be able to represent `info`.
 
         Raises:
-            DataError: the file cannot be written.
+            DataError: if the file cannot be written.
         """
         columns = {name: getattr(self, name) for name in _COLUMNS}
         if self.held is not None:
@@ -118,13 +117,13 @@ class Trace:
 
     @staticmethod
     def load(path: str | Path) -> Trace:
-        """Read what `save` wrote. Nothing in the file is executed.
+        """Read a trace from a file written by `save`. Nothing in the file is executed.
 
         Raises:
-            DataError: the file cannot be read, or is no trace.
+            DataError: if the file cannot be read, or is no trace.
         """
         try:
-            # Opened here, so that a damaged file is closed, too.
+            # Opened here, so that a damaged file is closed as well.
             require_regular(path)
             with open(path, "rb") as raw, np.load(_bounded(raw), allow_pickle=False) as file:
                 header = json.loads(str(file["header"]))
@@ -139,36 +138,36 @@ class Trace:
             raise DataError(f"cannot read {path} as a trace: {error}") from error
         if form != FORMAT:
             raise DataError(f"{path} is a trace of format {form}; this version reads format {FORMAT}")
-        wrong = _wrong(ranks, info, {**columns, **({} if held is None else {"held": held})})
-        if wrong:
-            raise DataError(f"{path} is no sound trace: {wrong}")
+        problem = _problem(ranks, info, {**columns, **({} if held is None else {"held": held})})
+        if problem:
+            raise DataError(f"{path} is no sound trace: {problem}")
         return Trace(ranks, **columns, held=held, info=info)
 
 
 def _bounded(file: BinaryIO) -> BinaryIO:
-    """The file itself, from its start, if it does not unpack to far more than it is.
+    """Return the file, rewound, after checking that it does not unpack to far more than its size.
 
     Raises:
-        ValueError: it does.
-        zipfile.BadZipFile: it is no archive.
+        ValueError: if it does.
+        zipfile.BadZipFile: if it is no archive.
     """
     size = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())
-    if unpacked > max(_SMALL, _MOST_TIMES * size):
+    if unpacked > max(_SMALL, _MAX_RATIO * size):
         raise ValueError(f"its {size:,} bytes unpack to {unpacked:,}")
     file.seek(0)
     return file
 
 
-def _wrong(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]]) -> str:
-    """What of a file's content no trace can have, in words; empty if it is sound."""
+def _problem(ranks: object, info: object, columns: Mapping[str, npt.NDArray[Any]]) -> str:
+    """Describe the first content of a file that no trace can have; empty if it is valid."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or not isinstance(info, dict):
         return f"its header says {ranks!r} ranks"
     lengths = {len(column) if column.ndim == 1 else -1 for column in columns.values()}
     if len(lengths) > 1 or -1 in lengths:
         return "its columns are not of one length"
-    if ranks > len(columns["rank"]) + _MORE_RANKS:
+    if ranks > len(columns["rank"]) + _MAX_IDLE_RANKS:
         return f"its header says {ranks} ranks, of its {len(columns['rank'])} events"
     for name, column in columns.items():
         if column.dtype.kind not in _LETTERS.get(name, "i"):

@@ -1,7 +1,7 @@
-"""A run's traces on disk: ``traces/step-000010.npz``, or a part a process, ``traces/step-000010.rank-3.npz``.
+"""A run's traces on disk: ``traces/step-000010.npz``, or one part a process, ``traces/step-000010.rank-3.npz``.
 
-What is read is what can be read: a file that is broken, cut off or of another version, and a rank that is missing, are
-problems in words beside the traces of the rest.
+Reading skips files that are broken, cut off or of another version, and ranks that are missing. It describes them beside
+the traces of the rest.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from penstock.trace.events import Trace
 from penstock.trace.join import join, present
 
 FOLDER = "traces"
-_CELLS, _SPARSE = 1 << 22, 256  # a trace that lacks most of its ranks can still be shown
+_MAX_CELLS, _MAX_CELLS_PER_EVENT = 1 << 22, 256  # enough to show a trace that lacks most of its ranks
 _NAME = re.compile(r"step-(\d+)(?:\.rank-(\d+))?\.npz")
 
 
 @dataclass(frozen=True)
-class Found:
-    """The traces of a run.
+class RunTraces:
+    """Traces of a run.
 
     Attributes:
-        steps: step (from 1) → its trace, ascending; a rank that is missing has no events.
-        problems: what could not be read or is missing, a sentence each, with the file.
+        steps: step (from 1) → its trace, ascending; a missing rank has no events.
+        problems: descriptions of unreadable files and missing ranks, one sentence each.
     """
 
     steps: Mapping[int, Trace]
@@ -36,23 +36,23 @@ class Found:
 
 
 def step_path(run: str | Path, step: int, rank: int | None = None) -> Path:
-    """Where the trace of a step is kept: all of it, or the part of the process with that rank."""
+    """Return the path of a step's trace, or of the part of one process if `rank` is given."""
     part = "" if rank is None else f".rank-{rank}"
     return Path(run) / FOLDER / f"step-{step:06}{part}.npz"
 
 
 def save_step(run: str | Path, step: int, trace: Trace, rank: int | None = None) -> Path:
-    """Keep the trace of a step with its run, and return where; the file is there complete or not at all.
+    """Write the trace of a step into the run's folder, complete or not at all, and return its path.
 
     Args:
-        run: the run's folder.
-        step: counted from 1.
-        trace: all ranks' (then `rank` is not given), or what the process `rank` recorded; of a part ``info["origin"]``
-            must be on a clock that all parts share.
-        rank: of the process.
+        run: path of the run's folder.
+        step: number of the step, from 1.
+        trace: trace of all ranks, or of one process; the ``info["origin"]`` of such a part must be on a clock that all
+            parts share.
+        rank: rank of the process that recorded the part (default: the trace has all ranks).
 
     Raises:
-        DataError: it cannot be written.
+        DataError: if the file cannot be written.
     """
     path = step_path(run, step, rank)
     try:
@@ -65,10 +65,10 @@ def save_step(run: str | Path, step: int, trace: Trace, rank: int | None = None)
 
 
 def drop_after(run: str | Path, step: int) -> None:
-    """Delete the traces of later steps, which are going to be done anew; there may be none.
+    """Delete the traces of later steps, which will be run again.
 
     Raises:
-        OSError: one cannot be deleted.
+        OSError: if one cannot be deleted.
     """
     for path in (Path(run) / FOLDER).glob("step-*.npz"):
         match = _NAME.fullmatch(path.name)
@@ -76,11 +76,11 @@ def drop_after(run: str | Path, step: int) -> None:
             path.unlink()
 
 
-def read_folder(run: str | Path) -> Found:
+def read_folder(run: str | Path) -> RunTraces:
     """Read all traces of a run.
 
     Raises:
-        DataError: the folder has no trace that can be read; the message says what there is.
+        DataError: if the folder has no readable trace; the message lists the problems.
     """
     folder = Path(run) / FOLDER
     files: dict[int, list[tuple[int, Path]]] = {}
@@ -101,14 +101,14 @@ def read_folder(run: str | Path) -> Found:
             "; ".join(problems)
             or f"{folder} holds no trace; the files of a run are called {step_path('', 10).name}"
         )
-    return Found(steps, tuple(problems))
+    return RunTraces(steps, tuple(problems))
 
 
 def read_file(path: str | Path) -> tuple[Trace, tuple[str, ...]]:
-    """Read one file, and say which ranks it lacks.
+    """Read one file; return its trace and a description of the ranks it lacks.
 
     Raises:
-        DataError: it cannot be read, or holds no event.
+        DataError: if it cannot be read, or has no event.
     """
     trace = Trace.load(path)
     if not len(trace):
@@ -121,9 +121,9 @@ def read_file(path: str | Path) -> tuple[Trace, tuple[str, ...]]:
 def _read_step(
     run: str | Path, step: int, files: list[tuple[int, Path]], problems: list[str]
 ) -> Trace | None:
-    whole = [path for rank, path in files if rank < 0]
+    complete = [path for rank, path in files if rank < 0]
     parts: list[Trace] = []
-    for path in whole or [path for _, path in files]:
+    for path in complete or [path for _, path in files]:
         try:
             parts.append(Trace.load(path))
         except DataError as error:
@@ -132,45 +132,45 @@ def _read_step(
     if not parts:
         return None
     try:
-        trace = parts[0] if whole else join(parts, _clocks(parts))
+        trace = parts[0] if complete else join(parts, _clocks(parts))
         _require_dense(trace, "its trace")
     except DataError as error:
         problems.append(f"step {step}: {error}")
         return None
     if missing := _without(trace):
-        name = whole[0] if whole else step_path(run, step).with_suffix(".rank-*.npz")
+        name = complete[0] if complete else step_path(run, step).with_suffix(".rank-*.npz")
         problems.append(
-            f"step {step} is shown without {missing}: {name} {'has' if whole else 'have'} nothing of it"
+            f"step {step} is shown without {missing}: {name} {'has' if complete else 'have'} nothing of it"
         )
     return trace
 
 
-def _require_dense(trace: Trace, what: object) -> None:
-    """Refuse a few events that say of themselves that they are of a huge step: tables of the step would be as huge.
+def _require_dense(trace: Trace, name: object) -> None:
+    """Reject a few events that claim to be of a huge step, because tables of the step would be as huge.
 
     Raises:
-        DataError: it is so.
+        DataError: if stages and microbatches are far more than the events.
     """
     stages, microbatches = int(trace.stage.max(initial=-1)) + 1, int(trace.microbatch.max(initial=-1)) + 1
-    if stages * microbatches > _CELLS + _SPARSE * len(trace):
+    if stages * microbatches > _MAX_CELLS + _MAX_CELLS_PER_EVENT * len(trace):
         raise DataError(
-            f"{what} has {len(trace)} events of {stages} stages and {microbatches} microbatches; those are far too few"
+            f"{name} has {len(trace)} events of {stages} stages and {microbatches} microbatches; those are far too few"
         )
 
 
 def _clocks(parts: list[Trace]) -> Alignment | None:
-    """What the parts say of their clocks, if all of them do: ``clock_offset`` and ``clock_error``, in seconds."""
+    """Return the alignment from ``clock_offset`` and ``clock_error`` (seconds) if all parts have them."""
     import numpy as np
 
-    said = [(part.info.get("clock_offset"), part.info.get("clock_error", 0.0)) for part in parts]
-    if not all(isinstance(number, int | float) for pair in said for number in pair):
+    offsets = [(part.info.get("clock_offset"), part.info.get("clock_error", 0.0)) for part in parts]
+    if not all(isinstance(number, int | float) for pair in offsets for number in pair):
         return None
-    table = np.array(said, np.float64)
+    table = np.array(offsets, np.float64)
     return Alignment(table[:, 0], table[:, 1])
 
 
 def _without(trace: Trace) -> str:
-    """The ranks that have no events, in words."""
+    """Describe the ranks that have no events."""
     missing = sorted(set(range(trace.ranks)) - set(present(trace)))
     if not missing:
         return ""

@@ -1,4 +1,4 @@
-"""The memory curve of a rank: what it holds over time, from a trace that says what it holds after every event."""
+"""The memory of a rank over time, from a trace with the memory held after every event."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Curve(NamedTuple):
     """A step function of time.
 
     Attributes:
-        time: when the rank's memory changes, ascending, in the trace's unit.
-        held: int64, what it holds from then on, in the unit of the trace's `held`.
+        time: times at which the rank's memory changes, ascending, in the trace's unit.
+        held: int64, memory held from each time on, in the unit of the trace's `held`.
     """
 
     time: npt.NDArray[Any]
@@ -24,10 +24,10 @@ class Curve(NamedTuple):
 
 
 def memory_curve(trace: Trace, rank: int) -> Curve:
-    """What one rank holds over time: an event takes memory when it starts and gives it back when it ends.
+    """Return the memory of one rank over time: events allocate at their start and free at their end.
 
     Raises:
-        ConfigError: the trace does not say what is held, or has no such rank.
+        ConfigError: if the trace does not record memory, or has no such rank.
     """
     column = _held(trace)
     if not 0 <= rank < trace.ranks:
@@ -36,15 +36,15 @@ def memory_curve(trace: Trace, rank: int) -> Curve:
     after = column[rows]
     change = np.diff(after, prepend=np.int64(0))
     time = np.where(change > 0, trace.start[rows], trace.end[rows])
-    moved = change != 0
-    return Curve(time[moved], after[moved])
+    changes = change != 0
+    return Curve(time[changes], after[changes])
 
 
 def peaks(trace: Trace) -> npt.NDArray[np.int64]:
-    """The most every rank ever holds, int64, shape (ranks,).
+    """Return the peak memory of every rank, int64, shape (ranks,).
 
     Raises:
-        ConfigError: the trace does not say what is held.
+        ConfigError: if the trace does not record memory.
     """
     column = _held(trace)
     return np.array([column[rows].max(initial=0) for rows in trace.rank_slices()], np.int64)

@@ -13,7 +13,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.trace.join import present
-from penstock.trace.messages import givers
+from penstock.trace.messages import producers
 from tests.support import plain
 
 RANKS, MICROBATCHES = 2, 4
@@ -39,7 +39,7 @@ def test_every_process_gets_the_whole_step(processes: LocalProcesses):
     # All processes of this machine read one clock, so that the true offset is known: none.
     assert (np.abs(clocks.offset) <= clocks.error).all()
     assert 0 < whole.info["clock_error"] < 1.0
-    giver = givers(whole)
+    giver = producers(whole)
     takes = giver >= 0
     assert takes.sum() == 2 * MICROBATCHES
     assert (whole.start[takes] >= whole.end[giver[takes]] - 2 * whole.info["clock_error"]).all()
