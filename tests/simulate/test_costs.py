@@ -98,7 +98,7 @@ def test_ranks_fill_nodes_in_order():
         ("blocks must be one of none, sender, receiver, both, not 'all'", lambda: Communication(blocks="all")),
         ("pair_output must be end or early, not 'now'", lambda: Costs.of(FOUR, 1, 1, 1, pair_output="now")),
         (
-            "pair_output early needs messages that block nobody",
+            "pair_output early needs messages that block no rank",
             lambda: Costs.of(FOUR, 1, 1, 1, pair_output="early", communication=Communication(blocks="receiver")),
         ),
     ],

@@ -12,7 +12,7 @@ from penstock.trace.clock import align
 
 
 def test_two_clocks_by_hand():
-    # The second clock is 100 behind; in the second meeting both came at 20 and left at 21.
+    # The second clock is 100 behind; in the second barrier both entered at 20 and left at 21.
     found = align([[[10, 13], [20, 21]], [[-89, -87], [-80, -79]]])
     assert found.offset.tolist() == [0, 100]
     assert found.error.tolist() == [0, 1]
@@ -21,27 +21,27 @@ def test_two_clocks_by_hand():
 @given(
     offsets=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5),
     seed=st.integers(0, 2**32 - 1),
-    meetings=st.integers(1, 8),
+    barriers=st.integers(1, 8),
 )
-def test_the_true_offset_is_within_the_error(offsets, seed, meetings):
+def test_the_true_offset_is_within_the_error(offsets, seed, barriers):
     random = np.random.default_rng(seed)
     behind = np.array([0.0, *offsets])[:, None]
-    came = np.cumsum(random.random((len(behind), meetings)), axis=1)
-    left = came.max(axis=0) + random.random((len(behind), meetings))
-    found = align(np.stack([came - behind, left - behind], axis=2))
+    entered = np.cumsum(random.random((len(behind), barriers)), axis=1)
+    left = entered.max(axis=0) + random.random((len(behind), barriers))
+    found = align(np.stack([entered - behind, left - behind], axis=2))
     assert (np.abs(found.offset - behind[:, 0]) <= found.error + 1e-9).all()
 
 
-def test_more_meetings_never_make_the_error_larger():
+def test_more_barriers_never_make_the_error_larger():
     random = np.random.default_rng(0)
-    came = np.cumsum(random.random((3, 20)) + 1, axis=1)
-    left = came.max(axis=0) + random.random((3, 20)) * 0.5
-    met = np.stack([came, left], axis=2)
+    entered = np.cumsum(random.random((3, 20)) + 1, axis=1)
+    left = entered.max(axis=0) + random.random((3, 20)) * 0.5
+    met = np.stack([entered, left], axis=2)
     errors = [align(met[:, :n]).error for n in range(1, 21)]
     assert all((b <= a).all() for a, b in pairwise(errors))
 
 
 @pytest.mark.parametrize("met", [[], [[]], [[[1, 2, 3]]], [[[2, 1]]]])
-def test_what_is_no_meeting_is_refused(met):
-    with pytest.raises(DataError, match="a coming and a later leaving"):
+def test_what_is_no_barrier_is_refused(met):
+    with pytest.raises(DataError, match="entered and later left every barrier"):
         align(met)
