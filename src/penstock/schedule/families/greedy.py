@@ -114,7 +114,9 @@ class Policy:
     @property
     def table(self) -> Floats:
         """The four columns for the kernel, shape (4, ranks)."""
-        return np.array([self.ahead, self.slack, self.patience, self.backward_first], np.float64)
+        table = np.empty((4, len(self.ahead)))
+        table[0], table[1], table[2], table[3] = self.ahead, self.slack, self.patience, self.backward_first
+        return table
 
 
 def construct(problem: Problem, policy: Policy) -> tuple[Score, Lists]:
