@@ -48,7 +48,7 @@ class Shards:
     Args:
         parameters: (name, parameter) pairs; those that require no gradient are left out.
         reducer: this replica's end of the communicator.
-        options: options of `GradientBuckets`.
+        options: options of `GradientBuckets`, except `rebuild` and `sharded`.
 
     Attributes:
         buckets: buckets of the gradients.

@@ -257,7 +257,7 @@ def _by_style(
 
 
 class _AddUp:
-    """Hook that sums a parameter's gradient over the ranks, each of which has the gradient from its heads."""
+    """Hook that sums the partial gradients of a parameter, one from the heads of each rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
