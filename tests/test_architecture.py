@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
 
 import penstock
 
@@ -125,6 +126,36 @@ def test_one_word_for_one_thing():
         name: sorted(map(str, paths)) for d in (files, classes) for name, paths in d.items() if len(paths) > 1
     }
     assert not twice
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Names with a leading underscore that the classes of a module define."""
+    names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    names |= {
+        n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+    names |= {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_class_reaches_into_another_module():
+    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    ours = set().union(*(private_names(tree) for tree in trees.values()))
+    # nn.Module, tensors, hooks and named tuples have private names of their own.
+    ours -= set(dir(torch.nn.Module())) | set(dir(torch.Tensor)) | {"_replace", "_backward_hooks"}
+    for path, tree in trees.items():
+        foreign = ours - private_names(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in foreign:
+                used = ast.unparse(node)
+                assert used.startswith(("self._", "cls._", "torch.")), f"{path.relative_to(SOURCE)}: {used}"
 
 
 def test_all_is_exactly_what_is_exported():
