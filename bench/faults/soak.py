@@ -72,14 +72,20 @@ def run(
         number += 1
         while started.running() and time.monotonic() < began + number * every:
             time.sleep(0.1)
-        struck += strike(started, chance)
+        struck += strike(started, chance, steps)
     return started.wait(7200.0)
 
 
-def strike(started: Victim, chance: random.Random) -> bool:
-    """One fault for one rank that is training, if any is; whether there was one."""
+def strike(started: Victim, chance: random.Random, steps: int) -> bool:
+    """One fault for one rank that is training, if any is; whether there was one.
+
+    After the last step the run is complete, and starting it again is refused.
+    """
     action = chance.choice(ACTIONS)
-    pids = {event["pid"]: event["rank"] for event in started.events() if event["what"] == "step"}
+    done = [event for event in started.events() if event["what"] == "step"]
+    if any(event["step"] >= steps - 1 for event in done):
+        return False
+    pids = {event["pid"]: event["rank"] for event in done}
     living = [pid for pid in started.processes_left() if pid in pids]
     if not living:
         return False
