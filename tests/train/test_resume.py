@@ -147,6 +147,17 @@ def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(
     assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == before
 
 
+def test_a_restart_of_a_finished_run_ends_well(
+    tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A process can die between the run's last write and its own end; the launcher then restarts the run."""
+    kept = metrics(straight)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    said = run(config_of(tmp_path, tmp_path / "text", "straight", 6, "auto"))
+    assert any(line.startswith("resuming from") for line in said)
+    assert metrics(straight) == kept
+
+
 def test_data_that_was_moved_is_the_same_data(tmp_path: Path, straight: Path):
     text = (tmp_path / "text").rename(tmp_path / "elsewhere")
     said = run(config_of(tmp_path, text, "straight", 8, str(straight)))

@@ -176,7 +176,7 @@ def _create(path: Path, config: Config, lock: ExitStack | None) -> Path:
 
 def _begin(path: Path, config: Config, done: int) -> list[Logger]:
     """Delete metrics and traces of steps that will be repeated, and open the loggers; for the leader alone."""
-    go_back(path, done)
+    go_back(path, done, evaluates=done == config.train.steps)
     drop_after(path, done)
     return open_loggers(config, path, done)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -110,7 +111,7 @@ class RunCheckpointer:
         for problem in loaded.refused:
             self._reporter.say(f"refused: {problem}")
         self._reporter.say(f"resuming from {loaded.path}")
-        finished = self._run_group.decide(lambda: is_finished(self._run))
+        finished = self._run_group.decide(lambda: is_finished(self._run) and not _is_restart())
         if loaded.step > train.steps or (loaded.step == train.steps and finished):
             raise ConfigError(
                 f"train.steps must be more than {loaded.step}, the step of {loaded.path}, got {train.steps}; give more steps"
@@ -245,3 +246,9 @@ def _progress_of(loaded: Loaded) -> RunProgress:
             f"{skipped!r:.40}"
         )
     return RunProgress(loaded.step, float(loss), skipped)
+
+
+def _is_restart() -> bool:
+    """Return whether a launcher restarts this run; a process may have died after the run had finished."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(os.environ.get(name, "0") != "0" for name in counts)

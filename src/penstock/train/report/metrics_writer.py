@@ -20,8 +20,13 @@ from penstock.train.report.loggers import Logger
 METRICS = "metrics.jsonl"
 
 
-def go_back(run: Path, step: int) -> None:
+def go_back(run: Path, step: int, evaluates: bool = False) -> None:
     """Create the metrics of a run, or remove later steps, the last line of a finished run, and malformed lines.
+
+    Args:
+        run: folder of the run.
+        step: last step that stays.
+        evaluates: also remove the evaluation after that step, which will be repeated (default False).
 
     Raises:
         OSError: if the file cannot be written.
@@ -31,7 +36,7 @@ def go_back(run: Path, step: int) -> None:
         path.touch()
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    write_bytes(path, b"".join(line for line in lines if _is_until(line, step)))
+    write_bytes(path, b"".join(line for line in lines if _stays(line, step, evaluates)))
 
 
 def is_finished(path: Path) -> bool:
@@ -126,12 +131,13 @@ class MetricsWriter:
                 logger.close()
 
 
-def _is_until(line: bytes, step: int) -> bool:
+def _stays(line: bytes, step: int, evaluates: bool) -> bool:
     entry = _entry(line)
     if entry is None or entry.get("kind") == "final":
         return False
     done = entry.get("step", 0)
-    return isinstance(done, int | float) and done <= step
+    repeated = evaluates and entry.get("kind") == "held_out" and done == step
+    return isinstance(done, int | float) and done <= step and not repeated
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
