@@ -16,7 +16,7 @@ from penstock.tensor_file import DTYPES, TensorFile, write_tensors
 
 def examples() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    found = {str(dtype): (8 * torch.randn(3, 4)).to(dtype) for dtype in DTYPES}
+    found = {str(dtype): (8 * torch.randn(3, 4)).to(dtype) for dtype in DTYPES.values()}
     return found | {"": torch.tensor(2.5), "none": torch.empty(0, 3), "ü/ö": torch.arange(24).view(2, 3, 4)}
 
 

@@ -28,25 +28,26 @@ from penstock.encoding import sendable
 from penstock.errors import ConfigError
 
 DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
+"""Dtypes that files can keep, by their names in safetensors."""
 
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE = 8 << 20
 _MOST_HEADER = 100_000_000  # bytes, the library's limit
 
@@ -71,12 +72,12 @@ def dtype_name(name: str, tensor: Tensor) -> str:
     Raises:
         ConfigError: it has none there.
     """
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in _NAMES:
         raise ConfigError(
             f"{name} is of {tensor.dtype}, which a checkpoint cannot keep; it keeps "
-            + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            + ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
         )
-    return DTYPES[tensor.dtype]
+    return _NAMES[tensor.dtype]
 
 
 def write_tensors(
@@ -177,9 +178,9 @@ class TensorFile:
             OSError: it cannot be read, or is of a dtype that `DTYPES` has not.
         """
         entry = self.entries[name]
-        if entry.dtype not in _BY_NAME:
-            raise self._wrong(f"{name!r:.200} is {entry.dtype!r:.40}, not one of {', '.join(_BY_NAME)}")
-        dtype, shape = _BY_NAME[entry.dtype], list(entry.shape)
+        if entry.dtype not in DTYPES:
+            raise self._wrong(f"{name!r:.200} is {entry.dtype!r:.40}, not one of {', '.join(DTYPES)}")
+        dtype, shape = DTYPES[entry.dtype], list(entry.shape)
         first, last = 0, 1
         if run is not None and shape:
             first, last, _ = run.indices(shape[dim])
@@ -237,7 +238,7 @@ class TensorFile:
         if not (_counts(shape) and _counts(places) and len(places) == 2 and isinstance(dtype, str)):
             raise self._wrong(f"its header says of {name!r:.200}: {value!r:.200}")
         start, stop = places
-        known = _BY_NAME.get(dtype)
+        known = DTYPES.get(dtype)
         if stop < start or (known is not None and math.prod(shape) * known.itemsize != stop - start):
             raise self._wrong(f"{name!r:.200} is {dtype} of shape {shape}, and has bytes {start} to {stop}")
         return TensorEntry(tuple(shape), dtype, first + start, first + stop)

@@ -111,8 +111,8 @@ def convert(
     needs no conversion: every checkpoint loads at any split.
     """
     from penstock.checkpoint.convert import resplit
-    from penstock.checkpoint.dcp.dcp import export
-    from penstock.checkpoint.dcp.dcp_import import bring_in
+    from penstock.checkpoint.dcp.dcp_export import export_dcp
+    from penstock.checkpoint.dcp.dcp_import import import_dcp
 
     if (stages is not None) + to_dcp + from_dcp != 1:
         raise click.UsageError("give exactly one of --stages, --to-dcp and --from-dcp")
@@ -121,9 +121,9 @@ def convert(
     if stages is not None:
         resplit(source, target, stages)
     elif like is not None:
-        bring_in(source, target, like)
+        import_dcp(source, target, like)
     else:
-        export(source, target)
+        export_dcp(source, target)
     click.echo(f"written: {target}")
 
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import DataError
-from penstock.tensor_file import TensorFile
+from penstock.tensor_file import DTYPES, TensorFile
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
 _MOST = 512 * MEGABYTE  # of an index
-_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATING = ("F64", "F32", "F16", "BF16")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -158,9 +158,9 @@ def matched(
     return {name: found[name] for name in wanted}
 
 
-def dtype_of(stored: Mapping[str, Stored]) -> torch.dtype:
-    """The dtype of the first tensor, in the order of the names' places in the files."""
-    return _FLOATING[next(iter(stored.values())).dtype]
+def dtype_of(stored: Mapping[str, Stored]) -> torch.dtype | None:
+    """Return the dtype of the first floating-point tensor in the order of the files; None without one."""
+    return next((DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in _FLOATING), None)
 
 
 def read_tensors(wanted: Mapping[str, Stored]) -> dict[str, Tensor]:

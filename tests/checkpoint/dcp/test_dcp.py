@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import penstock
 from penstock.checkpoint.checkpoints import Checkpoints
-from penstock.checkpoint.dcp.dcp import export
-from penstock.checkpoint.dcp.dcp_import import bring_in
-from penstock.checkpoint.dcp.opcodes import Made, Named, parse
+from penstock.checkpoint.dcp.dcp_export import export_dcp
+from penstock.checkpoint.dcp.dcp_import import import_dcp
+from penstock.checkpoint.dcp.pickle_parser import GlobalStub, ObjectStub, parse
 from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.mesh import make_mesh
 from penstock.runtime.workers.pool import LocalProcesses
@@ -92,9 +92,9 @@ def test_opcodes_of_plain_values_give_them_back(value, protocol):
 
 
 def test_what_would_be_called_is_noted_and_not_called():
-    found = parse(pickle.dumps(collections.OrderedDict(a=1)), "x")
-    assert isinstance(found, Made)
-    assert (found.what, found.args, found.items) == (Named("collections", "OrderedDict"), (), {"a": 1})
+    stub = parse(pickle.dumps(collections.OrderedDict(a=1)), "x")
+    assert isinstance(stub, ObjectStub)
+    assert (stub.factory, stub.args, stub.items) == (GlobalStub("collections", "OrderedDict"), (), {"a": 1})
     # A tuple of the same tuple twice, and so on, takes for ever to hash: no key.
     with pytest.raises(DataError, match="tuple as a key"):
         parse(pickle.dumps({(1, 2): 3}), "x")
@@ -161,7 +161,7 @@ def test_what_would_take_for_ever_to_hash_or_print_is_refused_at_once(tmp_path: 
         owner = {"fqn": index, "relative_path": info, "dtype": properties}[where]
         object.__setattr__(owner, where, tower())
     (folder / ".metadata").write_bytes(pickle.dumps(described))
-    with pytest.raises(DataError, match=r"instead of|is no place"):
+    with pytest.raises(DataError, match=r"instead of|is no path"):
         penstock.read_dcp(folder)
 
 
@@ -195,8 +195,8 @@ def saved(folder: Path, count: int, seed: int = 0):
 def test_a_checkpoint_that_went_out_comes_back_whole(tmp_path: Path):
     first, state = saved(tmp_path / "a", 5)
     like, _ = saved(tmp_path / "b", 1)
-    export(first, tmp_path / "dcp")
-    bring_in(tmp_path / "dcp", tmp_path / "b" / "step-00000005", like)
+    export_dcp(first, tmp_path / "dcp")
+    import_dcp(tmp_path / "dcp", tmp_path / "b" / "step-00000005", like)
     with pipeline(ranks=1) as pipe, Checkpoints(tmp_path / "b", pipe, adamw(pipe)) as checkpoints:
         assert checkpoints.load_newest().step == 5
         assert equal(state_of(pipe, checkpoints.optimizer), state)
@@ -246,7 +246,7 @@ def test_a_run_goes_on_from_what_a_plain_loop_saved(tmp_path: Path):
         group["lr"] = 0.01 / 4
     weights, state = get_state_dict(net, optimizer)
     save({"model": weights, "optim": state}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    bring_in(tmp_path / "dcp", tmp_path / "run" / "step-00000003", like)
+    import_dcp(tmp_path / "dcp", tmp_path / "run" / "step-00000003", like)
     with pipeline(ranks=2) as pipe, Checkpoints(tmp_path / "run", pipe, adamw(pipe)) as checkpoints:
         assert checkpoints.load_newest().step == 3
         found = steps(pipe, checkpoints.optimizer, 3)
@@ -255,7 +255,7 @@ def test_a_run_goes_on_from_what_a_plain_loop_saved(tmp_path: Path):
 
 def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
     first, _ = saved(tmp_path / "a", 2)
-    export(first, tmp_path / "dcp")
+    export_dcp(first, tmp_path / "dcp")
     good = penstock.read_dcp(tmp_path / "dcp")
     name = next(iter(good["model"]))
 
@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
         shutil.rmtree(tmp_path / "changed", ignore_errors=True)
         save(state, checkpoint_id=str(tmp_path / "changed"), no_dist=True)
         with pytest.raises(PenstockError) as caught:
-            bring_in(tmp_path / "changed", tmp_path / "b" / target, first)
+            import_dcp(tmp_path / "changed", tmp_path / "b" / target, first)
         assert isinstance(caught.value, ConfigError | DataError)
         assert not (tmp_path / "b").exists()
         return str(caught.value)
@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
     save(
         {**good, "model": {**model, "twin": model[name]}}, checkpoint_id=str(tmp_path / "tied"), no_dist=True
     )
-    bring_in(tmp_path / "tied", tmp_path / "c" / "step-00000002", first)
+    import_dcp(tmp_path / "tied", tmp_path / "c" / "step-00000002", first)
     assert "with unknown extra" in told({**good, "model": {**model, "extra": torch.ones(1)}})
     assert "not of shape" in told({**good, "model": {**model, name: torch.ones(1)}})
     assert "cannot hold" in told({**good, "model": {**model, name: model[name].double()}})
@@ -286,5 +286,5 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
     assert "must be called step-00000002" in told(good, "step-00000009")
     assert "must be called step-NUMBER" in told(good, "two")
     with pytest.raises(DataError, match=r"no \.metadata"):
-        bring_in(tmp_path / "a", tmp_path / "b" / "step-00000002", first)
+        import_dcp(tmp_path / "a", tmp_path / "b" / "step-00000002", first)
     assert math.isfinite(float(model[name].sum()))

@@ -15,14 +15,10 @@ from typing import Any
 
 from penstock.encoding import sendable
 from penstock.errors import DataError
-from penstock.tensor_file import StoredFile
+from penstock.tensor_file import DTYPES, StoredFile
 
 MANIFEST = "manifest.json"
 VERSION = 1
-DTYPES = (
-    "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
-)  # fmt: skip
-"""The dtypes that are kept, as safetensors writes them."""
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[a-z]+-\d{5,}-of-\d{5,}\.safetensors")
@@ -177,7 +173,7 @@ def _tensor(wrong: _Wrong, name: str, entry: Any, files: dict[str, StoredFile]) 
     shape = entry.get("shape")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise wrong(f"tensor {name!r:.200} has a shape of {shape!r:.80}")
-    if entry.get("dtype") not in DTYPES:
+    if entry.get("dtype") not in list(DTYPES):
         raise wrong(f"tensor {name!r:.200} is of dtype {entry.get('dtype')!r:.80}")
     return StoredTensor(entry["file"], tuple(shape), entry["dtype"])
 

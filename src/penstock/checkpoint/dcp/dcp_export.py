@@ -1,6 +1,6 @@
-"""A checkpoint in the format of ``torch.distributed.checkpoint`` (DCP), for tools that read that one.
+"""Export of a checkpoint to the format of ``torch.distributed.checkpoint`` (DCP), for tools that read it.
 
-The way back is in `penstock.checkpoint.dcp.dcp_import`.
+`penstock.checkpoint.dcp.dcp_import` imports such a folder.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from penstock.checkpoint.read import Reader
 from penstock.errors import ConfigError
 
 
-def export(source: Path, target: Path) -> None:
+def export_dcp(source: Path, target: Path) -> None:
     """Write a checkpoint as a DCP folder.
 
     The keys are those that ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives a model and its optimizer:
-    ``model`` by name; ``optim`` with ``state`` by parameter name and ``param_groups``, whose ``params`` are names. Beside
-    them are ``step``, ``main_weights`` and ``lr_scheduler``.
+    ``model`` by name; ``optim`` with ``state`` by parameter name and ``param_groups``, whose ``params`` are names. The
+    folder also has ``step``, ``main_weights`` and ``lr_scheduler``.
 
     Args:
-        source: a checkpoint.
-        target: a folder that is not there yet.
+        source: folder of the checkpoint.
+        target: folder to create; it must not exist.
 
     Raises:
-        ConfigError: something is in the way.
-        DataError: the checkpoint is damaged.
+        ConfigError: if `target` exists or cannot be written.
+        DataError: if the checkpoint is damaged.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -46,7 +46,7 @@ def export(source: Path, target: Path) -> None:
         state["lr_scheduler"] = optimizer["lr_scheduler"]
     try:
         with warnings.catch_warnings():
-            # torch warns that one process alone saves, which is what no_dist asks for.
+            # torch warns that a single process saves, although no_dist asks for it.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             save(state, checkpoint_id=str(target), no_dist=True)
     except OSError as error:
