@@ -1,6 +1,6 @@
-"""Files that are replaced as a whole: whoever reads one finds the old or the new, never a part.
+"""Files written as a whole: a reader finds the old file or the new one, never a part of either.
 
-They are made by ordinary opens, so their mode is what the umask says.
+New files are made by ordinary opens, so their mode follows the umask.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 UNFINISHED = ".unfinished"
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` for the body to write a new file under; it then takes the place of `path`.
+    """Yield a path beside `path` for a new file, which takes the place of `path` when the block ends.
 
-    If the body raises, the new file is deleted and `path` is as it was. One process at a time may replace a file.
+    If the block raises, the new file is deleted and `path` is unchanged. Only one process at a time may replace a file.
 
     Raises:
-        OSError: the file cannot take its place, or something that cannot be deleted is in the way.
+        OSError: if the new file cannot take its place, or something that cannot be deleted is in the way.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.unlink(missing_ok=True)  # of a process that was killed
@@ -32,21 +33,53 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file as `replacing` does. A link is followed; a device or a pipe is written to and stays what it is.
+@contextmanager
+def open_replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that replaces `path` when the block ends, as `replacing` does.
+
+    A link is followed. A device or a pipe is written to and stays what it is.
 
     Raises:
-        OSError: the disk did not take it; an earlier file is as it was.
+        OSError: if the file cannot be written; an earlier file is unchanged.
     """
+    path = Path(path)
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
-        with path.open("wb") as there:
-            there.write(data)
-        return
-    with replacing(path) as unfinished:
-        unfinished.write_bytes(data)
+        with path.open("wb") as file:
+            yield file
+    else:
+        with replacing(path) as unfinished, unfinished.open("wb") as file:
+            yield file
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file as `open_replacing` does."""
+    with open_replacing(path) as file:
+        file.write(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, in UTF-8, as `write_bytes` does."""
+    """Write a text file in UTF-8 as `open_replacing` does."""
     write_bytes(path, text.encode())
+
+
+@contextmanager
+def open_synced(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for writing, and flush it to the disk when the block ends.
+
+    Raises:
+        OSError: if the file exists or cannot be written.
+    """
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -23,7 +23,8 @@ from typing import Any, Self, TypeGuard
 import torch
 from torch import Tensor
 
-from penstock.bounded_io import open_regular
+from penstock.atomic import open_synced
+from penstock.bounded_io import open_regular, parse_json
 from penstock.encoding import sendable
 from penstock.errors import ConfigError
 
@@ -108,7 +109,7 @@ def write_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest, written = hashlib.sha256(), 0
-    with path.open("xb") as file:
+    with open_synced(path) as file:
         parts = [memoryview(len(text).to_bytes(8, "little") + text)]
         for data in (*parts, *(_memory(tensors[name]) for name in order)):
             for start in range(0, len(data), _PIECE):
@@ -116,8 +117,6 @@ def write_tensors(
                 digest.update(piece)
                 file.write(piece)
                 written += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
     return StoredFile(written, digest.hexdigest())
 
 
@@ -215,8 +214,8 @@ class TensorFile:
         if size < 8 or length > min(size - 8, _MOST_HEADER):
             raise self._wrong("it is no file of safetensors, or is cut short")
         try:
-            table = json.loads(_exactly(self._descriptor, length))
-        except (ValueError, RecursionError) as error:
+            table = parse_json(_exactly(self._descriptor, length))
+        except ValueError as error:
             raise self._wrong(f"its header is no JSON: {error}") from error
         if not isinstance(table, dict):
             raise self._wrong("its header is no table of tensors")

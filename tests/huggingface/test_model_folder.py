@@ -56,7 +56,7 @@ def test_pickles_are_refused_by_name(folder: Path):
 
 def test_a_folder_without_weights_or_config_is_refused(folder: Path):
     (folder / "model.safetensors").unlink()
-    assert "holds neither model.safetensors nor model.safetensors.index.json" in refused(folder)
+    assert "holds no weights: neither model.safetensors nor model.safetensors.index.json" in refused(folder)
     (folder / "config.json").unlink()
     assert "cannot read" in refused(folder)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from penstock.errors import DataError
-from penstock.huggingface.weights import INDEX, WHOLE, load, save_part, write_index
+from penstock.huggingface.model_folder import INDEX, WEIGHTS
+from penstock.huggingface.weights import load, save_part, write_index
 
 STATE = {"embedding.weight": torch.arange(6.0).view(2, 3), "head.weight": torch.ones(4)}
 
@@ -26,7 +27,7 @@ def assert_is_the_state(state: dict[str, torch.Tensor]) -> None:
 def test_one_process_writes_one_file(tmp_path: Path):
     save_part(tmp_path, STATE, 0, 1)
     write_index(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == [WHOLE]
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
     assert_is_the_state(load(tmp_path))
 
 
@@ -67,7 +68,7 @@ def test_a_missing_part_is_an_error(tmp_path: Path):
 
 
 def test_a_damaged_file_is_an_error(tmp_path: Path):
-    (tmp_path / WHOLE).write_bytes(b"\x80\x04not safetensors")
+    (tmp_path / WEIGHTS).write_bytes(b"\x80\x04not safetensors")
     with pytest.raises(DataError, match="cannot read the weights"):
         load(tmp_path)
 
@@ -75,13 +76,13 @@ def test_a_damaged_file_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ("{", "is no index of weights"),
-        ("[]", "is no index of weights"),
-        ('{"weight_map": 3}', "is no index of weights"),
-        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "weights lie beside their index"),
+        ("{", "is no JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"weight_map": 3}', "has no weight_map"),
+        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "to safetensors files beside it"),
         (
             '{"weight_map": {"other": "model-00001-of-00002.safetensors"}}',
-            "differ in embedding.weight, other",
+            "other is not in .*; embedding.weight of .* is not in the index",
         ),
     ],
 )

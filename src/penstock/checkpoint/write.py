@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import penstock
+from penstock.atomic import open_synced
 from penstock.checkpoint.find import is_whole, path_of, steps_in
 from penstock.checkpoint.format import files
 from penstock.checkpoint.format.manifest import (
@@ -129,7 +130,8 @@ def finish(path: Path, manifest: Manifest) -> None:
             raise OSError(
                 0, "is not of the size with which it was written; is the folder shared?", place / name
             )
-    files.write_bytes(place / MANIFEST, dump(manifest))
+    with open_synced(place / MANIFEST) as stream:
+        stream.write(dump(manifest))
     files.commit(path)
 
 

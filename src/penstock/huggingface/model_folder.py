@@ -5,7 +5,6 @@ Only headers are read to know what is there; nothing in a folder can run code.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.bounded_io import MEGABYTE, read_bytes
+from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.errors import DataError
 from penstock.tensor_file import DTYPES, TensorFile
 
-WHOLE = "model.safetensors"
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
-_MOST = 512 * MEGABYTE  # of an index
+_MAX_JSON = 512 * MEGABYTE
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -52,10 +51,10 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: it cannot be read, or is none.
     """
     try:
-        found = json.loads(read_bytes(path, _MOST))
+        found = parse_json(read_bytes(path, _MAX_JSON))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} must hold a JSON object, not {type(found).__name__}")
@@ -68,8 +67,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     Raises:
         DataError: no safetensors, a file that is missing or damaged, or an index that says otherwise than the files.
     """
-    if (folder / WHOLE).is_file():
-        return _header(folder / WHOLE)
+    if (folder / WEIGHTS).is_file():
+        return _header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         hint = (
@@ -78,7 +77,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             if pickles
             else ""
         )
-        raise DataError(f"{folder} holds neither {WHOLE} nor {INDEX}{hint}")
+        raise DataError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX}{hint}")
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(
         isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
@@ -180,8 +179,9 @@ def read_tensors(wanted: Mapping[str, Stored]) -> dict[str, Tensor]:
                     if wanted[name].name not in file.entries:
                         raise DataError(f"{path} no longer has the tensor {wanted[name].name!r:.200}")
                     found[name] = file.read(wanted[name].name)
-        except OSError as error:
-            raise DataError(f"cannot read the weights {path}: {error.strerror}") from error
+        except (OSError, MemoryError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no memory"
+            raise DataError(f"cannot read the weights {path}: {reason}") from error
     return found
 
 

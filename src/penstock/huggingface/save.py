@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from penstock.atomic import write_text
 from penstock.errors import ConfigError
 from penstock.huggingface.families import FAMILIES, HEAD, require_library
 from penstock.huggingface.from_transformers import config_from, local_folder, on_meta, tied_names
@@ -118,7 +119,7 @@ def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor],
     config.pop("torch_dtype", None)
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+    write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
     generation = getattr(like, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)

@@ -15,16 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from penstock.atomic import replacing, write_text
-from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
-from penstock.errors import DataError, PenstockError
+from penstock.errors import PenstockError
+from penstock.huggingface.model_folder import INDEX, WEIGHTS, read_tensors, stored_tensors
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.tensor_file import TensorFile, write_tensors
 
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-_MOST = 512 * MEGABYTE  # of an index
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -46,7 +42,7 @@ def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) 
     Raises:
         PenstockError: the disk did not take them; an earlier file is as it was.
     """
-    path = folder / (WHOLE if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors")
+    path = folder / (WEIGHTS if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors")
     try:
         with replacing(path) as unfinished:
             write_tensors(unfinished, state, {"format": "pt"})
@@ -72,8 +68,8 @@ def write_index(folder: Path, parts: int) -> None:
     Weights of an earlier save in the folder go: a reader takes a single file before it looks for an index.
     """
     for path in folder.glob("model*.safetensors"):
-        ours = path.name == WHOLE if parts == 1 else path.name.endswith(f"-of-{parts:05d}.safetensors")
-        if not ours and (path.name == WHOLE or _PART.fullmatch(path.name)):
+        ours = path.name == WEIGHTS if parts == 1 else path.name.endswith(f"-of-{parts:05d}.safetensors")
+        if not ours and (path.name == WEIGHTS or _PART.fullmatch(path.name)):
             path.unlink()
     if parts == 1:
         (folder / INDEX).unlink(missing_ok=True)
@@ -92,36 +88,9 @@ def write_index(folder: Path, parts: int) -> None:
 
 
 def load(folder: Path) -> dict[str, Tensor]:
-    """Read all weights of a run, by whole-model name.
+    """Read all weights of a run, by name in the whole model.
 
     Raises:
-        DataError: there are none, or a file is missing or damaged.
+        DataError: if there are no weights, or a file is missing or damaged.
     """
-    if (folder / WHOLE).exists():
-        return _read(folder / WHOLE)
-    try:
-        places = parse_json(read_bytes(folder / INDEX, _MOST))["weight_map"]
-        files = sorted({str(name) for name in places.values()})
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} holds no weights: neither {WHOLE} nor {INDEX}") from error
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise DataError(f"{folder / INDEX} is no index of weights: {error}") from error
-    state: dict[str, Tensor] = {}
-    for name in files:
-        if Path(name).name != name:
-            raise DataError(f"{folder / INDEX} names {name!r}; weights lie beside their index")
-        state |= _read(folder / name)
-    if state.keys() != places.keys():
-        raise DataError(
-            f"{folder / INDEX} and its files differ in {', '.join(sorted(state.keys() ^ places.keys()))}"
-        )
-    return state
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        with TensorFile(path) as file:
-            return {name: file.read(name) for name in file.entries}
-    except (OSError, MemoryError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no memory"
-        raise DataError(f"cannot read the weights {path}: {why}") from error
+    return read_tensors(stored_tensors(folder))

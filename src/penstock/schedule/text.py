@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
+from penstock.atomic import open_replacing
 from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ScheduleError
 from penstock.schedule.ops import Op, Pair, parse_op
@@ -31,8 +32,8 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
         ScheduleError: if the file cannot be written.
     """
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(csv_line(schedule, rank) + "\n" for rank in range(schedule.ranks))
+        with open_replacing(path) as file:
+            file.writelines(f"{csv_line(schedule, rank)}\n".encode() for rank in range(schedule.ranks))
     except OSError as error:
         raise ScheduleError(f"cannot write the schedule {path}: {error}") from error
 

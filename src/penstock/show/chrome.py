@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.atomic import write_text
 from penstock.errors import ConfigError
 from penstock.show.palette import KINDS
 from penstock.trace.events import Activity, Trace
@@ -44,7 +45,7 @@ def write_chrome(trace: Trace, path: str | Path) -> Path:
     """
     path = Path(path)
     try:
-        path.write_text(json.dumps(chrome_events(trace), separators=(",", ":")), "utf-8")
+        write_text(path, json.dumps(chrome_events(trace), separators=(",", ":")))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from penstock.atomic import open_replacing
 from penstock.bounded_io import DAMAGED_ARRAY, MEGABYTE, require_regular
 from penstock.errors import DataError
 
@@ -110,7 +111,7 @@ class Trace:
             columns["held"] = self.held
         header = {"format": FORMAT, "ranks": self.ranks, "info": dict(self.info)}
         try:
-            with open(path, "wb") as file:
+            with open_replacing(path) as file:
                 np.savez_compressed(file, header=np.array(json.dumps(header)), **columns)
         except OSError as error:
             raise DataError(f"cannot write the trace {path}: {error}") from error

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.atomic import replacing
 from penstock.errors import DataError
 from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
@@ -57,8 +56,7 @@ def save_step(run: str | Path, step: int, trace: Trace, rank: int | None = None)
     path = step_path(run, step, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as unfinished:
-            trace.save(unfinished)
+        trace.save(path)
     except OSError as error:
         raise DataError(f"cannot write the trace {path}: {error.strerror}") from error
     return path

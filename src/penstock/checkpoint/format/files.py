@@ -1,4 +1,4 @@
-"""Folders that survive: everything in them is on the disk before they get their name."""
+"""Folders that appear as a whole: all their files are on the disk before the folder gets its name."""
 
 from __future__ import annotations
 
@@ -7,79 +7,62 @@ import os
 import shutil
 from pathlib import Path
 
-UNFINISHED = ".unfinished"
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file and see it on the disk."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """See a folder's entries on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from penstock.atomic import UNFINISHED, sync_folder
 
 
 def unfinished(path: Path) -> Path:
-    """The name that a folder has until it is complete, and again before it goes."""
+    """Return the name of a folder until it is complete, and again while it is being deleted."""
     return path.with_name(f".{path.name}{UNFINISHED}")
 
 
 def begin(path: Path) -> Path:
-    """Make the folder in which `path` will be written, and see that what earlier saves left unfinished is gone.
+    """Make the folder in which `path` will be written, and delete those that earlier saves left unfinished.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: if the folder cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".*{UNFINISHED}"):
-        discard(left)
-    place = unfinished(path)
-    place.mkdir()
-    return place
+    for abandoned in path.parent.glob(f".*{UNFINISHED}"):
+        discard(abandoned)
+    folder = unfinished(path)
+    folder.mkdir()
+    return folder
 
 
 def commit(path: Path) -> None:
-    """Give a folder whose files are all on the disk its name; one that has the name already goes.
+    """Give an unfinished folder, whose files are all on the disk, its name; replace one that has the name already.
 
     Raises:
-        OSError: the disk did not take it.
+        OSError: if the disk refuses.
     """
-    place = unfinished(path)
-    sync_folder(place)
-    if os.path.lexists(path):  # a link to nothing is in the way, too
+    folder = unfinished(path)
+    sync_folder(folder)
+    if os.path.lexists(path):  # also a link to nothing
         before = path.with_name(f".{path.name}.before{UNFINISHED}")
         path.rename(before)
-        place.rename(path)
+        folder.rename(path)
         discard(before)
     else:
-        place.rename(path)
+        folder.rename(path)
     sync_folder(path.parent)
 
 
 def remove(path: Path) -> None:
-    """Delete a folder; half deleted, it no longer has its name.
+    """Delete a folder; a half-deleted one no longer has its name.
 
     Raises:
-        OSError: it cannot be.
+        OSError: if it cannot be deleted.
     """
-    place = unfinished(path)
-    path.rename(place)
-    discard(place)
+    folder = unfinished(path)
+    path.rename(folder)
+    discard(folder)
 
 
 def discard(path: Path) -> None:
-    """Delete a folder, a file or a link; of a link only itself, whatever it points to.
+    """Delete a folder, a file or a link; of a link only the link itself.
 
     Raises:
-        OSError: it cannot be.
+        OSError: if it cannot be deleted.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -88,6 +71,6 @@ def discard(path: Path) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    """Return the SHA-256 digest of a file's bytes, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

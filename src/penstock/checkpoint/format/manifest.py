@@ -13,6 +13,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from penstock.bounded_io import parse_json
 from penstock.encoding import sendable
 from penstock.errors import DataError
 from penstock.tensor_file import DTYPES, StoredFile
@@ -104,8 +105,8 @@ def parse(data: bytes, where: object) -> Manifest:
     if hashlib.sha256(data[first.end() :]).hexdigest().encode() != first[1]:
         raise DataError(f"{where} is damaged: its SHA-256 digest is not the one in its first line")
     try:
-        table = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        table = parse_json(data)
+    except ValueError as error:
         raise DataError(f"{where} is no JSON: {error}") from error
     if not isinstance(table, dict) or table.get("format") != "penstock checkpoint":
         raise DataError(f"{where} is not the manifest of a checkpoint")
