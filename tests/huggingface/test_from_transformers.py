@@ -7,10 +7,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GraniteConfig,
+    MixtralConfig,
+    OPTConfig,
+    Starcoder2Config,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import penstock
 from penstock.errors import ConfigError, DataError, SplitError
+from penstock.huggingface import families
+from penstock.huggingface.family_of import family_of
 from tests.support import hf_models
 
 FAMILIES = sorted(hf_models.FAMILIES)
@@ -211,9 +221,48 @@ def test_what_is_no_model_is_refused():
         penstock.from_transformers(nn.Linear(2, 2))
 
 
+def test_families_without_a_row_are_found_by_the_librarys_own_plan():
+    assert not {"qwen3", "olmo2", "phi3", "smollm3", "glm"} & families.FAMILIES.keys()
+    assert family_of(hf_models.config("olmo2")) == families.FAMILIES["llama"]
+    assert family_of(hf_models.config("phi3")) == families.FAMILIES["mistral"]
+    assert family_of(hf_models.config("smollm3")) == families.FAMILIES["qwen2"]
+
+
+def test_a_buffer_and_a_tie_that_only_the_model_itself_has_are_refused(monkeypatch: pytest.MonkeyPatch):
+    def with_buffer(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def with_tie(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.up_proj.weight = self.gate_proj.weight
+
+    init = LlamaMLP.__init__
+    monkeypatch.setattr(LlamaMLP, "__init__", with_buffer)
+    block = penstock.from_transformers(hf_models.config("llama"))[1]
+    with pytest.raises(SplitError, match=r"model.layers.0.mlp.scale is a buffer that only the constructor"):
+        block.build()
+    monkeypatch.setattr(LlamaMLP, "__init__", with_tie)
+    with pytest.raises(
+        SplitError, match=r"layers.0.mlp.gate_proj.weight and .*up_proj.weight are one parameter"
+    ):
+        penstock.from_transformers(hf_models.config("llama"))
+
+
 def test_variants_that_cannot_be_split_are_refused_by_name():
     with pytest.raises(SplitError, match=r"no way to split a model of type 'opt'.*families are llama"):
         penstock.from_transformers(OPTConfig())
+    with pytest.raises(SplitError, match=r"type 'granite': the forward of GraniteModel differs"):
+        penstock.from_transformers(GraniteConfig())  # scales the embedded tokens
+    with pytest.raises(SplitError, match=r"type 'starcoder2': the forward of Starcoder2Model differs"):
+        penstock.from_transformers(Starcoder2Config())  # has dropout that is no module
+    with pytest.raises(SplitError, match=r"type 'cohere': the forward of CohereForCausalLM differs"):
+        penstock.from_transformers(CohereConfig())  # scales the logits
+    with pytest.raises(SplitError, match=r"type 'mixtral': the forward of MixtralModel differs"):
+        penstock.from_transformers(MixtralConfig())  # adds a loss of the router
+    kinds = ["full_attention", "chunked_attention"] * 2
+    with pytest.raises(SplitError, match="layer_types has chunked_attention, which cannot be split"):
+        penstock.from_transformers(hf_models.config("smollm3", layer_types=kinds))
     with pytest.raises(SplitError, match="add_cross_attention"):
         penstock.from_transformers(hf_models.config("gpt2", add_cross_attention=True))
     with pytest.raises(SplitError, match="use_bidirectional_attention"):

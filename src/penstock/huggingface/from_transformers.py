@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError, DataError, SplitError
 from penstock.huggingface import model_folder as checkpoint
 from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tokens, twin
-from penstock.huggingface.families import HEAD, Attention, ModelFamily, family_of, require_library
+from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_library
+from penstock.huggingface.family_of import family_of
 from penstock.huggingface.tables import Tables
 from penstock.stage.layers import Layer
 from penstock.stage.rng.initial import generator_for
@@ -71,6 +72,7 @@ def from_transformers(model: object, *, seed: int = 0) -> list[Layer]:
     if isinstance(model, PreTrainedConfig):
         family_of(model)
         pattern = on_meta(model)
+        _require_known_ties(pattern)
         return _layers(pattern, partial(_initialised, pattern, seed))
     raise ConfigError(
         f"from_transformers takes a transformers model, a config or a local folder, not a {type(model).__name__}"
@@ -158,6 +160,7 @@ def _of_folder(folder: Path) -> list[Layer]:
     wanted = {name: tuple(tensor.shape) for name, tensor in pattern.state_dict().items()}
     # A buffer that old files have and the library now computes.
     ignored = [*(pattern._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    _require_known_ties(pattern)
     tied = tied_names(pattern)
     found = checkpoint.matched(folder, stored, wanted, tied, ignored, pattern.base_model_prefix)
     for one, other in tied.items():
@@ -189,7 +192,7 @@ def _layers(model: Any, make: Make) -> list[Layer]:
         return lambda: twin(make(name), BlockLayer, tables=tables, attention_kind=attention)
 
     def head() -> nn.Module:
-        cap = getattr(config, "final_logit_softcapping", None)
+        cap = config.final_logit_softcapping if family.capped else None
         return make(HEAD) if cap is None else twin(make(HEAD), CappedHead, cap=cap)
 
     found: list[Layer] = []
@@ -213,7 +216,9 @@ def _rotary(model: Any, family: ModelFamily) -> nn.Module | None:
     if family.rotary is None:
         return None
     rotary: nn.Module = model.get_submodule(family.rotary)
-    return _real(model, rotary) if any(b.is_meta for b in rotary.buffers()) else rotary
+    if not any(b.is_meta for b in rotary.buffers()):
+        return rotary
+    return _require_buffers(_real(model, rotary), family.rotary)
 
 
 def _real(pattern: Any, module: nn.Module) -> nn.Module:
@@ -221,6 +226,8 @@ def _real(pattern: Any, module: nn.Module) -> nn.Module:
     # The config stays one object for all layers.
     found: nn.Module = copy.deepcopy(module, {id(pattern.config): pattern.config})
     found.to_empty(device="cpu")
+    for buffer in found.buffers():
+        buffer.fill_(_unset(buffer))
     parameters: list[Any] = list(found.parameters())
     for parameter in parameters:
         parameter._is_hf_initialized = True  # the library's rules then pass it over
@@ -231,6 +238,34 @@ def _real(pattern: Any, module: nn.Module) -> nn.Module:
     for parameter in parameters:
         del parameter._is_hf_initialized
     return found
+
+
+def _unset(buffer: Tensor) -> Any:
+    return float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
+
+
+def _require_buffers(module: nn.Module, name: str) -> nn.Module:
+    """Refuse a module with a buffer that neither the library's rules nor a file has set."""
+    for inner, buffer in module.named_buffers():
+        if (buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)).any():
+            raise SplitError(
+                f"{name}.{inner} is a buffer that only the constructor of the library's model sets; give the model itself, "
+                "as AutoModelForCausalLM makes it"
+            )
+    return module
+
+
+def _require_known_ties(pattern: Any) -> None:
+    names: dict[int, set[str]] = {}
+    for name, parameter in pattern.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    known = {name for pair in tied_names(pattern).items() for name in pair}
+    for same in names.values():
+        if len(same) > 1 and same != known:
+            raise SplitError(
+                f"{' and '.join(sorted(same))} are one parameter in transformers; a config or folder gives each layer its "
+                "own. Give the model itself, as AutoModelForCausalLM makes it"
+            )
 
 
 def _initialised(pattern: Any, seed: int, name: str) -> nn.Module:
@@ -247,7 +282,7 @@ def _initialised(pattern: Any, seed: int, name: str) -> nn.Module:
         torch.set_rng_state(before)
     for embedding in tied_names(pattern).values() if name == HEAD else ():
         module.weight = _initialised(pattern, seed, embedding.removesuffix(".weight")).weight
-    return module
+    return _require_buffers(module, name)
 
 
 def _children_first(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
@@ -263,4 +298,4 @@ def _loaded(pattern: Any, stored: dict[str, checkpoint.Stored], name: str) -> nn
     module.load_state_dict(
         checkpoint.read_tensors({inner: stored[f"{name}.{inner}"] for inner in module.state_dict()})
     )
-    return module
+    return _require_buffers(module, name)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.atomic import write_text
 from penstock.errors import ConfigError
-from penstock.huggingface.families import FAMILIES, HEAD, require_library
+from penstock.huggingface.families import FAMILIES, HEAD, ModelFamily, require_library
 from penstock.huggingface.from_transformers import config_from, local_folder, on_meta, tied_names
 from penstock.huggingface.model_folder import CONFIG, read_json
 from penstock.huggingface.weights import own_state, save_together
@@ -78,7 +78,7 @@ def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
 
 def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]:
     """Weights by whole-model name, by their names in files of the config's family."""
-    head = FAMILIES[config["model_type"]].stored_head
+    head = FAMILIES.get(config["model_type"], ModelFamily()).stored_head
     return {f"{head}.weight" if name == f"{HEAD}.weight" else name: value for name, value in state.items()}
 
 

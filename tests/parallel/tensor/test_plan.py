@@ -12,7 +12,7 @@ from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.zero import ShardedOptimizer
 from penstock.parallel.mesh import make_mesh, replica_rows
-from penstock.parallel.tensor.plan import plan_of, tensor_parallel
+from penstock.parallel.tensor.plan import PLANS, plan_of, tensor_parallel
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
@@ -30,6 +30,10 @@ HF = {
     "gemma": {
         "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
         "pad_token_id": 0,
+    },
+    "starcoder2": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "exaone4": {
+        "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
     },
     "gpt_neox": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4},
     "gpt2": {
@@ -106,11 +110,20 @@ def test_the_built_in_model_cut_in_two_computes_the_same(processes: LocalProcess
     assert torch.equal(results[0][3], results[1][3])
 
 
+def test_families_without_a_table_entry_are_among_those_tested():
+    assert {"starcoder2", "exaone4"} <= HF.keys() - PLANS.keys()
+
+
 def hugging_face(family: str, **changes: int) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        family, vocab_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, **(HF[family] | changes)
+        family,
+        vocab_size=32,
+        num_hidden_layers=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        **(HF.get(family, HF["llama"]) | changes),
     )
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -238,6 +251,12 @@ def refusals(rank: int) -> list[str]:
             tensor_parallel(net, mesh, family)
         assert not any(isinstance(p, DTensor) for p in net.parameters())
         found.append(str(caught.value))
+    net = hugging_face("apertus")
+    with pytest.raises(
+        ConfigError, match=r"mlp.act_fn has parameters that the plan of transformers .* does not name"
+    ):
+        tensor_parallel(net, mesh, "apertus")
+    assert not any(isinstance(p, DTensor) for p in net.parameters())
     net = built_in()
     tensor_parallel(named(net), mesh, sequence=True)
     with pytest.raises(BatchError) as short:
@@ -262,5 +281,9 @@ def test_what_does_not_divide_is_refused_on_every_rank(processes: LocalProcesses
 def test_families_without_a_plan_are_refused():
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         plan_of("lama")
+    with pytest.raises(
+        ConfigError, match="transformers cuts colwise_gather_output, rowwise_split_input, and here"
+    ):
+        plan_of("glm")
     with pytest.raises(ConfigError, match="built-in model, not for 'llama'"):
         plan_of("llama", sequence=True)

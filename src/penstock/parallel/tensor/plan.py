@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from penstock.errors import BatchError, ConfigError, nearest
 from penstock.parallel.tensor.conv1d import cut_columns, cut_rows, cut_side_by_side
+from penstock.parallel.tensor.library_plan import library_patterns
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +39,7 @@ class TensorPlan:
         inputs_first: whether matrices other than table and head have shape (in, out), unlike a linear layer's (out, in).
         qkv: layout of query, key and value: separate matrices; or one matrix with the three of each head together, or with
             all queries, then all keys, then all values.
+        complete: modules whose parameters this plan must all name; others might see only one rank's part.
         width: for "side by side", the attribute of the matrix's parent with the width of each of the three.
     """
 
@@ -52,6 +54,7 @@ class TensorPlan:
     inputs_first: bool = False
     qkv: Literal["apart", "by head", "side by side"] = "apart"
     width: str = ""
+    complete: str = r"(?!)"
 
 
 _LLAMA = TensorPlan(
@@ -126,6 +129,7 @@ def tensor_parallel(
     parents = dict(modules)
     for name, module in modules:
         _require_divisible(plan, name, module, parents.get(name.rpartition(".")[0]), size)
+        _require_planned(plan, name, module)
     if size == 1:
         return
     done: dict[int, nn.Parameter] = {}
@@ -142,17 +146,18 @@ def plan_of(family: str, sequence: bool = False) -> TensorPlan:
     Raises:
         ConfigError: if there is none, or it has no sequence parallelism.
     """
-    if family not in PLANS:
+    patterns = None if family in PLANS else library_patterns(family)
+    if family not in PLANS and patterns is None:
         raise ConfigError(
             f"there is no plan for tensor parallelism of {family!r}{nearest(family, list(PLANS))}; there is one for "
-            f"{', '.join(PLANS)}"
+            f"{', '.join(PLANS)}, and for the families with a base_model_tp_plan in transformers"
         )
     if sequence and family != "penstock":
         raise ConfigError(
             f"sequence parallelism is there for the built-in model, not for {family!r}, whose blocks make their positions "
             "from the length of what they are given; leave it off"
         )
-    return PLANS[family]
+    return PLANS[family] if patterns is None else TensorPlan(**patterns)
 
 
 def _is(pattern: str, name: str) -> bool:
@@ -188,6 +193,17 @@ def _require_divisible(
             f"{name} has {weight.shape[axis]} {what}, which do not divide over tp = {size}; "
             f"take a tp that divides {weight.shape[axis]}"
         )
+
+
+def _require_planned(plan: TensorPlan, name: str, module: nn.Module) -> None:
+    if any(True for _ in module.parameters(recurse=False)):
+        parts = name.split(".")
+        inside = any(_is(plan.complete, ".".join(parts[: n + 1])) for n in range(len(parts)))
+        if inside and not _is(f"{plan.heads}|{plan.columns}|{plan.rows}|{plan.within_heads}", name):
+            raise ConfigError(
+                f"{name} has parameters that the plan of transformers for tensor parallelism does not name, so their "
+                "gradients would be of one rank's part; leave tp at 1"
+            )
 
 
 def _apply(
