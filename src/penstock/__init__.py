@@ -1,6 +1,6 @@
-"""Penstock trains PyTorch models cut into pipeline stages, and shows, proves and predicts what they do.
+"""Pipeline-parallel training of PyTorch models, with schedules that are proved, simulated and shown.
 
-Names are loaded on first use, so that ``import penstock`` and the planning commands need no torch.
+Names are imported on first use, so that ``import penstock`` and the planning commands need no torch.
 """
 
 from __future__ import annotations

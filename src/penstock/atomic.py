@@ -37,7 +37,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def open_replacing(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file for writing that replaces `path` when the block ends, as `replacing` does.
 
-    A link is followed. A device or a pipe is written to and stays what it is.
+    A link is followed. A device or a pipe is written to, not replaced.
 
     Raises:
         OSError: if the file cannot be written; an earlier file is unchanged.

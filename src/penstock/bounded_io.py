@@ -1,6 +1,6 @@
-"""Files that others made, read within bounds: no pipe that makes a reader wait, no device that never ends, no bomb.
+"""Bounded reads of files from others: no pipe that blocks its reader, no device that never ends, no oversized file.
 
-Everything here raises what the operating system would, so that a reader has one kind of error to put into words.
+All errors are of the operating system's kind, so a caller has one kind of error to report.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MEGABYTE = 1 << 20
 DAMAGED_ARRAY = (
     ValueError, EOFError, TypeError, KeyError, OverflowError, MemoryError, SyntaxError, RecursionError, TokenError,
 )  # fmt: skip
-"""What numpy raises at a file of arrays that is none, or whose header says what cannot be."""
+"""Errors that numpy raises at a file that has no arrays, or whose header is impossible."""
 
 
 def require_regular(path: str | Path) -> None:
-    """Refuse anything but a file that ends: a pipe would make its reader wait, a device might never end.
+    """Require a regular file: a pipe would block its reader, a device might never end.
 
     Raises:
-        OSError: it is not there, or something else than a file.
+        OSError: if there is no such file, or it is not a regular file.
     """
     _require_file(os.stat(path).st_mode, path)
 
@@ -38,10 +38,10 @@ def _require_file(mode: int, path: str | Path) -> None:
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a file that ends for reading, and return its descriptor; never waits for the other end of a pipe.
+    """Open a regular file for reading without waiting for the other end of a pipe, and return its descriptor.
 
     Raises:
-        OSError: it cannot be opened, or is something else than a file.
+        OSError: if it cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -53,10 +53,10 @@ def open_regular(path: str | Path) -> int:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON, with one kind of error for whatever is wrong with it.
+    """Parse JSON, with one kind of error for everything that can be wrong with it.
 
     Raises:
-        ValueError: it is no JSON, or lists and objects are nested too deeply to be read.
+        ValueError: if it is no JSON, or its lists and objects are nested too deeply.
     """
     try:
         return json.loads(text)
@@ -65,32 +65,32 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_at(path: str | Path, descriptor: int) -> bool:
-    """Whether an open file or folder is the one that a path names now; a link names itself."""
+    """Return whether an open file or folder still has this path; a link is not followed."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
         return False
 
 
-def read_bytes(path: str | Path, most: int, *, pipes: bool = False) -> bytes:
-    """A whole file.
+def read_bytes(path: str | Path, max_bytes: int, *, pipes: bool = False) -> bytes:
+    """Read a file.
 
     Args:
-        path: of the file.
-        most: bytes; a file that has more is refused.
-        pipes: whether it may be a pipe, such as the output of another command.
+        path: path of the file.
+        max_bytes: largest size in bytes; a larger file is refused.
+        pipes: whether the file may be a pipe, for example the output of another command.
 
     Raises:
-        OSError: it cannot be read, is larger, or is no file.
+        OSError: if it cannot be read, is larger, or is not a regular file.
     """
     if not pipes:
         require_regular(path)
-    found = bytearray()
+    data = bytearray()
     with open(path, "rb") as file:
-        fits = os.fstat(file.fileno()).st_size <= most
-        while fits and (part := file.read(MEGABYTE)):
-            found += part
-            fits = len(found) <= most
+        fits = os.fstat(file.fileno()).st_size <= max_bytes
+        while fits and (chunk := file.read(MEGABYTE)):
+            data += chunk
+            fits = len(data) <= max_bytes
     if not fits:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
-    return bytes(found)
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+    return bytes(data)

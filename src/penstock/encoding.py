@@ -1,12 +1,12 @@
-"""Values as bytes for other processes: numbers, text, containers, tensors, arrays, and records of types named here.
+"""Encoding of values as bytes for other processes: numbers, text, containers, tensors, arrays, and registered records.
 
-Nothing that is read can run code. The first eight bytes are the length of a JSON text, which is the value with a tag before
-the parts of everything that JSON does not have; behind it are the tensors' and arrays' bytes, each at a multiple of 64.
+Decoding cannot run code. The first eight bytes are the length of a JSON text, which is the value with a tag before the
+parts of each type that JSON lacks; behind it are the tensors' and arrays' bytes, each at a multiple of 64.
 
-    None, bool, int, float, str             as JSON has them; NaN and infinities are the words NaN, Infinity, -Infinity
+    None, bool, int, float, str             as in JSON; NaN and infinities are NaN, Infinity, -Infinity
     ["list", ...], ["tuple", ...], ["set", ...], ["dict", key, value, key, value, ...], ["path", text]
     ["tensor", dtype, shape, offset, bytes], ["array", dtype, shape, offset, bytes], ["bytes", offset, bytes]
-    ["record", name, field, field, ...]     of a type marked with `sendable`, by its name
+    ["record", name, field, field, ...]     a type marked with `sendable`, by its name
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ C = TypeVar("C", bound=type)
 
 _LENGTH = struct.Struct("<Q")
 _ALIGN = 64
-_KINDS = "biufc"  # of numpy's dtypes: numbers, whose bytes are all there is to them
+_KINDS = "biufc"  # numpy's dtypes of numbers, which are nothing but their bytes
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _RECORDS: dict[str, type] = {}
 
 
 def sendable(kind: C) -> C:
-    """Mark a NamedTuple or a dataclass as one that other processes may send; also a decorator.
+    """Register a NamedTuple or a dataclass for sending to other processes; also a decorator.
 
-    What arrives is made of it by calling the type with the fields in their order.
+    The receiver calls the type with the fields in their order.
     """
     assert hasattr(kind, "_fields") or dataclasses.is_dataclass(kind), kind
     _RECORDS[_name_of(kind)] = kind
@@ -45,25 +45,24 @@ def sendable(kind: C) -> C:
 
 
 def encode(value: object) -> bytes:
-    """A value as bytes.
+    """Encode a value as bytes.
 
-    Subclasses of int, float, str, dict and the rest arrive as what they are subclasses of; tensors on a device, without
-    their graph, on the CPU.
+    Subclasses of int, float, str, dict and the like arrive as their base class, and tensors on the CPU, without their graph.
 
     Raises:
-        TypeError: there is something in it that cannot be sent; names its type.
+        TypeError: if a part of it cannot be sent; names its type.
     """
     bodies = _Bodies()
     text = json.dumps(_tagged(value, bodies), separators=(",", ":")).encode()
     start = -(_LENGTH.size + len(text)) % _ALIGN
-    return b"".join((_LENGTH.pack(len(text) + start), text, b" " * start, *bodies.parts))
+    return b"".join((_LENGTH.pack(len(text) + start), text, b" " * start, *bodies.chunks))
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The value of what `encode` made.
+    """Decode the bytes that `encode` made.
 
     Raises:
-        TransportError: these bytes are nothing that `encode` makes.
+        TransportError: if `encode` cannot have made these bytes.
     """
     view = memoryview(data)
     try:
@@ -85,16 +84,16 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 class _Bodies:
-    """The bytes behind the text."""
+    """Bytes behind the JSON text."""
 
     def __init__(self) -> None:
-        self.parts: list[Any] = []
+        self.chunks: list[Any] = []
         self._size = 0
 
     def add(self, body: Any, size: int) -> tuple[int, int]:
-        """Put bytes behind the others; gives their offset and number."""
+        """Append bytes, and return their offset and number."""
         offset, fill = self._size, -size % _ALIGN
-        self.parts += [body, bytes(fill)]
+        self.chunks += [body, bytes(fill)]
         self._size += size + fill
         return offset, size
 

@@ -1,33 +1,32 @@
-"""Every error Penstock raises on purpose, in one tree.
+"""Errors that Penstock raises on purpose, in one tree.
 
 ::
 
     PenstockError
     ├── ConfigError          a value the user gave that cannot be used (exit code 2 on the command line)
     │   ├── ScheduleError    a schedule that is malformed, incomplete, out of order or can deadlock
-    │   ├── SplitError       a model that cannot be cut as asked
+    │   ├── SplitError       a model that cannot be split as requested
     │   ├── BatchError       a batch that does not fit the microbatches or the labels
     │   └── DataError        training data or a file that cannot be read
-    ├── StageError           a stage's own code failed: names rank, stage, op and microbatch
-    │   ├── StageShapeError  a stage handed over something the next one cannot take
+    ├── StageError           a stage's own code failed; names rank, stage, op and microbatch
+    │   ├── StageShapeError  a stage's output does not fit the next stage
     │   ├── SplitBackwardError  strict=True: a layer's backward cannot be split with the same numbers
     │   └── NonFiniteError   a loss or a gradient is NaN or infinite
-    ├── TransportError       a message that did not come, or came wrong
-    │   ├── PeerError         another rank failed first; the message carries what it said
-    │   └── WaitTimeoutError  a bounded wait ran out
-    │       └── HangError     a rank of this process hangs, and cannot be ended
-    ├── ReplicaError         copies of one parameter or buffer are no longer the same
-    └── StoppedError         the run was asked to stop and did; its state is saved
+    ├── TransportError       a message that did not arrive, or arrived damaged
+    │   ├── PeerError         another rank failed first; the message includes that rank's error
+    │   └── WaitTimeoutError  a wait timed out
+    │       └── HangError     a rank of this process hangs, and its thread cannot be ended
+    ├── ReplicaError         copies of one parameter or buffer have diverged
+    └── StoppedError         the run stopped on request; its state is saved
 
-``ConfigError`` is also a ``ValueError`` so that code that knows nothing of Penstock reacts as it would to
-any bad argument.
+``ConfigError`` is also a ``ValueError``, so that code without knowledge of Penstock treats it as a bad argument.
 """
 
 from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """The root of everything Penstock raises on purpose."""
+    """Base class of the errors that Penstock raises on purpose."""
 
 
 class ConfigError(PenstockError, ValueError):
@@ -39,7 +38,7 @@ class ScheduleError(ConfigError):
 
 
 class SplitError(ConfigError):
-    """A model that cannot be cut into stages as asked."""
+    """A model that cannot be split into stages as requested."""
 
 
 class BatchError(ConfigError):
@@ -47,7 +46,7 @@ class BatchError(ConfigError):
 
 
 class DataError(ConfigError):
-    """Training data, or another file, that cannot be read as what it should be."""
+    """Training data, or another file, that cannot be read or has the wrong content."""
 
 
 class StageError(PenstockError):
@@ -55,20 +54,20 @@ class StageError(PenstockError):
 
 
 class StageShapeError(StageError):
-    """A stage handed over something the next stage cannot take."""
+    """A stage's output that does not fit the next stage."""
 
 
 class SplitBackwardError(StageError):
-    """The split backward of a layer gives other gradients than the full one, and ``strict`` forbids to fall back."""
+    """The split backward of a layer gives other gradients than the full one, and ``strict`` forbids the full one."""
 
 
 class NonFiniteError(StageError):
     """A loss or a gradient is NaN or infinite.
 
     Attributes:
-        stage: where it was seen first, looking back from the loss; -1 for the norm of all gradients.
-        microbatch: of which; -1 for a weight's gradient.
-        what: the number that is not finite, in words.
+        stage: first stage with such a number, counted back from the loss; -1 for the norm of all gradients.
+        microbatch: microbatch of the number; -1 for a weight's gradient.
+        what: description of the number.
     """
 
     def __init__(
@@ -81,14 +80,14 @@ class NonFiniteError(StageError):
 
 
 class TransportError(PenstockError):
-    """A message between ranks did not come, or came wrong."""
+    """A message between ranks that did not arrive, or arrived damaged."""
 
 
 class PeerError(TransportError):
-    """Another rank failed first. The message names the rank and carries what it said.
+    """A failure of another rank. The message names the rank and includes its error.
 
     Attributes:
-        failure: the word that came, to be passed on; None if the connection itself broke.
+        failure: the other rank's report, for passing on; None if the connection itself broke.
     """
 
     def __init__(self, message: str, failure: object = None) -> None:
@@ -97,29 +96,29 @@ class PeerError(TransportError):
 
 
 class WaitTimeoutError(TransportError):
-    """A bounded wait ran out.
+    """A wait that timed out.
 
     Attributes:
-        shown: whether the stacks of this process are on stderr already.
+        shown: whether the stacks of this process have been printed to stderr.
     """
 
     shown = False
 
 
 class HangError(WaitTimeoutError):
-    """A rank of this process hangs. Its thread cannot be ended: only the end of the process does that.
+    """A rank of this process that hangs. Its thread can only be ended together with the process.
 
-    The message names the rank, and the stage, op and microbatch it is in; the stacks of all threads are on stderr.
+    The message names the rank with its stage, op and microbatch; the stacks of all threads are on stderr.
     """
 
 
 class ReplicaError(PenstockError):
-    """Copies of one parameter or buffer (on replicas, on ranks that hold the same stage) are no longer the same.
+    """Copies of one parameter or buffer, on replicas or on ranks with the same stage, that have diverged.
 
-    Every rank raises it. No weight was changed since; load a checkpoint to continue.
+    Every rank raises it. No weight has changed since; load a checkpoint to continue.
 
     Attributes:
-        name: of the first parameter or buffer that differs.
+        name: name of the first parameter or buffer that differs.
     """
 
     def __init__(self, message: str, name: str = "") -> None:
@@ -128,7 +127,7 @@ class ReplicaError(PenstockError):
 
 
 class StoppedError(PenstockError):
-    """The run was asked to stop, did so after a step, and can go on from there; says how."""
+    """A run that stopped after a step on request; the message says how to continue it."""
 
 
 def nearest(given: str, allowed: list[str]) -> str:

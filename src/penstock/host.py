@@ -1,7 +1,7 @@
-"""How many cores and how much memory this process may use: the machine's, or less where its cgroup (a container) says so.
+"""Cores and memory that this process may use: the machine's, or less where its cgroup (a container) sets a limit.
 
-cgroups of version 1 and 2, with the limits of all groups above: the smallest counts. Every function takes the folder below
-which ``/proc`` and ``/sys`` are found.
+Supports cgroups of version 1 and 2. The limits of all groups above apply, so the smallest counts. Each function takes the
+folder that contains ``/proc`` and ``/sys``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ ROOT = Path("/")
 
 
 class Memory(NamedTuple):
-    """Bytes of memory: all that this process may ever have, and what of it is free now."""
+    """Memory of this process in bytes: its limit, and how much of it is free now."""
 
     total: int
     available: int
 
 
 def cores(root: Path = ROOT) -> int:
-    """Cores that this process can keep busy: those it may run on, or whole cores of its quota, at least 1."""
+    """Return the number of cores that this process can keep busy: its affinity or its quota, at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = core_quota(root)
     return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
 
 
 def core_quota(root: Path = ROOT) -> float | None:
-    """How many cores' time the cgroup gives; None without a limit."""
+    """Return the cgroup's quota in cores, possibly a fraction; None without a limit."""
     return min(_quotas(root), default=None)
 
 
 def memory(root: Path = ROOT) -> Memory | None:
-    """The memory; None where the system does not tell."""
+    """Return the memory of this process; None if the system does not tell."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -59,7 +59,7 @@ def _quotas(root: Path) -> Iterator[float]:
     for group in _groups("cpu", root):
         try:
             allowed, period = (int(word) for word in (group / "cpu.max").read_text().split())
-        except (OSError, ValueError):  # of version 1, or "max"
+        except (OSError, ValueError):  # version 1, or "max"
             allowed = _number(group / "cpu.cfs_quota_us") or 0
             period = _number(group / "cpu.cfs_period_us") or 0
         if allowed > 0 and period > 0:
@@ -67,7 +67,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of the groups that limit this process, from its own up; some may not be there."""
+    """Yield the folders of the groups that limit this process, its own first; some may not exist."""
     mount = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -78,15 +78,15 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         bases = (mount / controllers, mount / controller) if controllers else (mount, mount / "unified")
-        own = PurePosixPath(path.lstrip("/"))
-        # A container sees its own group where the topmost is mounted, whatever path the host gave it.
-        inside = [] if ".." in own.parts else [own, *own.parents]
+        group = PurePosixPath(path.lstrip("/"))
+        # A container sees its group as the topmost one, although the host gives the path of another.
+        inside = [] if ".." in group.parts else [group, *group.parents]
         for base in dict.fromkeys(bases):
             yield from dict.fromkeys(base / part for part in (*inside, PurePosixPath()))
 
 
 def _number(path: Path) -> int | None:
-    """A number in a file of the system; None if there is none, or it says that there is no limit."""
+    """Read a number from a file of the system; None if there is none, or if it means no limit."""
     try:
         value = int(path.read_text())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""One run at a time in a folder: a lock that ends with the process that holds it, however that process ends.
+"""Lock of a run's folder, so that only one run uses it at a time.
 
-The lock is ``flock(2)`` on a file in the folder. The kernel drops it when its holder dies, so a restart never meets a stale
-one. Between hosts it holds where the shared file system has such locks: NFS and GPFS do, Lustre does with ``-o flock``.
+The lock is ``flock(2)`` on a file in the folder. The kernel releases it when its holder dies, so a restart never meets a
+stale lock. It works between hosts if the shared file system has such locks: NFS and GPFS do, Lustre with ``-o flock``.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from penstock.bounded_io import is_at
 from penstock.errors import ConfigError
 
 LOCK = "run.lock"
-"""Within a run's folder while the run goes on, and within that of its checkpoints while one is written."""
+"""Name of the lock file: in a run's folder during the run, and in its checkpoints' folder while one is written."""
 
-_POLL = 0.1
-_MOST = 400  # bytes of the file, which says who holds it
+_POLL_INTERVAL = 0.1  # seconds
+_MAX_BYTES = 400  # of the file, which names the holder
 
 
 @contextmanager
 def locked(folder: Path, *, wait: float = 0.0, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a folder. A folder that is not there is made, and removed at the end if nothing else is in it.
+    """Lock a folder. A missing folder is created, and removed at the end if it is empty.
 
     Args:
-        folder: of a run, or of its checkpoints.
-        wait: seconds that another holder is given to end. After a restart the process before may take a while to die.
-        say: where it is told that it waits, or that the file system has no locks.
+        folder: folder of a run, or of its checkpoints.
+        wait: seconds to wait for another holder (default 0). After a restart, the previous process may take a while to die.
+        say: function that receives a message when the wait begins, or when the file system has no locks.
 
     Raises:
-        ConfigError: another process holds it (the message names it), or the folder or file cannot be made.
+        ConfigError: if another process, named in the message, has the lock, or the folder or file cannot be created.
     """
-    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    created = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         file = _take(folder, wait, say)
     except OSError as error:
-        _remove_empty(made)
+        _remove_empty(created)
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
     try:
         yield
@@ -48,18 +48,17 @@ def locked(folder: Path, *, wait: float = 0.0, say: Callable[[str], None]) -> It
         with suppress(OSError):
             (folder / LOCK).unlink()
         os.close(file)
-        _remove_empty(made)
+        _remove_empty(created)
 
 
 def may_be_restart() -> bool:
-    """Whether processes of the same run, started before, may still be about to end: torchrun restarts, Slurm requeues."""
+    """Return whether earlier processes of the same run may still be ending: torchrun restarts, Slurm requeues."""
     counts = ("TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT")
     return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 def _take(folder: Path, wait: float, say: Callable[[str], None]) -> int:
-    """Open the lock file and lock it."""
-    path, end, told = folder / LOCK, time.monotonic() + wait, False
+    path, deadline, announced = folder / LOCK, time.monotonic() + wait, False
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -75,31 +74,31 @@ def _take(folder: Path, wait: float, say: Callable[[str], None]) -> int:
             if is_at(path, file):
                 _write_holder(file)
                 return file
-            os.close(file)  # the holder before has deleted it
+            os.close(file)  # deleted by the previous holder
             continue
-        if time.monotonic() >= end:
+        if time.monotonic() >= deadline:
             raise ConfigError(
                 f"the folder {folder} is in use by {holder}; wait until that run has ended, stop it, or use another folder "
                 "(train.name)"
             )
-        if not told:
+        if not announced:
             say(f"the folder {folder} is in use by {holder}; waiting up to {wait:g} s for it to end")
-            told = True
-        time.sleep(_POLL)
+            announced = True
+        time.sleep(_POLL_INTERVAL)
 
 
 def _write_holder(file: int) -> None:
-    with suppress(OSError):  # a full disk; the lock holds without it
+    with suppress(OSError):  # a full disk; the lock works without the text
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
 
 
 def _read_holder(file: int) -> str:
-    text = os.pread(file, _MOST, 0).decode("utf-8", "replace")
+    text = os.pread(file, _MAX_BYTES, 0).decode("utf-8", "replace")
     return text if text and text.isprintable() else "another process"
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # the first that is not empty ends it
+    with suppress(OSError):  # the first folder that is not empty ends the loop
         for folder in folders:
             folder.rmdir()

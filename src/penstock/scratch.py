@@ -1,8 +1,7 @@
-"""Folders for one process's own files, which are deleted when it ends, and after it was killed by the next that starts.
+"""Folders for one process's temporary files, deleted when it ends or, if it was killed, by the next process that starts.
 
-A folder is held by a lock (``flock(2)``) on the folder itself, which the kernel drops when its process dies, however that
-happens. So what nobody holds is of a process that is gone: no process id has to be looked up, which another process or
-another container may have by now.
+Each folder has a lock (``flock(2)``), which the kernel releases when its process dies, however that happens. A folder
+without a lock is therefore abandoned. No process id is checked: another process or container may have it by now.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from penstock.bounded_io import is_at
@@ -24,12 +22,12 @@ PREFIX = "penstock-scratch-"
 
 
 class Scratch:
-    """A new folder in the place for temporary files (``TMPDIR``, or ``/tmp``), for this user alone; a context manager.
+    """A new temporary folder for this user alone, in ``TMPDIR`` or ``/tmp``; a context manager.
 
-    Making one also deletes those that processes of this user have left which were killed.
+    Creating one also deletes the folders that killed processes of this user have left.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
     """
 
     def __init__(self) -> None:
@@ -38,32 +36,29 @@ class Scratch:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
             lock = _open(self.path)
             if lock is not None:
-                with suppress(
-                    OSError
-                ):  # a file system without such locks: nobody can take it for abandoned, either
+                # Without locks in this file system, no other process can take the folder for abandoned.
+                with suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 if is_at(self.path, lock):
                     break
-                os.close(lock)  # it was taken for an abandoned one before it was locked
-        self._end = weakref.finalize(self, _delete, self.path, lock, os.getpid())
+                os.close(lock)  # deleted by another process before it was locked
+        self._finalizer = weakref.finalize(self, _delete, self.path, lock, os.getpid())
 
     def close(self) -> None:
-        """Delete the folder and all that is in it; may be called twice. Else that is done when nobody has it any more."""
-        self._end()
+        """Delete the folder and its content; may be called twice. It is called when the object is garbage."""
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def remove_abandoned() -> None:
-    """Delete the folders that no process holds any more, as far as they are this user's and can be deleted."""
-    with suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
-        for entry in found:
+    """Delete this user's folders that have no lock, as far as they can be deleted."""
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
             if entry.name.startswith(PREFIX):
                 _remove_if_abandoned(Path(entry.path))
 
@@ -73,31 +68,31 @@ def _remove_if_abandoned(path: Path) -> None:
     if lock is None:
         return
     try:
-        # Whoever else looks finds it locked now, and its maker, if it has not come to that yet, makes another one.
+        # The lock keeps others out. An owner that has not locked its new folder yet notices, and makes another one.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_at(path, lock):
             shutil.rmtree(path, ignore_errors=True)  # follows no link
     except OSError:
-        pass  # somebody holds it
+        pass  # in use
     finally:
         os.close(lock)
 
 
 def _open(path: Path) -> int | None:
-    """A descriptor of a folder of this user's own; None for a link, anything else, and what is gone."""
+    """Open a folder of this user; return None for a link, another kind of file, or one that is gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode):
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode):
         return descriptor
     os.close(descriptor)
     return None
 
 
 def _delete(path: Path, lock: int, owner: int) -> None:
-    """Of a process that was forked, only the descriptor goes."""
+    """Delete the folder; in a forked process only close the descriptor."""
     if os.getpid() == owner:
         shutil.rmtree(path, ignore_errors=True)
     os.close(lock)

@@ -1,10 +1,10 @@
 """Files of tensors in safetensors' format, written with their digest and read with ordinary reads.
 
-The format: 8 bytes with the header's length, the header as JSON, the numbers. It is written here and not by the library
-because the digest is taken of the bytes on their way to the disk, not of what a disk gives back, because other threads
-train on meanwhile (hashing and writing large pieces lets go of the interpreter), and because the library gives its files
-the mode 0600. It is read here because the library maps files into memory: its tensors are the file's pages until they are
-copied, and a file that is cut short meanwhile ends the process with SIGBUS, which Python cannot catch.
+The format: 8 bytes with the header's length, the header as JSON, the numbers. The library does not write the files for
+three reasons: the digest is taken of the bytes on their way to the disk, not of those that a disk returns; other threads
+continue to train (hashing and writing large pieces releases the interpreter lock); and the library's files have the mode
+0600. The library does not read them because it maps files into memory: its tensors are the file's pages until they are
+copied, and a file truncated in the meantime ends the process with SIGBUS, which Python cannot catch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -49,8 +48,9 @@ DTYPES = {
 """Dtypes that files can keep, by their names in safetensors."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PIECE = 8 << 20
-_MOST_HEADER = 100_000_000  # bytes, the library's limit
+_PIECE_BYTES = 8 << 20
+_MAX_HEADER = 100_000_000  # bytes, the library's limit
+_MAX_READ = 1 << 30  # bytes; the system reads at most 2^31 - 4096
 
 
 @sendable
@@ -59,8 +59,8 @@ class StoredFile:
     """A file of tensors.
 
     Attributes:
-        bytes: its size.
-        sha256: of its bytes, in hexadecimal digits.
+        bytes: size in bytes.
+        sha256: SHA-256 digest in hexadecimal digits.
     """
 
     bytes: int
@@ -68,10 +68,10 @@ class StoredFile:
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """A tensor's dtype as safetensors writes it.
+    """Return a tensor's dtype by its name in safetensors.
 
     Raises:
-        ConfigError: it has none there.
+        ConfigError: if safetensors has no such dtype.
     """
     if tensor.dtype not in _NAMES:
         raise ConfigError(
@@ -84,15 +84,15 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> StoredFile:
-    """Write a file of tensors and see it on the disk.
+    """Write a file of tensors and flush it to the disk.
 
     Args:
-        path: of a file that is not there yet.
-        tensors: by name; those on a GPU are copied one by one.
-        metadata: texts to keep in the header, as other programs expect them.
+        path: path of a new file.
+        tensors: tensors by name; those on a GPU are copied one by one.
+        metadata: texts for the header, as other programs expect them (default none).
 
     Raises:
-        OSError: the disk did not take it.
+        OSError: if the file exists or cannot be written.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -112,8 +112,8 @@ def write_tensors(
     with open_synced(path) as file:
         parts = [memoryview(len(text).to_bytes(8, "little") + text)]
         for data in (*parts, *(_memory(tensors[name]) for name in order)):
-            for start in range(0, len(data), _PIECE):
-                piece = data[start : start + _PIECE]
+            for start in range(0, len(data), _PIECE_BYTES):
+                piece = data[start : start + _PIECE_BYTES]
                 digest.update(piece)
                 file.write(piece)
                 written += len(piece)
@@ -121,18 +121,18 @@ def write_tensors(
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Its bytes: of a contiguous one on the CPU its own memory, else of a copy."""
+    """Return a tensor's bytes: its own memory if it is contiguous and on the CPU, else that of a copy."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a file's header says of a tensor.
+    """A tensor's entry in the header of its file.
 
     Attributes:
-        shape: its sizes.
-        dtype: as safetensors writes it: ``F32``, ``BF16``.
-        start, stop: its bytes are start..stop-1 of the file.
+        shape: shape of the tensor.
+        dtype: name of the dtype in safetensors, for example ``F32`` or ``BF16``.
+        start, stop: range of its bytes in the file.
     """
 
     shape: tuple[int, ...]
@@ -144,16 +144,16 @@ class TensorEntry:
 class TensorFile:
     """A file of tensors, open for reading; a context manager.
 
-    Only the header is read at first. As in `penstock.bounded_io` every error is the operating system's kind.
+    Only the header is read at first. As in `penstock.bounded_io`, all errors are of the operating system's kind.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Attributes:
-        entries: by name, in the order of their bytes.
+        entries: entries by name, in the order of their bytes.
 
     Raises:
-        OSError: it cannot be read, or is no such file; ``strerror`` says what is wrong with it.
+        OSError: if it cannot be read, or is no file of tensors; ``strerror`` gives the reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,19 +166,19 @@ class TensorFile:
             raise
 
     def read(self, name: str, dim: int = 0, run: slice | None = None) -> Tensor:
-        """A tensor, or a run of it along a dimension, in memory of its own.
+        """Read a tensor, or a slice of it along one dimension.
 
         Args:
-            name: one of `entries`.
-            dim: of the run.
-            run: start and stop; None for all.
+            name: name of a tensor in `entries`.
+            dim: dimension of the slice (default 0).
+            run: start and stop of the slice; None for the whole tensor.
 
         Raises:
-            OSError: it cannot be read, or is of a dtype that `DTYPES` has not.
+            OSError: if it cannot be read, or its dtype is not in `DTYPES`.
         """
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
-            raise self._wrong(f"{name!r:.200} is {entry.dtype!r:.40}, not one of {', '.join(DTYPES)}")
+            raise self._error(f"{name!r:.200} is {entry.dtype!r:.40}, not one of {', '.join(DTYPES)}")
         dtype, shape = DTYPES[entry.dtype], list(entry.shape)
         first, last = 0, 1
         if run is not None and shape:
@@ -191,59 +191,59 @@ class TensorFile:
         else:
             first, last, whole, outer = 0, math.prod(shape), math.prod(shape), 1
         try:
-            found = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype)
         except RuntimeError as error:
             raise OSError(
                 errno.ENOMEM, f"no memory for {name!r:.200} of shape {shape}", str(self.path)
             ) from error
-        size, memory = dtype.itemsize, _memory(found)
+        size, memory = dtype.itemsize, _memory(tensor)
         step = (last - first) * size
-        # Rows along the first dimension lie side by side: one read. Along others there is one for each outer index.
+        # A slice along the first dimension is contiguous: one read. Along others there is one read for each outer index.
         for n in range(outer if step else 0):
             self._fill(memory[n * step : (n + 1) * step], entry.start + (n * whole + first) * size)
-        return found
+        return tensor
 
     def _fill(self, memory: memoryview, at: int) -> None:
-        while memory and (count := os.preadv(self._descriptor, [memory[:_MOST_AT_ONCE]], at)):
+        while memory and (count := os.preadv(self._descriptor, [memory[:_MAX_READ]], at)):
             memory, at = memory[count:], at + count
         if memory:
-            raise self._wrong("it became shorter while it was being read")
+            raise self._error("it became shorter while it was being read")
 
     def _header(self, size: int) -> dict[str, TensorEntry]:
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-        if size < 8 or length > min(size - 8, _MOST_HEADER):
-            raise self._wrong("it is no file of safetensors, or is cut short")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise self._error("it is no file of safetensors, or is cut short")
         try:
             table = parse_json(_exactly(self._descriptor, length))
         except ValueError as error:
-            raise self._wrong(f"its header is no JSON: {error}") from error
+            raise self._error(f"its header is no JSON: {error}") from error
         if not isinstance(table, dict):
-            raise self._wrong("its header is no table of tensors")
+            raise self._error("its header is no table of tensors")
         table.pop("__metadata__", None)
-        found = {name: self._entry(name, value, 8 + length) for name, value in table.items()}
-        found = dict(sorted(found.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
+        entries = {name: self._entry(name, value, 8 + length) for name, value in table.items()}
+        entries = dict(sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
         at = 8 + length
-        for name, entry in found.items():
+        for name, entry in entries.items():
             if entry.start != at:
-                raise self._wrong(f"{name!r:.200} does not begin where the tensor before it ends")
+                raise self._error(f"{name!r:.200} does not begin where the tensor before it ends")
             at = entry.stop
         if at != size:
-            raise self._wrong(f"it has {size:,} bytes, and its header says {at:,}")
-        return found
+            raise self._error(f"it has {size:,} bytes, and its header says {at:,}")
+        return entries
 
     def _entry(self, name: str, value: Any, first: int) -> TensorEntry:
         table = value if isinstance(value, dict) else {}
         shape, dtype, places = (table.get(key) for key in ("shape", "dtype", "data_offsets"))
         if not (_counts(shape) and _counts(places) and len(places) == 2 and isinstance(dtype, str)):
-            raise self._wrong(f"its header says of {name!r:.200}: {value!r:.200}")
+            raise self._error(f"its header says of {name!r:.200}: {value!r:.200}")
         start, stop = places
         known = DTYPES.get(dtype)
         if stop < start or (known is not None and math.prod(shape) * known.itemsize != stop - start):
-            raise self._wrong(f"{name!r:.200} is {dtype} of shape {shape}, and has bytes {start} to {stop}")
+            raise self._error(f"{name!r:.200} is {dtype} of shape {shape}, and has bytes {start} to {stop}")
         return TensorEntry(tuple(shape), dtype, first + start, first + stop)
 
-    def _wrong(self, what: str) -> OSError:
-        return OSError(errno.EINVAL, what, str(self.path))
+    def _error(self, reason: str) -> OSError:
+        return OSError(errno.EINVAL, reason, str(self.path))
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -254,13 +254,8 @@ class TensorFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_MOST_AT_ONCE = 1 << 30  # bytes; the system reads at most 2^31 - 4096
 
 
 def _exactly(descriptor: int, length: int) -> bytes:
