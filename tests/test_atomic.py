@@ -1,4 +1,4 @@
-"""Files are replaced whole or not at all, with the mode that the umask says."""
+"""Files are replaced as a whole or not at all, with the mode of the umask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path):
+def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("kept")
     (tmp_path / "a.txt.unfinished").symlink_to(elsewhere)

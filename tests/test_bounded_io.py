@@ -1,4 +1,4 @@
-"""What is no file, or too large a one, is refused before anything waits for it or holds it."""
+"""Other things than files, and files that are too large, are refused without waiting or allocating."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_device_is_read_as_a_pipe_up_to_its_bound():
         read_bytes("/dev/zero", 5_000_000, pipes=True)
 
 
-def test_what_another_command_writes_can_be_read():
+def test_the_output_of_another_command_can_be_read():
     reader, writer = os.pipe()
     with os.fdopen(reader), os.fdopen(writer, "wb") as file:
         file.write(b"F = 1")

@@ -1,4 +1,4 @@
-"""Values arrive as they were sent; what no value is, pickles among it, is refused and runs nothing."""
+"""Values arrive as they were sent; other bytes, pickles included, are refused and run nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_tensors_arrive_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]):
     got.zero_()  # its memory is its own, and can be written
 
 
-def test_what_pipelines_send_besides_arrives():
+def test_records_of_pipelines_arrive():
     graph = torch.ones(2, requires_grad=True) * 2
     sent = {
         "piece": ShardSlice((2, 3), (3, 1), 1, 4), "file": StoredFile(8, "ab"), "path": Path("/a/b"), "seen": {1, 2},
@@ -100,7 +100,7 @@ class Opaque:
 @pytest.mark.parametrize(
     "value", [Unknown(1), Opaque(1), object(), print, torch.ones(2).to_sparse(), np.array(["a"])]
 )
-def test_what_cannot_be_sent_is_refused_by_its_type(value: object):
+def test_other_types_are_refused_by_name(value: object):
     with pytest.raises(TypeError, match="cannot be sent to other processes"):
         encode({"deep": [value]})
 
@@ -132,7 +132,7 @@ NAME = f"{ShardSlice.__module__}.ShardSlice"
     ],
     ids=lambda data: repr(data[:24]),
 )  # fmt: skip
-def test_what_is_no_value_is_refused_and_nothing_runs(
+def test_bytes_that_are_no_value_are_refused_and_nothing_runs(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -147,7 +147,7 @@ def test_only_records_with_fields_can_be_marked():
 
 
 def exchange(rank: int, folder: str) -> list[str]:
-    """Rank 1 sends a pickle that makes a folder when it is read, in the place of its value."""
+    """Rank 1 sends a pickle that would make a folder, in place of its value."""
     import penstock.parallel.data.exchange as at
 
     world = current_world()

@@ -39,7 +39,7 @@ V1 = "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n"
             },
             3.0,
         ),
-        # A container with a namespace of its own sees its group as the root.
+        # A container with its own namespace sees its group as the root.
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         ({"proc/self/cgroup": "0::/../other\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         # Version 1, in a container: the path is the host's, the mount is the container's.
@@ -110,6 +110,6 @@ def test_the_memory_is_the_machines_or_the_groups(
     assert host.memory(tree(tmp_path, files)) == memory
 
 
-def test_where_nothing_is_told_there_is_no_limit(tmp_path: Path):
+def test_without_files_there_is_no_limit(tmp_path: Path):
     assert host.core_quota(tmp_path) is None
     assert host.memory(tmp_path) is None

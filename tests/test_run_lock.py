@@ -16,7 +16,7 @@ from penstock.run_lock import LOCK, locked, may_be_restart
 
 @contextmanager
 def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """By a process that ends when its standard input does."""
+    """Lock a folder in a process that ends with its standard input."""
     lines = [
         "import sys; from pathlib import Path; from penstock.run_lock import locked",
         f"with locked(Path({str(folder)!r}), say=print):",
@@ -30,7 +30,7 @@ def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield holder
 
 
-def test_the_second_is_told_who_holds_it(tmp_path: Path):
+def test_the_error_names_the_holder(tmp_path: Path):
     who = f"process {os.getpid()} on host {socket.gethostname()}"
     with locked(tmp_path, say=pytest.fail):
         with pytest.raises(ConfigError, match=f"^the folder .* is in use by {who}; wait until"):
@@ -41,7 +41,7 @@ def test_the_second_is_told_who_holds_it(tmp_path: Path):
         pass
 
 
-def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path):
+def test_a_lock_ends_with_its_process(tmp_path: Path):
     with held_elsewhere(tmp_path) as holder:
         holder.kill()
         holder.wait()
@@ -74,7 +74,7 @@ def test_restarts_are_torchruns_and_slurms(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv(name)
 
 
-def test_folders_that_were_made_go_again_if_nothing_came_into_them(tmp_path: Path):
+def test_created_folders_are_removed_if_they_stay_empty(tmp_path: Path):
     with locked(tmp_path / "runs" / "a", say=pytest.fail):
         assert (tmp_path / "runs" / "a" / LOCK).exists()
     assert list(tmp_path.iterdir()) == []

@@ -36,14 +36,14 @@ for n in range(150):
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go, here and in processes that are started."""
+    """Folder for temporary files, here and in child processes."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
 
 
 def holder() -> tuple[subprocess.Popen[str], Path]:
-    """A process with a folder of its own."""
+    """Start a process with its own folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -55,7 +55,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_it_goes_at_the_end_and_with_the_last_reference(place: Path):
+def test_it_is_deleted_at_the_end_and_with_the_last_reference(place: Path):
     with Scratch() as scratch:
         (scratch.path / "inner").mkdir()
         assert scratch.path.stat().st_mode & 0o777 == 0o700
@@ -66,7 +66,7 @@ def test_it_goes_at_the_end_and_with_the_last_reference(place: Path):
     assert list(place.iterdir()) == []
 
 
-def test_what_a_killed_process_left_the_next_one_deletes_and_a_living_ones_stays(place: Path):
+def test_folders_of_killed_processes_are_deleted_and_those_of_living_ones_stay(place: Path):
     killed, left = holder()
     living, kept = holder()
     assert sorted(place.iterdir()) == sorted([left, kept])
@@ -105,7 +105,7 @@ def test_processes_that_start_at_once_leave_each_others_alone(place: Path):
 
 
 @pytest.mark.skipif(not supported(), reason="no shared memory of this kind here")
-def test_a_bell_wakes_without_a_file_and_rings_at_one_that_is_gone(place: Path):
+def test_a_wake_socket_needs_no_file_and_may_outlive_its_reader(place: Path):
     one, other = WakeSocket(PeerRegistry()), WakeSocket(PeerRegistry())
     one.meet(other.host)
     for _ in range(70_000):  # more than a pipe holds
@@ -120,7 +120,7 @@ def test_a_bell_wakes_without_a_file_and_rings_at_one_that_is_gone(place: Path):
 
 
 @pytest.mark.skipif(not supported(), reason="no shared memory of this kind here")
-def test_what_is_no_bell_is_not_rung(tmp_path: Path):
+def test_only_wake_sockets_are_written_to(tmp_path: Path):
     bell = WakeSocket(PeerRegistry())
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     with pytest.raises(OSError, match="it is no bell"):

@@ -1,4 +1,4 @@
-"""Files of tensors: what the safetensors library writes is read, what is written it reads, and all else is refused."""
+"""Files of tensors are interchangeable with those of the safetensors library; other files are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
 
 
-def test_what_the_library_writes_is_read(tmp_path: Path):
+def test_files_of_the_library_are_read(tmp_path: Path):
     state = examples()
     save_file(state, tmp_path / "x.safetensors", {"format": "pt"})
     with TensorFile(tmp_path / "x.safetensors") as file:
@@ -35,7 +35,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path):
         assert all(same(file.read(name), tensor) for name, tensor in state.items())
 
 
-def test_the_library_reads_what_is_written(tmp_path: Path):
+def test_the_library_reads_our_files(tmp_path: Path):
     state = examples()
     write_tensors(tmp_path / "x.safetensors", state, {"format": "pt"})
     found = load_file(tmp_path / "x.safetensors")
@@ -44,7 +44,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path):
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_a_run_along_any_dimension_is_read(tmp_path: Path, dim: int):
+def test_a_slice_along_any_dimension_is_read(tmp_path: Path, dim: int):
     whole = torch.arange(3 * 4 * 5, dtype=torch.int16).view(3, 4, 5)
     write_tensors(tmp_path / "x.safetensors", {"before": torch.ones(7), "x": whole})
     with TensorFile(tmp_path / "x.safetensors") as file:
@@ -63,7 +63,7 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path: Path):
     assert stat.S_IMODE((tmp_path / "x.safetensors").stat().st_mode) == 0o640
 
 
-def test_a_file_cut_short_after_it_was_opened_is_an_error_and_not_the_end_of_the_process(tmp_path: Path):
+def test_a_file_truncated_after_it_was_opened_is_an_error_and_not_the_end_of_the_process(tmp_path: Path):
     path = tmp_path / "x.safetensors"
     write_tensors(path, {"x": torch.ones(100_000)})
     with TensorFile(path) as file:
@@ -71,7 +71,7 @@ def test_a_file_cut_short_after_it_was_opened_is_an_error_and_not_the_end_of_the
         os.truncate(path, 5_000)
         with pytest.raises(OSError, match="it became shorter while it was being read"):
             file.read("x")
-    assert kept.sum() == 100_000  # of its own memory, not the file's
+    assert kept.sum() == 100_000  # in separate memory, not the file's
 
 
 def with_header(header: object, data: bytes = b"\0" * 8) -> bytes:
@@ -105,14 +105,14 @@ def entry(*, dtype: object = "F32", shape: object = (2,), places: object = (0, 8
         (with_header({"x": entry(), "y": entry()}), "'y' does not begin where"),
     ],
 )
-def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes, said: str):
+def test_other_files_are_refused(tmp_path: Path, data: bytes, said: str):
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
     with pytest.raises(OSError, match=said):
         TensorFile(path)
 
 
-def test_a_dtype_that_is_not_known_is_listed_and_not_read(tmp_path: Path):
+def test_an_unknown_dtype_is_listed_but_not_read(tmp_path: Path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(with_header({"x": entry(dtype="F4", shape=[16])}))
     with TensorFile(path) as file:
@@ -121,7 +121,7 @@ def test_a_dtype_that_is_not_known_is_listed_and_not_read(tmp_path: Path):
             file.read("x")
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path):
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path):
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(OSError, match="it is no regular file"):
         TensorFile(tmp_path / "x.safetensors")

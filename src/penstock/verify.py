@@ -1,8 +1,8 @@
-"""Proof on the user's own model: pipelined training against plain PyTorch, number by number.
+"""Comparison of pipelined training with plain PyTorch on the user's own model, number by number.
 
 The same few steps are trained three ways: unsplit with plain gradient accumulation, through a pipeline of threads, and
-through a pipeline of gloo processes. What differs at most in losses, weights and gradients is reported; 0 means bit
-for bit.
+through a pipeline of gloo processes. The report has the largest differences of losses, weights and gradients; 0 means
+equal bit for bit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import torch
@@ -31,12 +32,12 @@ SLACK = 4.0
 
 @dataclass(frozen=True)
 class VerifyTarget:
-    """What is verified.
+    """A model to verify, with its loss and data.
 
     Attributes:
-        model: anything `Pipeline` takes; must come out the same each time it is made.
+        model: anything that `Pipeline` takes; it must be the same each time it is made.
         loss_fn: ``loss_fn(output, target)``, the mean over its microbatch.
-        batch: ``batch(step, microbatches)`` → (x, y), the same each time, of a size the microbatches divide.
+        batch: ``batch(step, microbatches)`` → (x, y), the same each time, of a size divisible by the microbatches.
     """
 
     model: object
@@ -46,14 +47,14 @@ class VerifyTarget:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest absolute differences from plain PyTorch over all steps, microbatches and parameters.
+    """Largest absolute differences from plain PyTorch over all steps, microbatches and parameters.
 
     Attributes:
-        schedule, transport, ranks, microbatches: what was run; transport is "threads" or "processes".
+        schedule, transport, ranks, microbatches: layout of the run; transport is "threads" or "processes".
         loss, weights, gradients: largest differences; weights and gradients after the last step.
-        allowed: what each of the three may be: 0 for schedules that sum a stage's gradients in the order of the
-            microbatches. The others (two copies of a stage) only differ in the order of summation, and may be
-            `SLACK` times as far from plain PyTorch as that is from the same training in float64.
+        allowed: bounds on these three: 0 for schedules that sum a stage's gradients in the order of the microbatches.
+            The others (two copies of a stage) only differ in the order of summation, and may be `SLACK` times as far
+            from plain PyTorch as that is from the same training in float64.
     """
 
     schedule: str
@@ -67,8 +68,9 @@ class Difference:
 
     @property
     def good(self) -> bool:
-        found = (self.loss, self.weights, self.gradients)
-        return all(f <= a for f, a in zip(found, self.allowed, strict=True))
+        """True if all differences are within their bounds."""
+        differences = (self.loss, self.weights, self.gradients)
+        return all(d <= bound for d, bound in zip(differences, self.allowed, strict=True))
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,11 @@ class _Outcome:
     gradients: dict[str, Tensor]
 
 
-def load_subject(name: str) -> VerifyTarget:
-    """Make the subject that ``module:function`` returns.
+def load_target(name: str) -> VerifyTarget:
+    """Return the result of ``module:function``.
 
     Raises:
-        ConfigError: there is no such function, or it returns something else.
+        ConfigError: if there is no such function, or it returns no `VerifyTarget`.
     """
     module, _, function = name.partition(":")
     try:
@@ -90,16 +92,16 @@ def load_subject(name: str) -> VerifyTarget:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"cannot find {name!r} ({error}); give MODULE:FUNCTION, a function without arguments that "
-            "returns a penstock.verify.Subject"
+            "returns a penstock.verify.VerifyTarget"
         ) from error
-    subject = make()
-    if not isinstance(subject, VerifyTarget):
-        raise ConfigError(f"{name} returned a {type(subject).__name__}, not a penstock.verify.Subject")
-    return subject
+    target = make()
+    if not isinstance(target, VerifyTarget):
+        raise ConfigError(f"{name} returned a {type(target).__name__}, not a penstock.verify.VerifyTarget")
+    return target
 
 
 def verify(
-    subject: str,
+    target: str,
     schedules: Sequence[tuple[str, int]],
     ranks: Sequence[int],
     microbatches: Sequence[int],
@@ -107,28 +109,28 @@ def verify(
     transports: Sequence[str] = ("threads", "processes"),
     steps: int = 3,
 ) -> Iterator[Difference]:
-    """Train `subject` with every schedule, number of ranks and of microbatches, and compare.
+    """Train a model with each schedule, number of ranks and number of microbatches, and compare.
 
     Args:
-        subject: ``module:function``, see `load_subject`.
-        schedules: (family or CSV path, virtual stages).
-        ranks, microbatches: the counts to try.
-        transports: "threads", "processes", or both.
-        steps: optimizer steps, with AdamW and clipping.
+        target: ``module:function`` that returns a `VerifyTarget`.
+        schedules: pairs of a family or CSV path, and a number of virtual stages.
+        ranks, microbatches: numbers of ranks and of microbatches to combine.
+        transports: "threads", "processes" or both (default both).
+        steps: number of optimizer steps, with AdamW and clipping (default 3).
 
     Raises:
-        ConfigError: counts whose schedules or processes this machine cannot hold.
+        ConfigError: if this machine cannot hold the schedules or processes.
     """
     for name, virtual in schedules:
         for p, m in product(ranks, microbatches) if name in FAMILIES else ():
             require_size(name, p, m, virtual)
     if "processes" in transports:
         require_processes(max(ranks))
-    return _rows(subject, schedules, ranks, microbatches, transports, steps)
+    return _rows(target, schedules, ranks, microbatches, transports, steps)
 
 
 def _rows(
-    subject: str,
+    target: str,
     schedules: Sequence[tuple[str, int]],
     ranks: Sequence[int],
     microbatches: Sequence[int],
@@ -136,50 +138,39 @@ def _rows(
     steps: int,
 ) -> Iterator[Difference]:
     torch.set_num_threads(1)
-    plain = {m: _plain(load_subject(subject), m, steps) for m in microbatches}
-    exact: dict[int, _Outcome] = {}
+    plain = {m: _plain(load_target(target), m, steps) for m in microbatches}
+    in_float64 = cache(lambda m: _plain(load_target(target), m, steps, torch.float64))
     with LocalProcesses(max(ranks)) as pool:
-        for name, virtual in schedules:
-            for p in ranks:
-                for m in microbatches:
-                    allowed = (0.0, 0.0, 0.0)
-                    if name in FAMILIES and not FAMILIES[name].in_order:
-                        if m not in exact:
-                            exact[m] = _plain(load_subject(subject), m, steps, torch.float64)
-                        apart = _differences(exact[m], plain[m])
-                        allowed = (SLACK * apart[0], SLACK * apart[1], SLACK * apart[2])
-                    for transport in transports:
-                        job = (subject, name, p, virtual, m, steps)
-                        parts = (
-                            pool.run(p, _pipelined, *job)
-                            if transport == "processes"
-                            else [_pipelined(0, *job)]
-                        )
-                        yield Difference(
-                            name,
-                            transport,
-                            p,
-                            m,
-                            *_differences(plain[m], _joined(name, plain[m], parts)),
-                            allowed,
-                        )
+        for (name, virtual), p, m in product(schedules, ranks, microbatches):
+            allowed = (0.0, 0.0, 0.0)
+            if name in FAMILIES and not FAMILIES[name].in_order:
+                loss, weights, gradients = _differences(in_float64(m), plain[m])
+                allowed = (SLACK * loss, SLACK * weights, SLACK * gradients)
+            for transport in transports:
+                job = (target, name, p, virtual, m, steps)
+                in_processes = transport == "processes"
+                outcomes = pool.run(p, _pipelined, *job) if in_processes else [_pipelined(0, *job)]
+                differences = _differences(plain[m], _joined(name, plain[m], outcomes))
+                yield Difference(name, transport, p, m, *differences, allowed)
 
 
-def _plain(
-    subject: VerifyTarget, microbatches: int, steps: int, dtype: torch.dtype | None = None
-) -> _Outcome:
-    model = StageModule(as_layers(subject.model)).to(dtype)
+def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dtype | None = None) -> _Outcome:
+    model = StageModule(as_layers(target.model)).to(dtype)
     parameters = [p for _, p in model.whole_model_parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        x, y = subject.batch(step, microbatches)
-        for part, target in zip(
+        x, y = target.batch(step, microbatches)
+        for inputs, labels in zip(
             *(split_batch(_as(v, dtype), microbatches, "a batch")[0] for v in (x, y)), strict=True
         ):
-            found = subject.loss_fn(model(part), target)
-            loss = found if isinstance(found, Tensor) else torch.stack(list(found.values())).sum()
+            losses_by_name = target.loss_fn(model(inputs), labels)
+            loss = (
+                losses_by_name
+                if isinstance(losses_by_name, Tensor)
+                else torch.stack(list(losses_by_name.values())).sum()
+            )
             (loss / microbatches).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
@@ -188,19 +179,19 @@ def _plain(
 
 
 def _as(value: object, dtype: torch.dtype | None) -> object:
-    """A batch with its floating-point tensors in another dtype."""
+    """Convert a batch to another dtype if it is of floating-point numbers."""
     if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.to(dtype)
 
 
 def _pipelined(
-    rank: int, subject_name: str, schedule: str, ranks: int, virtual: int, microbatches: int, steps: int
+    rank: int, target_name: str, schedule: str, ranks: int, virtual: int, microbatches: int, steps: int
 ) -> _Outcome:
-    subject = load_subject(subject_name)
+    target = load_target(target_name)
     with Pipeline(
-        subject.model,
-        subject.loss_fn,
+        target.model,
+        target.loss_fn,
         microbatches=microbatches,
         schedule=schedule,
         ranks=ranks,
@@ -210,7 +201,7 @@ def _pipelined(
         losses: list[Tensor] = []
         for step in range(steps):
             optimizer.zero_grad()
-            result = pipe.step(*subject.batch(step, microbatches))
+            result = pipe.step(*target.batch(step, microbatches))
             assert result.losses is not None
             losses.extend(result.losses)
             pipe.clip_grad_norm_(MAX_NORM)
@@ -227,35 +218,36 @@ def _outcome(losses: list[Tensor], parameters: Iterator[tuple[str, nn.Parameter]
     return _Outcome(losses, weights, gradients)
 
 
-def _joined(schedule: str, plain: _Outcome, parts: Sequence[_Outcome]) -> _Outcome:
-    """What the ranks hold between them, checked to be the whole model, with the losses equal on all."""
-    weights = {name: w for part in parts for name, w in part.weights.items()}
-    gradients = {name: g for part in parts for name, g in part.gradients.items()}
+def _joined(schedule: str, plain: _Outcome, outcomes: Sequence[_Outcome]) -> _Outcome:
+    """Join the outcomes of all ranks; check that they are the whole model, with equal losses."""
+    weights = {name: w for outcome in outcomes for name, w in outcome.weights.items()}
+    gradients = {name: g for outcome in outcomes for name, g in outcome.gradients.items()}
     if weights.keys() != plain.weights.keys() or gradients.keys() != plain.gradients.keys():
         missing = sorted(
             (plain.weights.keys() ^ weights.keys()) | (plain.gradients.keys() ^ gradients.keys())
         )
         raise ConfigError(
-            f"{schedule}: parameters that one side has and the other has not: {', '.join(missing)}"
+            f"{schedule}: parameters that only one of pipeline and plain PyTorch has: {', '.join(missing)}"
         )
-    for part in parts[1:]:
-        if any(not torch.equal(a, b) for a, b in zip(part.losses, parts[0].losses, strict=True)):
+    losses = outcomes[0].losses
+    for outcome in outcomes[1:]:
+        if any(not torch.equal(a, b) for a, b in zip(outcome.losses, losses, strict=True)):
             raise PenstockError(f"{schedule}: the ranks of one run report different losses")
-    return _Outcome(parts[0].losses, weights, gradients)
+    return _Outcome(losses, weights, gradients)
 
 
 def _differences(reference: _Outcome, other: _Outcome) -> tuple[float, float, float]:
-    """The largest absolute differences of losses, weights and gradients."""
+    """Return the largest absolute differences of losses, weights and gradients."""
     return (
-        max(_apart(a, b) for a, b in zip(reference.losses, other.losses, strict=True)),
-        max(_apart(w, other.weights[n]) for n, w in reference.weights.items()),
-        max((_apart(g, other.gradients[n]) for n, g in reference.gradients.items()), default=0.0),
+        max(_difference(a, b) for a, b in zip(reference.losses, other.losses, strict=True)),
+        max(_difference(w, other.weights[n]) for n, w in reference.weights.items()),
+        max((_difference(g, other.gradients[n]) for n, g in reference.gradients.items()), default=0.0),
     )
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    """The largest absolute difference; infinite where either is not a number."""
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest absolute difference; infinity if either has a NaN."""
     if torch.equal(ours, theirs):
         return 0.0
-    apart = (ours.double() - theirs.double()).abs().max().item()
-    return float("inf") if apart != apart else apart
+    difference = (ours.double() - theirs.double()).abs().max().item()
+    return float("inf") if difference != difference else difference

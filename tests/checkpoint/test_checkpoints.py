@@ -1,4 +1,4 @@
-"""What was saved continues bit for bit, at any split; what is damaged is refused by name, and the one before is used."""
+"""Saved runs continue bit for bit at any split; damaged checkpoints are refused by name, and the previous one is used."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_the_step_and_the_users_own_values_come_back(tmp_path: Path):
     assert loaded.refused == ()
 
 
-def test_a_save_leaves_alone_what_another_run_is_writing_in_the_folder(tmp_path: Path):
-    """It would delete the other's unfinished checkpoint, or the other would publish its files."""
+def test_a_save_is_refused_while_another_run_writes_in_the_folder(tmp_path: Path):
+    """Otherwise it would delete the other's unfinished checkpoint, or the other would publish its files."""
     other = tmp_path / ".step-00000001.unfinished"
     other.mkdir()
     with pipeline(ranks=2) as pipe, Checkpoints(tmp_path, pipe) as checkpoints:
@@ -82,7 +82,7 @@ def test_the_copy_is_of_the_moment_of_saving(tmp_path: Path):
                 assert equal(state_of(pipe, optimizer), before)
 
 
-def test_the_last_ones_stay_and_every_so_many_steps(tmp_path: Path):
+def test_the_newest_checkpoints_and_multiples_of_keep_every_are_kept(tmp_path: Path):
     with pipeline(ranks=1) as pipe:
         with Checkpoints(tmp_path, pipe, None, keep_last=2, keep_every=4) as checkpoints:
             for n in range(1, 11):
@@ -103,7 +103,7 @@ LAYOUTS = [
 ]
 
 
-def test_a_run_goes_on_at_other_layouts_in_processes(tmp_path: Path, processes: LocalProcesses):
+def test_a_run_continues_at_other_layouts_in_processes(tmp_path: Path, processes: LocalProcesses):
     losses, before = [], None
     for count, options in LAYOUTS:
         parts = processes.run(count, in_processes, tmp_path, options)
@@ -127,7 +127,7 @@ def in_processes(rank: int, folder: Path, options: dict):
 
 
 def read_elements(rank: int, folder: Path, zero: bool) -> int:
-    """How many elements of the optimizer's state a process reads that holds every parameter."""
+    """Number of elements of the optimizer's state that a process with every parameter reads."""
     read = 0
     original = Reader._run
 
@@ -166,7 +166,7 @@ def saved_twice(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_each_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, damage):
+def test_each_damaged_file_is_named_and_the_previous_checkpoint_is_used(tmp_path: Path, damage):
     saved_twice(tmp_path)
     (_, newest), (_, before) = steps_in(tmp_path)
     with pipeline(ranks=2) as pipe, Checkpoints(tmp_path, pipe, adamw(pipe)) as checkpoints:
@@ -195,7 +195,7 @@ def test_no_bit_of_a_manifest_can_change_unseen(tmp_path: Path):
             read_manifest(path.parent)
 
 
-def test_where_nothing_is_sound_nothing_is_loaded(tmp_path: Path):
+def test_nothing_is_loaded_if_no_checkpoint_is_sound(tmp_path: Path):
     saved_twice(tmp_path)
     for _, path in steps_in(tmp_path):
         flip(next(path.glob("stage-00002*")))
@@ -211,7 +211,7 @@ def test_where_nothing_is_sound_nothing_is_loaded(tmp_path: Path):
         assert pipe.steps == 0
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_and_training_goes_on(tmp_path: Path):
+def test_a_full_disk_leaves_the_previous_checkpoint_and_training_continues(tmp_path: Path):
     saved_twice(tmp_path)
     there = sorted(path.name for path in tmp_path.rglob("*"))
     with pipeline(ranks=2) as pipe:
@@ -250,7 +250,7 @@ def on_a_full_disk(rank: int, folder: Path) -> str:
     return ""
 
 
-def test_every_process_knows_whose_part_could_not_be_written(tmp_path: Path, processes: LocalProcesses):
+def test_every_process_names_the_rank_that_could_not_write(tmp_path: Path, processes: LocalProcesses):
     told = processes.run(2, on_a_full_disk, tmp_path)
     assert told[0] == told[1]
     assert "rank 1: " in told[0]

@@ -1,4 +1,4 @@
-"""A matrix that makes query, key and value side by side, cut by heads, is saved whole and goes on at any cut."""
+"""A matrix with query, key and value side by side, sharded by heads, is saved in full and loads at any sharding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.checkpoint_runs import equal, state_of
 
 
 def go_on(rank: int, folder: Path, mesh: MeshShape | None):
-    """Two steps from the newest checkpoint; losses, and the states as loaded and as saved."""
+    """Train two steps from the newest checkpoint; return losses, and the states loaded and saved."""
     torch.set_num_threads(1)
     net = hf_models.model("gpt2", vocab_size=64)
     with Pipeline(
@@ -40,7 +40,7 @@ def go_on(rank: int, folder: Path, mesh: MeshShape | None):
 
 
 @pytest.mark.slow
-def test_gpt2_is_saved_whole_and_goes_on_cut_and_uncut(tmp_path: Path, processes: LocalProcesses):
+def test_sharded_gpt2_is_saved_in_full_and_continues_sharded_or_not(tmp_path: Path, processes: LocalProcesses):
     losses, before = [], None
     for mesh in (MeshShape(1, 1, 2), None, MeshShape(1, 1, 4)):
         size = 1 if mesh is None else mesh.tp

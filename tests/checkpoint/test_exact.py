@@ -1,4 +1,4 @@
-"""What a run has beside weights and moments goes on exactly, too: the loss scale, and a library model's dropout."""
+"""State beside weights and moments continues exactly, too: the loss scale, and a library model's dropout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def half_steps(pipe: Pipeline, optimizer: PipelineOptimizer, count: int) -> list
     return losses
 
 
-def test_a_loss_scale_and_what_it_counts_go_on_where_they_were(tmp_path: Path):
+def test_a_loss_scale_and_its_counter_continue(tmp_path: Path):
     pipe, optimizer = in_half_precision(2.0**20)  # too large: the first steps are skipped
     with pipe:
         straight = half_steps(pipe, optimizer, 12)
@@ -75,7 +75,7 @@ def of_the_library(tmp_path: Path, before: int, after: int, saves: bool) -> tupl
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_gpt2_with_dropout_goes_on_bit_for_bit(tmp_path: Path):
+def test_gpt2_with_dropout_continues_bit_for_bit(tmp_path: Path):
     straight, expected = of_the_library(tmp_path / "none", 6, 0, saves=False)
     first, _ = of_the_library(tmp_path / "c", 3, 0, saves=True)
     torch.manual_seed(99)  # another process has other default generators

@@ -1,4 +1,4 @@
-"""A process killed at any moment of a save leaves the checkpoint before, or the new one, and never half of one."""
+"""A process killed at any moment of a save leaves the previous checkpoint or the new one, never half of one."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def saved(folder: Path, count: int) -> None:
 
 
 def sign_again(path: Path, change: Callable[[Manifest], Manifest]) -> None:
-    """Change a manifest, with a digest that fits."""
+    """Change a manifest, and give it the right digest."""
     (path / MANIFEST).write_bytes(dump(change(read_manifest(path))))
 
 
@@ -44,7 +44,7 @@ def renamed(manifest: Manifest) -> Manifest:
     return replace(manifest, tensors={"model/other": tensors.pop(name), **tensors})
 
 
-def test_a_signed_manifest_that_says_otherwise_than_its_files_is_not_sound(tmp_path: Path):
+def test_a_signed_manifest_that_contradicts_its_files_is_refused(tmp_path: Path):
     saved(tmp_path, 1)
     path = steps_in(tmp_path)[0][1]
     assert damage(path, read_manifest(path)) == []
@@ -69,7 +69,7 @@ def no_optimizer_state(path: Path) -> None:
 
 
 def spoil_generator(path: Path, name: str = "generators/0/cpu") -> None:
-    """Zeros for the state of a default generator, in a file and a manifest that fit each other."""
+    """Replace the state of a default generator by zeros, consistently in file and manifest."""
     manifest = read_manifest(path)
     file = manifest.tensors[name].file
     with Reader(path, manifest) as reader:
@@ -91,7 +91,9 @@ def spoil_generator(path: Path, name: str = "generators/0/cpu") -> None:
         (lambda path: (path / MANIFEST).write_text("{}"), "is no manifest of a checkpoint"),
     ],
 )
-def test_after_any_refusal_the_one_before_is_loaded(tmp_path: Path, spoil: Callable[[Path], None], said: str):
+def test_after_any_refusal_the_previous_checkpoint_is_loaded(
+    tmp_path: Path, spoil: Callable[[Path], None], said: str
+):
     saved(tmp_path, 2)
     (_, newest), (_, before) = steps_in(tmp_path)
     spoil(newest)
@@ -124,7 +126,7 @@ def in_processes(rank: int, folder: Path) -> tuple[int, tuple[str, ...]]:
             return loaded.step, loaded.refused
 
 
-def test_what_one_process_refuses_none_loads(tmp_path: Path, processes: LocalProcesses):
+def test_a_checkpoint_that_one_process_refuses_is_loaded_by_none(tmp_path: Path, processes: LocalProcesses):
     answers = processes.run(2, in_processes, tmp_path)
     assert answers[0] == answers[1]
     step, (refused,) = answers[0]
@@ -163,7 +165,7 @@ def link_to_a_moved_checkpoint(folder: Path, elsewhere: Path) -> None:
         link_to_a_moved_checkpoint,
     ],
 )
-def test_a_link_stops_no_save_and_what_it_points_to_stays(tmp_path: Path, put: Callable[[Path, Path], None]):
+def test_a_link_does_not_block_a_save_and_its_target_stays(tmp_path: Path, put: Callable[[Path, Path], None]):
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").touch()

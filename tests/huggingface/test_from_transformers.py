@@ -57,7 +57,7 @@ def test_the_layers_give_the_models_own_logits_loss_and_gradients_bit_for_bit(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
-def test_position_ids_reach_what_needs_them(family: str):
+def test_position_ids_reach_every_layer_that_needs_them(family: str):
     net = hf_models.model(family)
     tokens, _, mask = hf_models.batch(side="left")
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -68,7 +68,7 @@ def test_position_ids_reach_what_needs_them(family: str):
     assert family != "gpt2" or not torch.equal(plain, expected)
 
 
-def test_packed_sequences_see_themselves_alone():
+def test_packed_sequences_attend_only_to_themselves():
     net = hf_models.model("llama")
     tokens, _, _ = hf_models.batch()
     positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(8, -1)
@@ -94,7 +94,7 @@ def test_parameters_have_the_models_names(family: str, tied: bool):
         assert net.get_parameter(tie["lm_head.weight"]) is net.lm_head.weight
 
 
-def test_a_models_own_parameters_are_used_and_its_modules_stay_as_they_are():
+def test_a_models_own_parameters_are_used_and_its_modules_are_not_changed():
     net = hf_models.model("gpt_neox")
     classes = [type(module) for module in net.modules()]
     names = list(net.state_dict())
@@ -162,7 +162,7 @@ def test_a_layer_reads_only_the_files_that_hold_its_tensors(tmp_path: Path):
         layers[0].build()
 
 
-def test_weights_have_the_configs_dtype_and_else_the_files(tmp_path: Path):
+def test_weights_have_the_configs_dtype_or_else_the_files(tmp_path: Path):
     net = hf_models.model("llama").to(torch.bfloat16)
     layers = penstock.from_transformers(saved(net, tmp_path))
     assert {p.dtype for p in hf_models.parameters(layers).values()} == {torch.bfloat16}
@@ -210,18 +210,18 @@ def test_a_name_that_is_no_folder_is_refused_without_asking_the_network():
         penstock.from_transformers("openai-community/gpt2")
 
 
-def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[transformers\]'"):
         penstock.from_transformers("here")
 
 
-def test_what_is_no_model_is_refused():
+def test_an_object_that_is_no_model_is_refused():
     with pytest.raises(ConfigError, match="not a Linear"):
         penstock.from_transformers(nn.Linear(2, 2))
 
 
-def test_families_without_a_row_are_found_by_the_librarys_own_plan():
+def test_families_without_a_row_are_recognised_by_their_plan_and_forward():
     assert not {"qwen3", "olmo2", "phi3", "smollm3", "glm"} & families.FAMILIES.keys()
     assert family_of(hf_models.config("olmo2")) == families.FAMILIES["llama"]
     assert family_of(hf_models.config("phi3")) == families.FAMILIES["mistral"]
@@ -291,7 +291,7 @@ def test_variants_that_cannot_be_split_are_refused_by_name():
     ids=lambda rules: rules["rope_type"],
 )
 def test_rotary_rules_hold_for_weights_from_a_config(rules: dict[str, object]):
-    """The tables are buffers that are computed, not stored: they must come out right on what was a meta device."""
+    """The tables are computed buffers, which are not stored and start on the meta device."""
     net = hf_models.model("llama", rope_parameters=rules)
     layers = penstock.from_transformers(net.config)
     theirs = net.state_dict()

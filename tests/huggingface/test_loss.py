@@ -12,7 +12,7 @@ def logits_for(labels: torch.Tensor) -> torch.Tensor:
     return torch.randn(*labels.shape, hf_models.VOCABULARY, generator=generator, requires_grad=True)
 
 
-def test_it_is_transformers_loss_with_its_gradient():
+def test_the_loss_and_its_gradient_are_those_of_transformers():
     _, labels, _ = hf_models.batch()
     ours, theirs = logits_for(labels), logits_for(labels)
     loss = penstock.causal_lm_loss(ours, labels)

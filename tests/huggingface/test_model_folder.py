@@ -62,7 +62,7 @@ def test_a_folder_without_weights_or_config_is_refused(folder: Path):
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, 5000])
-def test_a_file_that_was_cut_short_is_refused(folder: Path, size: int):
+def test_a_truncated_file_is_refused(folder: Path, size: int):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     assert "cannot read the weights" in refused(folder)
@@ -97,7 +97,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path, place: object
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\x00", '{"model_type": "nothing"}', '{"model_type": 3}'])
-def test_a_config_that_is_none_is_refused(folder: Path, text: str):
+def test_a_file_that_is_no_config_is_refused(folder: Path, text: str):
     (folder / "config.json").write_text(text)
     assert "config.json" in refused(folder)
 

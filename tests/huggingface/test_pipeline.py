@@ -28,7 +28,7 @@ def pipeline(like: object, ranks: int | None = None, schedule: str = "1f1b") -> 
 
 
 def whole_batch(net, sequence: int, side: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """transformers' loss and gradients of the batch in one piece."""
+    """Return transformers' loss and gradients of the whole batch."""
     net.zero_grad()
     tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
     loss = net(tokens, attention_mask=mask, labels=labels).loss
@@ -39,7 +39,7 @@ def whole_batch(net, sequence: int, side: str) -> tuple[torch.Tensor, dict[str, 
 
 
 def accumulated(net, sequence: int, side: str) -> dict[str, torch.Tensor]:
-    """Gradients of the microbatches in order, each weighed by its valid tokens."""
+    """Return the gradients of the microbatches in order, each weighted by its valid tokens."""
     tokens, labels, mask = hf_models.batch(sequence=sequence, side=side)
     total = penstock.valid_tokens(labels)
     for t, y, m in zip(tokens.chunk(4), labels.chunk(4), mask.chunk(4), strict=True):
@@ -128,7 +128,7 @@ def test_dropout_of_attention_too_depends_on_no_split_and_no_recompute(family: s
             return losses, [p.grad for p in pipe.parameters()]
 
     losses, gradients = run(1, "none", DROPOUT[family])
-    assert losses[0] != losses[1]  # each step draws anew
+    assert losses[0] != losses[1]  # each step draws new numbers
     assert run(1, "none", {})[0] != losses
     for ranks, recompute in ((2, "none"), (4, "none"), (2, "full")):
         seen, found = run(ranks, recompute, DROPOUT[family])

@@ -34,7 +34,7 @@ def logits_of(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_reads_what_was_saved_and_gives_the_same_logits(family: str, tied: bool, tmp_path: Path):
+def test_transformers_loads_a_saved_folder_and_gives_the_same_logits(family: str, tied: bool, tmp_path: Path):
     net = hf_models.model(family, tied=tied).eval()
     tokens, _, mask = hf_models.batch()
     with pipeline(net) as pipe:
@@ -66,7 +66,7 @@ def test_processes_write_a_part_each_and_an_index(processes: LocalProcesses, tmp
     assert torch.equal(logits_of(folder), net(tokens, attention_mask=mask).logits)
 
 
-def test_what_lies_beside_the_weights_is_carried_along(tmp_path: Path):
+def test_files_beside_the_weights_are_copied(tmp_path: Path):
     source, folder = tmp_path / "source", tmp_path / "saved"
     net = hf_models.model("llama")
     net.generation_config = GenerationConfig(max_new_tokens=7)
@@ -97,7 +97,7 @@ def test_a_save_over_an_earlier_one_leaves_none_of_its_weights(tmp_path: Path):
     assert torch.equal(logits_of(tmp_path), net.eval()(tokens, attention_mask=mask).logits)
 
 
-def test_what_the_layers_cannot_have_come_from_is_refused(tmp_path: Path):
+def test_a_like_that_is_not_the_layers_origin_is_refused(tmp_path: Path):
     with pipeline(hf_models.model("llama")) as pipe:
         with pytest.raises(ConfigError, match="like must be the model, the config or the folder"):
             penstock.save_transformers(pipe, tmp_path, 3)
@@ -176,12 +176,12 @@ def test_a_shape_that_is_not_the_configs_is_refused(tmp_path: Path):
         penstock.save_transformers(pipe, tmp_path / "new", config)
 
 
-def test_a_head_of_its_own_is_refused_where_the_config_ties_it(tmp_path: Path):
+def test_a_separate_head_is_refused_if_the_config_ties_it(tmp_path: Path):
     net = hf_models.model("llama", tied=False)
     config = copy.deepcopy(net.config)
     config.tie_word_embeddings = True
     with (
         pipeline(net) as pipe,
-        pytest.raises(ConfigError, match=r"lm_head.weight is a weight of its own, which the config ties"),
+        pytest.raises(ConfigError, match=r"lm_head.weight is a separate weight, which the config ties"),
     ):
         penstock.save_transformers(pipe, tmp_path / "new", config)

@@ -35,7 +35,7 @@ def test_blocks_of_a_microbatch_share_one_mask_and_one_rotary_table():
     assert made.of("full_attention", HIDDEN, mask.clone(), None)[0] is not first[0]
 
 
-def test_kinds_of_attention_have_masks_of_their_own():
+def test_each_kind_of_attention_has_its_mask():
     net = hf_models.model("gemma3_text")
     made = Tables(net.config, net.model.rotary_emb, True)
     full, _, slow = made.of("full_attention", HIDDEN, None, None)
@@ -45,7 +45,7 @@ def test_kinds_of_attention_have_masks_of_their_own():
     assert not torch.equal(slow[0], fast[0])
 
 
-def test_a_mask_dies_with_the_one_it_was_made_for():
+def test_an_entry_is_dropped_with_its_mask():
     made = tables()
     _, _, mask = hf_models.batch()
     found = weakref.ref(made.of("full_attention", HIDDEN, mask, None)[0])
@@ -63,7 +63,7 @@ def test_a_mask_that_was_written_to_is_made_again():
     assert not torch.equal(made.of("full_attention", HIDDEN, mask, None)[0], before)
 
 
-def test_positions_are_part_of_what_a_mask_is_for():
+def test_positions_are_part_of_the_key_of_a_mask():
     made = tables()
     one = torch.arange(12)[None].expand(8, -1).contiguous()
     other = torch.cat((torch.arange(6), torch.arange(6)))[None].expand(8, -1).contiguous()
@@ -75,7 +75,7 @@ def test_positions_are_part_of_what_a_mask_is_for():
     )
 
 
-def test_what_was_made_while_generating_serves_training():
+def test_tables_made_while_generating_serve_training():
     made = tables()
     with torch.inference_mode():
         made.of("full_attention", HIDDEN, None, None)

@@ -50,7 +50,7 @@ def test_a_copy_on_another_rank_is_counted_once(tmp_path: Path):
     assert_is_the_state(load(tmp_path))
 
 
-def test_views_are_saved_as_what_they_show(tmp_path: Path):
+def test_views_are_saved_with_their_own_elements(tmp_path: Path):
     save_part(tmp_path, {"turned": torch.arange(6.0).view(2, 3).T}, 0, 1)
     assert load(tmp_path)["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
 

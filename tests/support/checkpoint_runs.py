@@ -1,4 +1,4 @@
-"""Small runs that checkpoints are taken of: the built-in model with dropout, at any layout."""
+"""Small runs for tests of checkpoints: the built-in model with dropout, at any layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(dropout: float = 0.0) -> list[Layer]:
 def pipeline(
     mesh: MeshShape | None = None, *, ranks: int | None = None, dropout: float = 0.0, **options: Any
 ):
-    """A pipeline of it: over the mesh's processes, or of threads."""
+    """Make a pipeline of the model over the mesh's processes, or of threads."""
     replicas = 1 if mesh is None else mesh.dp
     return Pipeline(
         model(dropout), next_token_loss, microbatches=MICROBATCHES // replicas, ranks=ranks, mesh=mesh, timeout=300,
@@ -56,7 +56,7 @@ def adamw(pipe: Pipeline, zero: Any = False) -> PipelineOptimizer:
 
 
 def steps(pipe: Pipeline, optimizer: PipelineOptimizer, count: int) -> list[float]:
-    """So many steps from where the pipeline is; their losses."""
+    """Train some steps from the pipeline's current one; return their losses."""
     losses = []
     for _ in range(count):
         losses.append(float(pipe.step(*tokens(pipe.steps)).loss))
@@ -65,7 +65,7 @@ def steps(pipe: Pipeline, optimizer: PipelineOptimizer, count: int) -> list[floa
 
 
 def state_of(pipe: Pipeline, optimizer: PipelineOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Copies of both states, with what is cut put together."""
+    """Return copies of both states, with full tensors for sharded ones."""
     from penstock.parallel.dtensor import full_tensor
 
     state = optimizer.state_dict()
@@ -86,7 +86,7 @@ def trained(
     zero: Any = False,
     **options: Any,
 ) -> tuple[list[float], tuple[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
-    """Go on from the newest checkpoint of a folder, if there is one; save after so many steps, then take some more.
+    """Continue from the newest checkpoint of a folder, if there is one; save after so many steps, then take some more.
 
     Returns:
         Losses, the states as loaded, the states at the end.
@@ -105,7 +105,7 @@ def trained(
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two states are the same, bit for bit."""
+    """Return whether two states are equal bit for bit."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):

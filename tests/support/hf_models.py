@@ -49,7 +49,7 @@ def config(family: str, *, tied: bool = False, **changes: Any) -> Any:
 
 
 def model(family: str, *, tied: bool = False, seed: int = 0, **changes: Any) -> Any:
-    """The library's model, every parameter away from where its rules start (zeros and ones hide mistakes)."""
+    """Return the library's model with every parameter moved from its initial value (zeros and ones hide mistakes)."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -63,7 +63,7 @@ def model(family: str, *, tied: bool = False, seed: int = 0, **changes: Any) -> 
 def batch(
     size: int = 8, sequence: int = 12, side: str = "right", step: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, labels, mask) of rows of many lengths, padded on one side; padding has the label -100."""
+    """Return (tokens, labels, mask) of rows of many lengths, padded on one side; padding has the label -100."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(3, VOCABULARY, (size, sequence), generator=generator)
     lengths = 3 + (torch.arange(size) * 5 + step) % (sequence - 2)
@@ -75,7 +75,7 @@ def batch(
 
 
 def in_sequence(layers: list[Layer], x: Tensor, **named: Tensor | None) -> Tensor:
-    """The layers one after the other, each with the named inputs that its forward lists."""
+    """Apply the layers one after the other, each with the named inputs that its forward lists."""
     for layer in layers:
         module = layer.build()
         wanted = inspect.signature(module.forward).parameters
@@ -84,6 +84,6 @@ def in_sequence(layers: list[Layer], x: Tensor, **named: Tensor | None) -> Tenso
 
 
 def parameters(layers: list[Layer]) -> dict[str, Tensor]:
-    """Every parameter by its whole-model name."""
+    """Return every parameter by its name in the whole model."""
     built = [(layer.name, layer.build()) for layer in layers]
     return {f"{name}.{inner}": p for name, module in built for inner, p in module.named_parameters()}

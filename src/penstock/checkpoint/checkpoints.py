@@ -1,4 +1,4 @@
-"""The user's object: a folder of checkpoints of a pipeline and its optimizer, written in the background."""
+"""Public checkpoints of a pipeline and its optimizer, saved in the background."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from penstock.runtime.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
-        step: training steps done; the next batch is that of this step.
-        path: of the checkpoint.
+        step: number of training steps done; the next batch is that of this step.
+        path: folder of the checkpoint.
         extra: the user's own values.
-        refused: newer ones that were not sound: what was wrong with each.
+        refused: a message for each newer checkpoint that is damaged.
     """
 
     step: int
@@ -39,9 +39,9 @@ class Loaded:
 
 
 class Checkpoints:
-    """Saves a pipeline and its optimizer, and loads them at any split; a context manager.
+    """A folder of checkpoints of a pipeline and its optimizer, loadable at any split; a context manager.
 
-    In processes every process makes one, with the same arguments, and makes all calls. They share the folder. ::
+    With several processes, each makes one with the same arguments and makes all calls. They share the folder. ::
 
         with Checkpoints("run/checkpoints", pipe, optimizer) as checkpoints:
             first = checkpoints.load_newest().step if resuming else 0
@@ -52,13 +52,13 @@ class Checkpoints:
                     checkpoints.save()
 
     Args:
-        folder: of the checkpoints of one run, each a folder ``step-NUMBER`` in it; made by the first save.
-        pipe: what is saved; ``pipe.steps`` is the number of a checkpoint.
-        optimizer: its optimizer, if it is to be saved, too.
-        keep_last: after a save the newest so many stay; 0 keeps all.
-        keep_every: checkpoints whose step divides by it stay, too; 0 for none.
-        config: plain values that are kept with each, and say which run it is.
-        timeout: the longest a process waits for the others' part of a save, in seconds.
+        folder: folder of one run's checkpoints, each a folder ``step-NUMBER``; created by the first save.
+        pipe: pipeline to save; ``pipe.steps`` is the number of a checkpoint.
+        optimizer: optimizer of the pipeline, saved with it (default none).
+        keep_last: number of the newest checkpoints to keep after a save (default 3); 0 keeps all.
+        keep_every: interval in steps; checkpoints whose step is a multiple are kept, too (default 0: none).
+        config: plain values that describe the run, stored in each checkpoint (default none).
+        timeout: seconds to wait for other processes during a save (default 600).
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Checkpoints:
         self._failure: BaseException | None = None
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Copy the state as it is now and write it in the background; waits first until the save before is written.
+        """Copy the current state and write it in the background, after waiting for the previous save.
 
         Args:
-            extra: your own numbers, texts, lists, dictionaries and tensors.
+            extra: your own numbers, texts, lists, dictionaries and tensors (default none).
 
         Raises:
-            ConfigError: the state has something that cannot be kept; nothing is written then.
-            PenstockError: the save before failed, as `wait`; nothing is written then, either.
+            ConfigError: if the state has a value that cannot be kept; nothing is written.
+            PenstockError: if the previous save failed, as in `wait`; nothing is written.
         """
         self.wait()
         snapshot = take_snapshot(self.pipe, self.optimizer, extra or {}, self._host_buffers)
@@ -104,18 +104,18 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether a save is being written."""
+        """True while a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> Path | None:
         """Wait until the last save is written.
 
         Returns:
-            The checkpoint; None if nothing has been saved since the last call.
+            Path of the checkpoint; None if nothing has been saved since the last call.
 
         Raises:
-            PenstockError: it could not be written; says why and where. Training can go on, and earlier checkpoints are as
-                they were.
+            PenstockError: if the save failed; says why and where. Training can continue, and earlier checkpoints are
+                unchanged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -140,49 +140,52 @@ class Checkpoints:
         """Load the newest checkpoint of the folder that is complete and sound; every file is checked first.
 
         Returns:
-            What was loaded, with what is wrong with newer ones; None if there has never been a checkpoint.
+            The checkpoint, with the defects of newer ones; None if there has never been a checkpoint.
 
         Raises:
-            ConfigError: it does not fit this model or optimizer.
-            DataError: there are checkpoints, but none is sound; names what is wrong with each.
+            ConfigError: if it does not fit this model or optimizer.
+            DataError: if there are checkpoints, but none is sound; names the defects of each.
         """
         self.wait()
-        there = self._agreed([str(path) for _, path in steps_in(self.folder)])
+        seen_by_leader = self._together.each(lambda: [str(path) for _, path in steps_in(self.folder)])[0]
         refused: list[str] = []
-        for path in map(Path, there):
-            found, wrong = self._prepare(path)
-            if found is not None:
-                return self._load(path, found, tuple(refused))
+        for path in map(Path, seen_by_leader):
+            prepared, wrong = self._prepare(path)
+            if prepared is not None:
+                return self._load(path, prepared, tuple(refused))
             refused.append("; ".join(wrong))
         if refused:
             raise DataError(f"no checkpoint in {self.folder} is sound: {'; '.join(refused)}")
         return None
 
     def load(self, path: str | Path) -> Loaded:
-        """Load this checkpoint and no other; every file is checked first.
+        """Load one checkpoint; every file is checked first.
+
+        Args:
+            path: folder of the checkpoint, ``step-NUMBER``.
 
         Raises:
-            ConfigError: it does not fit this model or optimizer.
-            DataError: it is damaged; names the files.
+            ConfigError: if it does not fit this model or optimizer.
+            DataError: if it is damaged; names the files.
         """
         self.wait()
         path = Path(path).expanduser()
         if not is_checkpoint(path):
             raise ConfigError(f"{path} is no checkpoint; their folders are called step-NUMBER")
-        found, wrong = self._prepare(path)
-        if found is None:
+        prepared, wrong = self._prepare(path)
+        if prepared is None:
             raise DataError("; ".join(wrong))
-        return self._load(path, found, ())
+        return self._load(path, prepared, ())
 
-    def _load(self, path: Path, found: Prepared, refused: tuple[str, ...]) -> Loaded:
-        load_into(found, self.pipe, self.optimizer)
-        return Loaded(found.step, path, found.extra, refused)
+    def _load(self, path: Path, prepared: Prepared, refused: tuple[str, ...]) -> Loaded:
+        load_into(prepared, self.pipe, self.optimizer)
+        return Loaded(prepared.step, path, prepared.extra, refused)
 
     def _prepare(self, path: Path) -> tuple[Prepared | None, list[str]]:
-        """What is there to load; where it is damaged for one process it is for all, and nothing is loaded anywhere.
+        """Read this process's part of a checkpoint; all processes accept or refuse it together.
 
         Returns:
-            What this process has to load, or None with what is wrong.
+            The part; or None, and the defects.
 
         Raises:
             ConfigError: on every process, if it does not fit the model or the optimizer of one.
@@ -190,47 +193,44 @@ class Checkpoints:
         manifest, wrong = self._check(path)
         if manifest is None or wrong:
             return None, wrong
-        found: list[Prepared] = []
+        prepared: list[Prepared] = []
 
-        def look() -> tuple[str, str]:
+        def read() -> tuple[str, str]:
             try:
-                found.append(prepare(path, manifest, self.pipe, self.optimizer))
+                prepared.append(prepare(path, manifest, self.pipe, self.optimizer))
             except DataError as error:
                 return str(error), ""
             except ConfigError as error:
                 return "", str(error)
             return "", ""
 
-        answers = self._together.each(look)
+        answers = self._together.each(read)
         for _, unfit in answers:
             if unfit:
                 raise ConfigError(unfit)
         wrong = list(dict.fromkeys(damaged for damaged, _ in answers if damaged))
-        return (None, wrong) if wrong else (found[0], [])
+        return (None, wrong) if wrong else (prepared[0], [])
 
     def _check(self, path: Path) -> tuple[Manifest | None, list[str]]:
-        """The manifest, and what is wrong with the files; the processes share the reading, and agree."""
+        """Return the manifest and the defects of the files; the processes divide the files among them, and agree."""
         rank, size = self._together.rank, self._together.size
 
-        def look() -> tuple[Manifest | None, list[str]]:
+        def check() -> tuple[Manifest | None, list[str]]:
             try:
                 manifest = read_manifest(path)
             except DataError as error:
                 return None, [str(error)]
             return manifest, damage(path, manifest, sorted(manifest.files)[rank::size])
 
-        answers = self._together.each(look)
+        answers = self._together.each(check)
         wrong = list(dict.fromkeys(problem for _, problems in answers for problem in problems))
         return answers[rank][0], wrong
 
-    def _agreed(self, here: list[str]) -> list[str]:
-        return self._together.each(lambda: here)[0]
-
     def close(self) -> None:
-        """Wait until the last save is written, and leave the other processes.
+        """Wait until the last save is written, and leave the process group.
 
         Raises:
-            PenstockError: it could not be written, as `wait`.
+            PenstockError: if the save failed, as in `wait`.
         """
         try:
             self.wait()
@@ -248,7 +248,7 @@ class Checkpoints:
         except PenstockError as failure:
             if error is None:
                 raise
-            error.add_note(str(failure))  # what ended the block comes first
+            error.add_note(str(failure))  # the error of the block comes first
 
 
 def _layout(pipe: Pipeline) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints written anew: in files for another split, and as a Hugging Face folder. Nothing is trained or built."""
+"""Conversion of checkpoints to another split, or to a Hugging Face folder; no model is built."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from penstock.checkpoint.find import damage, is_checkpoint, read_manifest
 from penstock.checkpoint.format import files
-from penstock.checkpoint.format.manifest import Manifest, StoredTensor
+from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.read import Reader
-from penstock.checkpoint.write import file_name, finish
+from penstock.checkpoint.snapshot import layer_of
+from penstock.checkpoint.write import finish, write_stages
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface import weights
-from penstock.tensor_file import StoredFile, dtype_name, write_tensors
 
 
 def open_sound(path: Path) -> Manifest:
-    """The manifest of a checkpoint all of whose files are sound.
+    """Return a checkpoint's manifest after checking all its files.
 
     Raises:
-        DataError: one is not; all are named.
+        DataError: if files are damaged; names all of them.
     """
     manifest = read_manifest(path)
     if wrong := damage(path, manifest):
@@ -33,26 +33,26 @@ def open_sound(path: Path) -> Manifest:
 
 
 def require_new(target: Path) -> None:
-    """Refuse to write over something.
+    """Require that nothing would be overwritten.
 
     Raises:
-        ConfigError: there is something.
+        ConfigError: if the target exists.
     """
     if os.path.lexists(target):
         raise ConfigError(f"{target} already exists; choose another folder or remove it")
 
 
 def resplit(source: Path, target: Path, stages: int) -> Manifest:
-    """Write a checkpoint in files for so many stages, runs of layers as equal as can be.
+    """Write a checkpoint in files for another number of stages, with layers divided as evenly as possible.
 
     Args:
-        source: a checkpoint.
-        target: a folder that is not there yet; to be loaded it must be called as the checkpoint is.
-        stages: at most as many as the model has layers.
+        source: folder of the checkpoint.
+        target: folder to create, with the name of `source`, so that it can be loaded.
+        stages: number of stages, at most that of the model's layers.
 
     Raises:
-        ConfigError: too many stages, or something is in the way.
-        DataError: the checkpoint is damaged.
+        ConfigError: if there are too many stages, or `target` exists or has another name.
+        DataError: if the checkpoint is damaged.
     """
     require_new(target)
     if not is_checkpoint(target):
@@ -72,51 +72,41 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
 def rewrite(
     target: Path, manifest: Manifest, names: Sequence[str], tensor: Callable[[str], Tensor]
 ) -> Manifest:
-    """Write a checkpoint with these tensors.
+    """Write a checkpoint of given tensors.
 
     Args:
-        target: a folder that is not there yet.
-        manifest: what it is to say, but for files and tensors.
-        names: of all tensors.
-        tensor: gives one of them.
+        target: folder to create; it must not exist.
+        manifest: manifest of the new checkpoint, whose files and tensors are replaced.
+        names: names of all tensors.
+        tensor: function from a name to the tensor.
 
     Raises:
-        ConfigError: something is in the way.
+        ConfigError: if the folder cannot be written.
     """
-    stages = len(manifest.layers)
     stage_of = {name: s for s, run in enumerate(manifest.layers) for name in run}
-    held: list[list[str]] = [[] for _ in manifest.layers]
+    by_stage: list[list[str]] = [[] for _ in manifest.layers]
     for name in names:
-        held[_stage(name, stage_of)].append(name)
-    stored: dict[str, StoredFile] = {}
-    tensors: dict[str, StoredTensor] = {}
+        by_stage[_stage(name, stage_of)].append(name)
+    tensors = ((stage, {name: tensor(name) for name in held}) for stage, held in enumerate(by_stage))
     try:
-        place = files.begin(target)
-        for s, own in enumerate(held):
-            file, part = file_name(s, stages), {name: tensor(name) for name in own}
-            stored[file] = write_tensors(place / file, part)
-            tensors |= {
-                name: StoredTensor(file, tuple(value.shape), dtype_name(name, value))
-                for name, value in part.items()
-            }
-        found = replace(manifest, files=stored, tensors=tensors)
-        finish(target, found)
+        written, listed = write_stages(files.begin(target), tensors, len(by_stage))
+        rewritten = replace(manifest, files=written, tensors=listed)
+        finish(target, rewritten)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error
-    return found
+    return rewritten
 
 
 def _stage(name: str, stage_of: dict[str, int]) -> int:
-    """The stage of a tensor's layer; the first one's file holds what belongs to no layer."""
+    """Return the stage of a tensor's layer; tensors of no layer are in the first stage's file."""
     kind, _, rest = name.partition("/")
     if kind == "optimizer":
         rest = rest.partition("/")[2]
-    prefixes = (rest[:at] for at, letter in enumerate(rest) if letter == ".")
-    return next((stage_of[prefix] for prefix in prefixes if prefix in stage_of), 0)
+    return stage_of.get(layer_of(rest, stage_of), 0)
 
 
 def model_weights(source: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """The model's tensors by their names in the whole model."""
+    """Return the model's tensors by their names in the whole model."""
     with Reader(source, manifest) as reader:
         return {
             name.removeprefix("model/"): reader.tensor(name)
@@ -129,13 +119,12 @@ def export_transformers(source: Path, target: Path) -> None:
     """Write the weights of a checkpoint as a folder that ``from_pretrained`` reads.
 
     Args:
-        source: a checkpoint of a run of a Hugging Face model (``model.path`` or ``model.config``), whose folder or file is
-            still there.
-        target: a folder that is not there yet.
+        source: folder of a checkpoint of a Hugging Face model, whose ``model.path`` or ``model.config`` still exists.
+        target: folder to create; it must not exist.
 
     Raises:
-        ConfigError: it is of another model, or something is in the way.
-        DataError: the checkpoint is damaged.
+        ConfigError: if the checkpoint is of another kind of model, or `target` exists or cannot be written.
+        DataError: if the checkpoint is damaged.
     """
     from penstock.huggingface import save
     from penstock.huggingface.families import require_library

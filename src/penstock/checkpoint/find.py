@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and which of them are sound."""
+"""Search of a folder for checkpoints, and checks of their files."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from penstock.errors import ConfigError, DataError
 from penstock.tensor_file import TensorEntry, TensorFile
 
 FOLDER = "checkpoints"
-"""Within a run's folder."""
+"""Name of the checkpoints' folder in a run's folder."""
 
-_MOST = 512 * MEGABYTE  # of a manifest
+_MAX_MANIFEST = 512 * MEGABYTE
 _NAME = re.compile(r"step-(\d{8,12})")
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or will be."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all that have a checkpoint's name, the newest first; whether they are sound is another question."""
+    """Return (step, path) of everything with a checkpoint's name, newest first; its content is not checked."""
     try:
-        names = [(found, path) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
+        matches = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise DataError(f"cannot read the folder {folder}: {error.strerror}") from error
-    return sorted(((int(found[1]), path) for found, path in names), reverse=True)
+    return sorted(((int(match[1]), path) for match, path in matches), reverse=True)
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    found = _NAME.fullmatch(path.name)
-    assert found is not None, "it is called as a checkpoint"
-    return int(found[1])
+    """Return the step in a checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, "it has a checkpoint's name"
+    return int(match[1])
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path has a checkpoint's name."""
+    """Return whether a path has a checkpoint's name."""
     return _NAME.fullmatch(path.name) is not None
 
 
 def folder_of(run: Path) -> Path:
-    """The folder of the checkpoints of a run, given as the run's folder or itself.
+    """Return the folder of a run's checkpoints, given that folder or the run's.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: if the folder is neither.
     """
     if os.path.isdir(run / FOLDER):
         return run / FOLDER
@@ -62,84 +62,80 @@ def folder_of(run: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        DataError: it is missing or damaged.
+        DataError: if it is missing or damaged.
     """
     where = path / MANIFEST
     try:
-        data = read_bytes(where, _MOST)
+        data = read_bytes(where, _MAX_MANIFEST)
     except OSError as error:
         raise DataError(f"cannot read {where}: {error.strerror}") from error
     manifest = parse(data, where)
-    named = _NAME.fullmatch(path.name)
-    if named and int(named[1]) != manifest.step:
+    if is_checkpoint(path) and step_of(path) != manifest.step:
         raise DataError(f"{where} is of step {manifest.step}; its folder has another's name")
     return manifest
 
 
 def missing(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
-    """Files that are not there or have another size: what is wrong with each; quick, and blind to changed bytes."""
-    found = []
+    """Return a message for each file that is missing or has another size; quick, as no file is read."""
+    problems = []
     for name in manifest.files if files is None else files:
         try:
             require_regular(path / name)
             size = (path / name).stat().st_size
         except OSError as error:
-            found.append(f"{path / name}: {error.strerror}")
+            problems.append(f"{path / name}: {error.strerror}")
             continue
         if size != manifest.files[name].bytes:
-            found.append(f"{path / name} has {size:,} bytes, not {manifest.files[name].bytes:,}")
-    return found
+            problems.append(f"{path / name} has {size:,} bytes, not {manifest.files[name].bytes:,}")
+    return problems
 
 
 def damage(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with the files of a checkpoint, each read whole; nothing, if it is sound.
+    """Read the files of a checkpoint, and return a message for each that is missing or damaged.
 
     Args:
-        path: of the checkpoint.
-        manifest: its own.
-        files: those to look at; by default all.
+        path: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
+        files: names of the files to check (default all).
     """
-    found = []
+    problems = []
     for name in manifest.files if files is None else files:
         wrong = missing(path, manifest, [name])
-        if not wrong:
-            try:
-                if digest_of(path / name) != manifest.files[name].sha256:
-                    wrong = [f"{path / name} is damaged: its SHA-256 digest is not the manifest's"]
-                else:
-                    wrong = _differences(path, manifest, name)
-            except OSError as error:
-                wrong = [f"{path / name}: {error.strerror}"]
-        found += wrong
-    return found
+        try:
+            if not wrong and digest_of(path / name) != manifest.files[name].sha256:
+                wrong = [f"{path / name} is damaged: its SHA-256 digest is not the manifest's"]
+            problems += wrong or _differences(path, manifest, name)
+        except OSError as error:
+            problems.append(f"{path / name}: {error.strerror}")
+    return problems
 
 
 def _differences(path: Path, manifest: Manifest, file: str) -> list[str]:
-    """Where the header of a file and the manifest, each sound by itself, say different things of its tensors."""
-    said = {name: tensor for name, tensor in manifest.tensors.items() if tensor.file == file}
-    with TensorFile(path / file) as found:
-        entries = found.entries
-    wrong = [differs(name, said.get(name), entries.get(name)) for name in dict.fromkeys((*said, *entries))]
-    return [f"{path / file}: {one}" for one in wrong if one]
+    """Return the contradictions between the header of a file and the manifest, each sound by itself."""
+    listed = {name: tensor for name, tensor in manifest.tensors.items() if tensor.file == file}
+    with TensorFile(path / file) as tensors:
+        entries = tensors.entries
+    wrong = [difference(n, listed.get(n), entries.get(n)) for n in dict.fromkeys((*listed, *entries))]
+    return [f"{path / file}: {problem}" for problem in wrong if problem]
 
 
-def differs(name: str, said: StoredTensor | None, found: TensorEntry | None) -> str:
-    """How a tensor in a file differs from what the manifest says of it; empty if it does not."""
-    if found is None:
+def difference(name: str, listed: StoredTensor | None, entry: TensorEntry | None) -> str:
+    """Describe how a tensor's entry in a file differs from the manifest; empty if it does not."""
+    if entry is None:
         return f"it has no tensor {name!r:.200}, which the manifest says it has"
-    if said is None:
+    if listed is None:
         return f"it has a tensor {name!r:.200}, which the manifest does not know"
-    if (said.shape, said.dtype) == (found.shape, found.dtype):
+    if (listed.shape, listed.dtype) == (entry.shape, entry.dtype):
         return ""
-    there, wanted = (f"{one.dtype} of shape {list(one.shape)}" for one in (found, said))
-    return f"{name!r:.200} is {there}, and the manifest says {wanted}"
+    actual, expected = (f"{tensor.dtype} of shape {list(tensor.shape)}" for tensor in (entry, listed))
+    return f"{name!r:.200} is {actual}, and the manifest says {expected}"
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint has a sound manifest and all its files, by their sizes."""
+    """Return whether a checkpoint has a sound manifest, and all its files with the right sizes."""
     try:
         return not missing(path, read_manifest(path))
     except DataError:

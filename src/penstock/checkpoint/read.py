@@ -1,4 +1,4 @@
-"""A checkpoint's way back into a pipeline and its optimizer, whatever the split; only what is held here is read."""
+"""Loading of a checkpoint into a pipeline and its optimizer at any split; each process reads only its own part."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.find import differs
+from penstock.checkpoint.find import difference
 from penstock.checkpoint.format.json_values import decode
 from penstock.checkpoint.format.manifest import Manifest
 from penstock.errors import ConfigError, DataError
@@ -27,11 +26,11 @@ from penstock.tensor_file import TensorFile
 
 
 class Reader:
-    """The tensors of a checkpoint, by name; a context manager, within which its files are open.
+    """The tensors of a checkpoint by name; a context manager that closes the files.
 
     Args:
-        path: of the checkpoint.
-        manifest: its own; what a file says otherwise is refused.
+        path: folder of the checkpoint.
+        manifest: manifest of the checkpoint; a file that contradicts it is refused.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -43,24 +42,27 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.clear()
         self._stack.close()
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor.
+        """Read a tensor.
 
         Raises:
-            DataError: it is not there, or its file says otherwise than the manifest.
+            DataError: if it is missing, or its file contradicts the manifest.
         """
         return self._run(name, 0, None)
 
     def piece(self, key: str, name: str, part: ShardedParameter) -> Tensor | ShardValues:
-        """A tensor whole, or of an optimizer's entry `key` for every element the piece that this process updates.
+        """Read a tensor of the optimizer's state: all of it, or the slice that this process updates.
 
-        Of a piece the rows are read that it is in; elements that lie in memory otherwise are read whole.
+        Of a contiguous slice only its rows are read; otherwise the tensor is read and sliced.
+
+        Args:
+            key: key in the optimizer's state, for example ``exp_avg``.
+            name: name of the tensor in the checkpoint.
+            part: parameter of the state, with this process's slice.
         """
         piece, shape, parameter = part.slice, self._shape(name), part.entry.parameter
         if is_sharded(parameter) and key not in ONE_A_PARAMETER and shape == tuple(parameter.shape):
@@ -75,29 +77,29 @@ class Reader:
         return ShardValues(rows[piece.first - begin * width :][: piece.count])
 
     def like(self, name: str, model: Tensor) -> Tensor:
-        """A tensor cut over the processes as `model` is, if it has its shape; of it this process reads its own part."""
+        """Read a tensor sharded as `model` is, if the shapes are equal; this process reads only its own shard."""
         if not is_dtensor(model) or self._shape(name) != tuple(model.shape):
             return self.tensor(name)
         if not is_sharded(model):
             return from_local_like(self.tensor(name).to(model.device), model)
         dim, runs = local_slices(model)
-        found = [self._run(name, dim, run) for run in runs]
-        part = found[0] if len(found) == 1 else torch.cat(found, dim)
-        return from_local_like(part.to(model.device), model)
+        slices = [self._run(name, dim, run) for run in runs]
+        shard = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+        return from_local_like(shard.to(model.device), model)
 
     def _run(self, name: str, dim: int, run: slice | None) -> Tensor:
-        """A tensor, or a run of it along a dimension."""
+        """Read a tensor, or a slice of it along a dimension."""
         shape = self._shape(name)
         stored = self.manifest.tensors[name]
         try:
             file = self._file(stored.file)
             entry = file.entries.get(name)
             if entry is None or (entry.shape, entry.dtype) != (shape, stored.dtype):
-                raise DataError(f"{self.path / stored.file}: {differs(name, stored, entry)}")
+                raise DataError(f"{self.path / stored.file}: {difference(name, stored, entry)}")
             return file.read(name, dim, run)
         except (OSError, MemoryError) as error:
-            why = error.strerror if isinstance(error, OSError) else "no memory"
-            raise DataError(f"cannot read {name} in {self.path / stored.file}: {why}") from error
+            reason = error.strerror if isinstance(error, OSError) else "no memory"
+            raise DataError(f"cannot read {name} in {self.path / stored.file}: {reason}") from error
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.manifest.tensors:
@@ -112,12 +114,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What this process holds of a checkpoint, read and looked through, but not loaded.
+    """This process's part of a checkpoint, read and checked but not loaded.
 
     Attributes:
-        step: training steps done.
-        weights: as `Pipeline.load_state_dict` takes them.
-        state: of the optimizer; None without one.
+        step: number of training steps done.
+        weights: weights for `Pipeline.load_state_dict`.
+        state: state of the optimizer; None without one.
         extra: the user's own values.
         generators: states of torch's default generators, by device.
     """
@@ -130,11 +132,11 @@ class Prepared:
 
 
 def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: PipelineOptimizer | None) -> Prepared:
-    """Read a checkpoint whose files have been found sound; nothing is loaded yet.
+    """Read a checkpoint whose files have been checked, without loading it.
 
     Raises:
-        ConfigError: it does not fit the model or the optimizer; says where.
-        DataError: it cannot be read.
+        ConfigError: if it does not fit the model or the optimizer; says where.
+        DataError: if it cannot be read.
     """
     if manifest.seed != pipe.seed:
         raise ConfigError(
@@ -152,10 +154,10 @@ def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: PipelineO
 
 
 def load_into(prepared: Prepared, pipe: Pipeline, optimizer: PipelineOptimizer | None) -> None:
-    """Load what has been prepared; in processes every one calls it.
+    """Load a checkpoint that `prepare` has read; every process calls this.
 
     Raises:
-        ConfigError: it does not fit the model or the optimizer; says where.
+        ConfigError: if it does not fit the model or the optimizer; says where.
     """
     pipe.load_state_dict(prepared.weights)
     if optimizer is not None and prepared.state is not None:
@@ -166,22 +168,23 @@ def load_into(prepared: Prepared, pipe: Pipeline, optimizer: PipelineOptimizer |
 
 
 def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
-    """What `Pipeline.load_state_dict` wants here: what is held, and the names of all the rest of it."""
-    own = dict(pipe.named_parameters())
-    held = dict.fromkeys([*pipe.state_dict(), *own])
+    """Return the argument of `Pipeline.load_state_dict`: this process's weights, and the names of all others."""
+    parameters = dict(pipe.named_parameters())
+    held = dict.fromkeys([*pipe.state_dict(), *parameters])
     values = reader.manifest.values.get("model")
     if not isinstance(values, dict):
         raise DataError(f"{reader.path}: 'model' must be a dictionary, not {values!r:.80}")
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for name in held:
         key = f"model/{name}"
         if name in values:
-            found[name] = decode(values[name], reader.tensor)
+            weights[name] = decode(values[name], reader.tensor)
         elif key in reader.manifest.tensors:
-            found[name] = reader.like(key, own[name]) if name in own else reader.tensor(key)
+            parameter = parameters.get(name)
+            weights[name] = reader.tensor(key) if parameter is None else reader.like(key, parameter)
     names = [name.removeprefix("model/") for name in reader.manifest.tensors if name.startswith("model/")]
-    # Entries of stages held elsewhere are only looked at by name, so that an unknown one is found.
-    return {**dict.fromkeys(names, _ELSEWHERE), **found}
+    # Of weights on other processes only the names matter, so that unknown names are refused.
+    return {**dict.fromkeys(names, _ELSEWHERE), **weights}
 
 
 _ELSEWHERE = torch.empty(0)
@@ -192,20 +195,23 @@ def _optimizer_state(reader: Reader, pipe: Pipeline, optimizer: PipelineOptimize
     if values is None:
         raise ConfigError(f"{reader.path} was saved without an optimizer; load it without one")
     _require_alike(reader, values, optimizer_state.common(optimizer))
-    own = {name: p for rank in pipe.local_ranks for name, p in pipe.rank_parameters(rank)}
+    parameters = {name: p for rank in pipe.local_ranks for name, p in pipe.rank_parameters(rank)}
     plain = {k: decode(v, reader.tensor) for k, v in values.items() if k not in ("state", "main_weights")}
     parts = {
-        name: optimizer.shards.find(p) if optimizer.shards is not None else None for name, p in own.items()
+        name: optimizer.shards.find(p) if optimizer.shards is not None else None
+        for name, p in parameters.items()
     }
     state = {
-        name: {key: _entry(reader, key, value, own[name], parts[name]) for key, value in entries.items()}
+        name: {
+            key: _entry(reader, key, value, parameters[name], parts[name]) for key, value in entries.items()
+        }
         for name, entries in values["state"].items()
-        if name in own
+        if name in parameters
     }
     main = {
-        name: _entry(reader, "", value, own[name], parts[name])
+        name: _entry(reader, "", value, parameters[name], parts[name])
         for name, value in values["main_weights"].items()
-        if name in own
+        if name in parameters
     }
     return {**plain, "state": state, "main_weights": main}
 
@@ -221,14 +227,14 @@ def _entry(reader: Reader, key: str, value: Any, parameter: Tensor, part: Sharde
 
 
 def _require_alike(reader: Reader, values: Any, fresh: Mapping[str, Any]) -> None:
-    """Refuse what an optimizer's state cannot be: schedules and groups take over whatever names they are given."""
+    """Refuse a malformed optimizer state: torch's schedules and groups accept any names."""
     wrong = ""
     if not isinstance(values, dict) or values.keys() != fresh.keys():
         wrong = f"it has {_keys(values)}, not {_keys(fresh)}"
     elif not all(isinstance(values[key], dict) for key in ("parameters", "state", "main_weights")):
-        wrong = "what it has by parameter is no dictionary"
+        wrong = "its parameters, state or main_weights is no dictionary"
     elif not all(isinstance(entries, dict) for entries in values["state"].values()):
-        wrong = "what it has of a parameter is no dictionary"
+        wrong = "the state of a parameter is no dictionary"
     elif not all(_is_place(place) for place in values["parameters"].values()):
         wrong = "a parameter has no group or no shape"
     elif not isinstance(values["groups"], list) or any(
@@ -267,15 +273,15 @@ def _names(scheduler: Any) -> Any:
 
 
 def _generators(reader: Reader, pipe: Pipeline) -> dict[str, Tensor]:
-    """States of torch's default generators: those of this rank, or of rank 0 where there was none of that number."""
-    found = {}
+    """Return the states of torch's default generators for this rank; those of rank 0 if the rank is new."""
+    names = {}
     for name in reader.manifest.tensors:
         if name.startswith("generators/"):
             _, rank, device = name.split("/", 2)
-            found[rank, device] = name
-    ranks = {rank for rank, _ in found}
+            names[rank, device] = name
+    ranks = {rank for rank, _ in names}
     rank = str(pipe.rank) if str(pipe.rank) in ranks else "0"
-    states = {device: reader.tensor(name) for (r, device), name in found.items() if r == rank}
+    states = {device: reader.tensor(name) for (r, device), name in names.items() if r == rank}
     for device, state in states.items():
         generator = _generator(device)
         try:
@@ -295,7 +301,7 @@ def _set_generator(device: str, state: Tensor) -> None:
 
 
 def _generator(device: str) -> torch.Generator | None:
-    """The default generator of a device; None of a GPU that is not in use here, of which nobody draws."""
+    """Return the default generator of a device; None for a GPU that this process does not use."""
     if device == "cpu":
         return torch.default_generator
     number = device.removeprefix("cuda:")

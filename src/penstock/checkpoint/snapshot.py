@@ -1,4 +1,4 @@
-"""The state of a run as it is between two steps, copied, so that it can be written while training goes on."""
+"""A copy of a run's state between two steps, so that it can be written while training continues."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.tensor_file import dtype_name
 
 BY_NAME = ("parameters", "state", "main_weights")
-"""What of an optimizer's state is by parameter; the rest is the same on every rank."""
+"""Keys of an optimizer's state that are by parameter; the others are the same on every rank."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one process has to write.
+    """One process's part of a checkpoint.
 
     Attributes:
-        step: training steps done.
-        tensors: by stage and by name in the checkpoint; copies on the CPU.
-        layers: by stage, names in the whole model.
-        values: what is no tensor, encoded; those of all processes are joined by `join_values`.
+        step: number of training steps done.
+        tensors: copies on the CPU, by stage and by name in the checkpoint.
+        layers: names of the layers in the whole model, by stage.
+        values: all else, encoded; `join_values` joins those of all processes.
     """
 
     step: int
@@ -38,16 +38,16 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Memory for the copies, used again for every save: new memory costs several times a copy.
+    """Memory for the copies, reused by every save: an allocation costs several times a copy.
 
-    Nothing may read the last copies any more when new ones are taken.
+    The previous copies must no longer be read when new ones are taken.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy on the CPU; from a GPU it is only begun (see `wait`)."""
+        """Return a copy on the CPU; one from a GPU is complete only after `wait`."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -55,28 +55,23 @@ class HostBuffers:
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until all copies are here."""
+        """Wait until all copies are complete."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-
-
-def writes(pipe: Pipeline) -> bool:
-    """Whether this process writes a part: of several that hold the same, the first does."""
-    return pipe.is_first
 
 
 def take_snapshot(
     pipe: Pipeline, optimizer: PipelineOptimizer | None, extra: Mapping[str, Any], copies: HostBuffers
 ) -> Snapshot:
-    """Copy what this process has to write; what several processes have parts of, they put together.
+    """Copy this process's part of the state; sharded tensors are gathered.
 
     Args:
-        pipe, optimizer: between two steps.
-        extra: the user's own values.
-        copies: whose last copies nobody reads any more.
+        pipe, optimizer: pipeline and optimizer, between two steps.
+        extra: the user's own values, for the checkpoint.
+        copies: memory for the copies; its previous copies are overwritten.
 
     Raises:
-        ConfigError: something that a checkpoint cannot keep, or gradients that are waiting for more of them.
+        ConfigError: if a value cannot be kept in a checkpoint, or gradients are still being accumulated.
     """
     if pipe.replica:
         if optimizer is not None:
@@ -87,35 +82,35 @@ def take_snapshot(
     held = _own_layers(pipe)
     stage_of = {name: s for s, names in held.items() for name in names}
     tensors: dict[int, dict[str, Tensor]] = {s: {} for s in held}
-    keeps = writes(pipe)
+    keeps = pipe.is_first  # of several processes with the same state, the first writes it
 
     def put_for(stage: int | None) -> Callable[[str, Tensor], None]:
-        """Every process of a cut tensor gets here; those that do not write have then done their part."""
+        """Every process with a shard calls this, to gather the tensor, even if it does not write it."""
 
         def put(name: str, tensor: Tensor) -> None:
-            put_together = full_tensor(tensor)
+            gathered = full_tensor(tensor)
             if keeps and stage is not None:
-                dtype_name(name, put_together)
-                tensors[stage][name] = copies.take(name, put_together)
+                dtype_name(name, gathered)  # refuses unknown dtypes
+                tensors[stage][name] = copies.take(name, gathered)
 
         return put
 
     def stage_for(name: str) -> int | None:
-        return stage_of.get(_layer_of(name, stage_of))
+        return stage_of.get(layer_of(name, stage_of))
 
     values: dict[str, Any] = {"model": {}, "optimizer": None, "extra": {}}
     for name, value in model.items():
         stage = stage_for(name)
-        found = encode(value, f"model/{name}", put_for(stage))
+        encoded = encode(value, f"model/{name}", put_for(stage))
         if not isinstance(value, Tensor) and stage is not None:
-            values["model"][name] = found
-    anywhere = next(iter(held), None)
-    values["extra"] = encode(dict(extra), "extra", put_for(anywhere))
+            values["model"][name] = encoded
+    first_stage = next(iter(held), None)  # its file has what belongs to no stage
+    values["extra"] = encode(dict(extra), "extra", put_for(first_stage))
     if state is not None:
         values["optimizer"] = _optimizer(state, stage_for, put_for)
-    if keeps and anywhere is not None:
+    if keeps and first_stage is not None:
         for device, generator in _generators().items():
-            put_for(anywhere)(f"generators/{pipe.rank}/{device}", generator)
+            put_for(first_stage)(f"generators/{pipe.rank}/{device}", generator)
     copies.wait()
     return Snapshot(pipe.steps, tensors if keeps else {}, held if keeps else {}, values if keeps else {})
 
@@ -130,10 +125,10 @@ def _optimizer(
             f"{name} is a tensor; a checkpoint keeps learning rates and schedules as numbers, so give them as such"
         )
 
-    found = {
+    values = {
         key: encode(value, f"optimizer/{key}", refuse) for key, value in state.items() if key not in BY_NAME
     }
-    found |= {key: {} for key in BY_NAME}
+    values |= {key: {} for key in BY_NAME}
     for name, parameter in state["parameters"].items():
         stage = stage_for(name)
         put = put_for(stage)
@@ -146,16 +141,16 @@ def _optimizer(
             main = encode(main, f"main/{name}", put)
         if stage is None:
             continue
-        found["parameters"][name] = parameter
+        values["parameters"][name] = parameter
         if name in state["state"]:
-            found["state"][name] = entries
+            values["state"][name] = entries
         if main is not None:
-            found["main_weights"][name] = main
-    return found
+            values["main_weights"][name] = main
+    return values
 
 
 def join_values(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The values of all processes, as one process would have them."""
+    """Join the values of all processes to those that a single process would have."""
     first = parts[0]
     joined = {**first, "model": {name: v for part in parts for name, v in part["model"].items()}}
     if first["optimizer"] is not None:
@@ -167,7 +162,7 @@ def join_values(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _own_layers(pipe: Pipeline) -> dict[int, tuple[str, ...]]:
-    """The layers, by stage, whose parameters this process's copy counts of."""
+    """Return the names of the layers that this process is the first to hold, by stage."""
     holders = pipe.schedule.placement.holders
     return {
         s: pipe.stages[s].module.names
@@ -176,15 +171,15 @@ def _own_layers(pipe: Pipeline) -> dict[int, tuple[str, ...]]:
     }
 
 
-def _layer_of(name: str, layers: Mapping[str, Any]) -> str:
-    """The layer whose name begins a parameter's name."""
+def layer_of(name: str, layers: Mapping[str, Any]) -> str:
+    """Return the layer whose name begins a parameter's name; empty if there is none."""
     prefixes = (name[:at] for at, letter in enumerate(name) if letter == ".")
     return next((prefix for prefix in prefixes if prefix in layers), "")
 
 
 def _generators() -> dict[str, Tensor]:
-    """The states of torch's default generators, by device."""
-    found = {"cpu": torch.get_rng_state()}
+    """Return the states of torch's default generators, by device."""
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found |= {f"cuda:{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
-    return found
+        states |= {f"cuda:{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states

@@ -1,4 +1,4 @@
-"""The processes of a run where checkpoints are concerned: they do something each, and all know how it went."""
+"""Collective jobs of a run's processes for checkpoints: each does its part, and all learn the result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Together:
-    """Talks in a group of its own, so that a thread in the background may while the training talks in others.
+    """A separate process group, so that a background thread can communicate while the training does in other groups.
 
     Args:
-        several: whether ``torch.distributed`` has the run's processes; every one makes one then.
-        timeout: the longest a wait for the others may last, in seconds.
+        several: whether the run is in processes of ``torch.distributed``; then each process makes one.
+        timeout: seconds to wait for the others before giving up.
 
     Attributes:
-        rank, size: of this process among all of the run, replicas included.
+        rank, size: this process's rank and the number of all processes of the run, replicas included.
     """
 
     def __init__(self, several: bool, timeout: float) -> None:
@@ -33,22 +33,22 @@ class Together:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that decides and tells."""
+        """True in the process that writes what belongs to no single process."""
         return self.rank == 0
 
     def each(self, job: Callable[[], T]) -> list[T]:
-        """Run a job of their own on all processes, which all call it.
+        """Run each process's job; every process calls this.
 
         Returns:
-            What the jobs returned, by rank, on every process.
+            The jobs' results by rank, on every process.
 
         Raises:
-            PenstockError: on every process, if a job failed on any, with what it said.
+            PenstockError: on every process, if a job failed on any, with its message.
         """
         return run_each(lambda: self._named(job), None if self._group is None else self._exchange)
 
     def _named(self, job: Callable[[], T]) -> T:
-        """Run a job, and name this process in its errors."""
+        """Run a job, with this process's rank in its errors."""
         try:
             return job()
         except (OSError, PenstockError) as error:

@@ -1,16 +1,17 @@
-"""A snapshot becomes a checkpoint on disk: every process writes its stages, then the leader the manifest."""
+"""Writing of a snapshot as a checkpoint: each process writes its stages, then the leader writes the manifest."""
 
 from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import penstock
 from penstock.atomic import open_synced
@@ -32,13 +33,13 @@ from penstock.tensor_file import StoredFile, dtype_name, write_tensors
 
 @dataclass(frozen=True)
 class Facts:
-    """What a manifest says of a run that does not change from step to step.
+    """Contents of a manifest that are the same at every step of a run.
 
     Attributes:
-        stages: of the model.
-        seed: of the random numbers in layers.
-        layout: how the run is spread.
-        config: of the run, of plain values.
+        stages: number of the model's stages.
+        seed: seed of the random numbers in layers.
+        layout: ranks, stages and mesh of the run.
+        config: the run's config, of plain values.
     """
 
     stages: int
@@ -48,19 +49,19 @@ class Facts:
 
 
 def file_name(stage: int, stages: int) -> str:
-    """Of a stage's tensors."""
+    """Return the name of the file of a stage's tensors."""
     return f"stage-{stage + 1:05d}-of-{stages:05d}.safetensors"
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, facts: Facts, together: Together) -> Path:
-    """Write the checkpoint of a step; every process calls it.
+    """Write the checkpoint of a step; every process calls this.
 
     Returns:
-        Its path: there once all of it is on the disk, and not before.
+        Path of the checkpoint, which appears only when everything is on the disk.
 
     Raises:
-        PenstockError: on every process, if any could not write its part, or another run is writing in this folder. What was
-            written goes, as far as it can be deleted, and earlier checkpoints are as they were.
+        PenstockError: on every process, if any could not write its part, or another run is writing in this folder. The
+            unfinished folder is deleted if possible, and earlier checkpoints are unchanged.
     """
     path = path_of(folder, snapshot.step)
     with ExitStack() as held:
@@ -76,31 +77,43 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, facts: Facts, together: T
 
 
 def _begin(path: Path, held: ExitStack) -> None:
-    """Make the folder in which a checkpoint is written; two that write at once would delete each other's."""
+    """Lock and make the unfinished folder; two runs that write at once would delete each other's."""
     held.enter_context(locked(path.parent, say=to_stderr))
     files.begin(path)
 
 
-_Part = tuple[
-    dict[str, StoredFile], dict[str, StoredTensor], dict[int, tuple[str, ...]], dict[str, Any]
-]  # files, tensors, layers by stage, values
+_Files = dict[str, StoredFile]
+_Tensors = dict[str, StoredTensor]
+_Part = tuple[_Files, _Tensors, dict[int, tuple[str, ...]], dict[str, Any]]
+"""Files, tensors, layers by stage, and values that one process wrote."""
 
 
-def _write_part(place: Path, snapshot: Snapshot, stages: int) -> _Part:
-    stored: dict[str, StoredFile] = {}
-    tensors: dict[str, StoredTensor] = {}
-    for stage, held in snapshot.tensors.items():
-        name = file_name(stage, stages)
-        stored[name] = write_tensors(place / name, held)
-        tensors |= {
-            key: StoredTensor(name, tuple(tensor.shape), dtype_name(key, tensor))
-            for key, tensor in held.items()
-        }
-    return stored, tensors, snapshot.layers, snapshot.values
+def write_stages(
+    folder: Path, tensors: Iterable[tuple[int, dict[str, Tensor]]], stages: int
+) -> tuple[_Files, _Tensors]:
+    """Write a file for each stage, and return the manifest's entries for files and tensors.
+
+    Args:
+        folder: folder of the files.
+        tensors: pairs of a stage and its tensors by name, taken one after the other.
+        stages: number of the model's stages.
+    """
+    written: _Files = {}
+    listed: _Tensors = {}
+    for stage, by_name in tensors:
+        file = file_name(stage, stages)
+        written[file] = write_tensors(folder / file, by_name)
+        for name, tensor in by_name.items():
+            listed[name] = StoredTensor(file, tuple(tensor.shape), dtype_name(name, tensor))
+    return written, listed
+
+
+def _write_part(folder: Path, snapshot: Snapshot, stages: int) -> _Part:
+    return *write_stages(folder, snapshot.tensors.items(), stages), snapshot.layers, snapshot.values
 
 
 def _finish(path: Path, step: int, facts: Facts, parts: list[_Part]) -> None:
-    layers = {s: names for _, _, own, _ in parts for s, names in own.items()}
+    layers = {s: names for _, _, by_stage, _ in parts for s, names in by_stage.items()}
     assert sorted(layers) == list(range(facts.stages)), "every stage is written by one process"
     config = dict(facts.config)
     manifest = Manifest(
@@ -108,8 +121,8 @@ def _finish(path: Path, step: int, facts: Facts, parts: list[_Part]) -> None:
         seed=facts.seed,
         layers=tuple(layers[s] for s in sorted(layers)),
         layout=dict(facts.layout),
-        files={name: file for own, _, _, _ in parts for name, file in sorted(own.items())},
-        tensors={key: tensor for _, own, _, _ in parts for key, tensor in own.items()},
+        files={name: file for written, _, _, _ in parts for name, file in sorted(written.items())},
+        tensors={name: tensor for _, listed, _, _ in parts for name, tensor in listed.items()},
         values=join_values([values for _, _, _, values in parts if values]),
         config=config,
         config_sha256=digest_of_config(config),
@@ -122,21 +135,19 @@ def finish(path: Path, manifest: Manifest) -> None:
     """Write the manifest, and give the folder its name.
 
     Raises:
-        OSError: the disk did not take it, or a file that another process wrote is not to be seen here.
+        OSError: if the disk refuses, or this process does not see a file that another process wrote.
     """
-    place = files.unfinished(path)
+    folder = files.unfinished(path)
     for name, file in manifest.files.items():
-        if (place / name).stat().st_size != file.bytes:
-            raise OSError(
-                0, "is not of the size with which it was written; is the folder shared?", place / name
-            )
-    with open_synced(place / MANIFEST) as stream:
+        if (folder / name).stat().st_size != file.bytes:
+            raise OSError(0, "does not have the size that was written; is the folder shared?", folder / name)
+    with open_synced(folder / MANIFEST) as stream:
         stream.write(dump(manifest))
     files.commit(path)
 
 
 def versions() -> dict[str, str]:
-    """Of what writes."""
+    """Return the versions of Penstock, torch and Python."""
     return {
         "penstock": penstock.__version__,
         "torch": str(torch.__version__),
@@ -145,18 +156,20 @@ def versions() -> dict[str, str]:
 
 
 def prune(folder: Path, keep_last: int, keep_every: int) -> list[Path]:
-    """Delete checkpoints but the newest complete ones and those of every so many steps.
+    """Delete old checkpoints.
+
+    Incomplete ones are neither counted nor deleted.
 
     Args:
-        folder: of the checkpoints.
-        keep_last: how many of the newest stay; 0 for all.
-        keep_every: those whose step divides by it stay, too; 0 for none.
+        folder: folder of the checkpoints.
+        keep_last: number of the newest complete checkpoints to keep; 0 keeps all.
+        keep_every: interval in steps; checkpoints whose step is a multiple are kept, too; 0 for none.
 
     Returns:
-        What went. What is not complete stays: it is no checkpoint that could take another's place.
+        Paths of the deleted checkpoints.
 
     Raises:
-        OSError: something could not be deleted.
+        OSError: if a checkpoint cannot be deleted.
     """
     if not keep_last:
         return []

@@ -1,7 +1,7 @@
-"""The library's modules as layers of a pipeline: the same object inside, a forward that takes what a stage is given.
+"""Modules of the library as layers of a pipeline, with a forward that takes a stage's inputs.
 
-A layer's parameters keep the names that they have in the library's module, so the layer is a *twin* of that module: a
-shallow copy that shares its parameters, buffers and children, of a class with another forward in front.
+A layer's parameters keep their names in the library's module. So the layer is a *twin* of that module: a shallow copy that
+shares its parameters, buffers and children, of a subclass with another forward.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from penstock.huggingface.tables import Tables
 
 
 def twin(module: nn.Module, kind: type[nn.Module], **extra: Any) -> nn.Module:
-    """A module with the parameters, buffers and children of another.
+    """Return a module with the parameters, buffers and children of another.
 
     Args:
-        module: the library's, or the user's; it stays as it is.
-        kind: one of the classes below, whose forward calls the module's own.
-        extra: attributes of the twin; modules among them become its children, too.
+        module: module of the library or the user; it is not changed.
+        kind: one of the classes below, whose forward calls the module's.
+        extra: attributes of the twin; modules among them become its children.
     """
-    found = copy.copy(module)
-    found._modules = dict(module._modules)
-    found.__class__ = _class(kind, type(module))
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    copied.__class__ = _class(kind, type(module))
     for name, value in extra.items():
-        setattr(found, name, value)
-    return found
+        setattr(copied, name, value)
+    return copied
 
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
@@ -68,8 +68,8 @@ class Positions(nn.Module):
 class BlockLayer(nn.Module):
     """A block: (batch, sequence, width) → the same shape.
 
-    Its forward's further arguments: attention_mask, (batch, sequence), 1 for a token and 0 for padding; position_ids,
-    int64 (batch or 1, sequence), counting from 0 where there are none.
+    Its forward also takes attention_mask, (batch, sequence), 1 for a token and 0 for padding; and position_ids, int64
+    (batch or 1, sequence), by default counted from 0.
     """
 
     tables: Tables
@@ -78,10 +78,10 @@ class BlockLayer(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        mask, positions, turns = self.tables.of(
+        mask, positions, rotary_tables = self.tables.of(
             self.attention_kind, hidden_states, attention_mask, position_ids
         )
-        rotary = {} if turns is None else {"position_embeddings": turns}
+        rotary = {} if rotary_tables is None else {"position_embeddings": rotary_tables}
         output: Tensor = super().forward(
             hidden_states, attention_mask=mask, position_ids=positions, use_cache=False, **rotary
         )
@@ -89,7 +89,7 @@ class BlockLayer(nn.Module):
 
 
 class CappedHead(nn.Module):
-    """A head whose logits, (batch, sequence, vocabulary), are bent to stay within ±`cap` (2408.00118, section 2)."""
+    """A head whose logits, (batch, sequence, vocabulary), are soft-capped to ±`cap` (2408.00118, section 2)."""
 
     cap: float
 

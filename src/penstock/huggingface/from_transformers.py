@@ -1,7 +1,7 @@
-"""A Hugging Face causal language model as layers: embedding, blocks, final norm, head.
+"""Split of a Hugging Face causal language model into layers: embedding, blocks, final norm, head.
 
-The library's model is built on the meta device, where it takes no memory, and serves as the pattern from which every
-layer is made where it is needed. It is not traced, and its own forward is never called.
+The library's model is built on the meta device, where it takes no memory, and is the pattern from which each process
+makes its own layers. The model is not traced, and its forward is never called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, DataError, SplitError
-from penstock.huggingface import model_folder as checkpoint
+from penstock.huggingface import model_folder
 from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions, Tokens, twin
 from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_library
 from penstock.huggingface.family_of import family_of
@@ -27,37 +27,40 @@ from penstock.stage.layers import Layer
 from penstock.stage.rng.initial import generator_for
 
 Make = Callable[[str], nn.Module]
-"""From a module's name in the whole model to a module with its weights."""
+"""Function from a module's name in the whole model to a module with weights."""
 
 
 def from_transformers(model: object, *, seed: int = 0) -> list[Layer]:
-    """Cut a causal language model of Hugging Face transformers into layers that a `Pipeline` takes.
+    """Split a causal language model of Hugging Face transformers into layers that a `Pipeline` takes.
 
-    The first layer takes token ids, int64 (batch, sequence); between layers goes the hidden state, (batch, sequence,
-    width); the last gives logits, (batch, sequence, vocabulary). Masks and positions are named inputs of a step:
-    ``pipe.step(ids, labels, attention_mask=mask)``, 1 for a token and 0 for padding, on the left or on the right. Where
-    there is no mask, ``position_ids`` that begin anew mark sequences packed into one row, which then do not see each other.
-    Parameters have the names they have in the library's model.
+    The first layer takes token ids, int64 (batch, sequence); layers pass on the hidden state, (batch, sequence, width);
+    the last returns logits, (batch, sequence, vocabulary). Masks and positions are named inputs of a step:
+    ``pipe.step(ids, labels, attention_mask=mask)``, 1 for a token and 0 for padding, on the left or on the right. Without
+    a mask, ``position_ids`` that restart at 0 mark sequences packed into one row, which then do not attend to each other.
+    Parameters have the names of the library's model.
+
+    Families in `penstock.huggingface.families` are supported, and those with a ``base_model_pp_plan`` in the library whose
+    forward is that of one of them.
 
     Args:
         model: one of
 
-            - a model, as ``AutoModelForCausalLM`` gives it: its own modules and parameters are used;
-            - a config, or the path of a ``config.json``: every process builds only its own layers, with weights by the
-              library's own rules, drawn from `seed` and the names of the modules alone;
-            - a local folder with ``config.json`` and safetensors files, one or several with an index: every process
-              reads only the tensors of its own layers. Nothing is ever downloaded.
-        seed: of the initial weights where the model is a config.
+            - a model, as ``AutoModelForCausalLM`` makes it: its own modules and parameters are used;
+            - a config, or the path of a ``config.json``: each process builds only its own layers, with weights by the
+              library's rules, drawn from `seed` and the names of the modules alone;
+            - a local folder with ``config.json`` and safetensors files, one or several with an index: each process
+              reads only the tensors of its own layers. Nothing is downloaded.
+        seed: seed of the initial weights if `model` is a config (default 0).
 
     Returns:
-        The embedding (and GPT-2's table of positions), the blocks, the final norm and the head. A head whose weight is
-        the embedding's says so in `Layer.tied`.
+        The embedding (and GPT-2's table of positions), the blocks, the final norm and the head. `Layer.tied` of the head
+        names the embedding if they share a weight.
 
     Raises:
-        ConfigError: transformers is not installed, or `model` is none of these.
-        DataError: a folder whose files cannot be read, or whose tensors are missing, unknown or misshapen: all of them
-            are listed, and nothing has been built.
-        SplitError: a family, or a variant of one, that cannot be split.
+        ConfigError: if transformers is not installed, or `model` is none of these.
+        DataError: if the folder's files cannot be read, or tensors are missing, unknown or misshapen; lists all of
+            them, and nothing is built.
+        SplitError: if the family, or this variant of it, cannot be split.
     """
     require_library()
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -80,10 +83,10 @@ def from_transformers(model: object, *, seed: int = 0) -> list[Layer]:
 
 
 def local_folder(given: str | os.PathLike[str]) -> Path:
-    """The folder that is meant.
+    """Return the path of a local folder.
 
     Raises:
-        ConfigError: it is none on this machine.
+        ConfigError: if there is no such folder on this machine.
     """
     folder = Path(given).expanduser()
     if not os.path.isdir(folder):
@@ -95,25 +98,30 @@ def local_folder(given: str | os.PathLike[str]) -> Path:
 
 
 def read_config(path: Path) -> Any:
-    """The library's config of a ``config.json``.
+    """Read a ``config.json`` as the library's config.
 
     Raises:
-        DataError: it cannot be read, or the library refuses it.
-        SplitError: a family that is not known here.
+        DataError: if it cannot be read, or the library refuses it.
+        SplitError: if its family cannot be split.
     """
     require_library()
-    return config_from(checkpoint.read_json(path), path)
+    return config_from(model_folder.read_json(path), path)
 
 
-def config_from(found: dict[str, Any], path: str | Path) -> Any:
-    """The library's config of the contents of a ``config.json``; `path`, errors, as for `read_config`."""
+def config_from(table: dict[str, Any], path: str | Path) -> Any:
+    """Return the library's config for the contents of a ``config.json``; raises the errors of `read_config`.
+
+    Args:
+        table: contents of the file.
+        path: path of the file, for error messages.
+    """
     from transformers import CONFIG_MAPPING
 
-    kind = str(found.get("model_type"))
+    kind = str(table.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise DataError(f"{path} has model_type {kind!r}, which the installed transformers does not know")
     try:
-        config = CONFIG_MAPPING[kind].from_dict(found)
+        config = CONFIG_MAPPING[kind].from_dict(table)
     except Exception as error:  # the library's own checks raise many kinds
         raise DataError(f"transformers cannot use {path}: {error}") from error
     family_of(config)
@@ -121,7 +129,7 @@ def config_from(found: dict[str, Any], path: str | Path) -> Any:
 
 
 def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The library's model of a config without memory for weights; the config is copied."""
+    """Build the library's model on the meta device, from a copy of the config."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
@@ -140,7 +148,7 @@ def _of_model(model: Any) -> list[Layer]:
             f"a {type(model).__name__} is no causal language model; give what AutoModelForCausalLM makes"
         )
     built = [(layer, layer.build()) for layer in _layers(model, model.get_submodule)]
-    # With its module a layer tells which weights are one, also where that is no custom of the family.
+    # The modules show which weights are tied, also those that the user has tied.
     return [replace(layer, build=partial(_itself, module), module=module) for layer, module in built]
 
 
@@ -149,31 +157,31 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def _of_folder(folder: Path) -> list[Layer]:
-    config = read_config(folder / checkpoint.CONFIG)
-    stored = checkpoint.stored_tensors(folder)
+    config = read_config(folder / model_folder.CONFIG)
+    stored = model_folder.stored_tensors(folder)
     if not stored:
         raise DataError(f"the weights in {folder} are empty")
     head = family_of(config).stored_head
     if f"{head}.weight" in stored:
         stored[f"{HEAD}.weight"] = stored.pop(f"{head}.weight")
-    pattern = on_meta(config, config.dtype or checkpoint.dtype_of(stored))
+    pattern = on_meta(config, config.dtype or model_folder.dtype_of(stored))
     wanted = {name: tuple(tensor.shape) for name, tensor in pattern.state_dict().items()}
-    # A buffer that old files have and the library now computes.
+    # Old files have the rotary frequencies, which the library now computes.
     ignored = [*(pattern._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     _require_known_ties(pattern)
     tied = tied_names(pattern)
-    found = checkpoint.matched(folder, stored, wanted, tied, ignored, pattern.base_model_prefix)
+    matches = model_folder.matched(folder, stored, wanted, tied, ignored, pattern.base_model_prefix)
     for one, other in tied.items():
-        if found[one] != found[other] and not checkpoint.equal(found[one], found[other]):
+        if matches[one] != matches[other] and not model_folder.equal(matches[one], matches[other]):
             raise DataError(
-                f"{one} and {other} in {folder} differ, but its {checkpoint.CONFIG} ties them; set "
+                f"{one} and {other} in {folder} differ, but its {model_folder.CONFIG} ties them; set "
                 "tie_word_embeddings to false there, or leave one of them out"
             )
-    return _layers(pattern, partial(_loaded, pattern, found))
+    return _layers(pattern, partial(_loaded, pattern, matches))
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """The head's weight and the embedding's name, if they are one parameter; else nothing."""
+    """Return the name of the head's weight with that of the embedding's, if they are one parameter; else nothing."""
     family = family_of(model.config)
     head, embedding = f"{HEAD}.weight", f"{family.embedding}.weight"
     return {head: embedding} if model.get_parameter(head) is model.get_parameter(embedding) else {}
@@ -195,24 +203,24 @@ def _layers(model: Any, make: Make) -> list[Layer]:
         cap = config.final_logit_softcapping if family.capped else None
         return make(HEAD) if cap is None else twin(make(HEAD), CappedHead, cap=cap)
 
-    found: list[Layer] = []
+    layers: list[Layer] = []
     if family.positions is not None:
-        found.append(Layer(family.embedding, partial(make, family.embedding), "embedding"))
-        found.append(Layer(family.positions, with_dropout(family.positions, Positions), "embedding"))
+        layers.append(Layer(family.embedding, partial(make, family.embedding), "embedding"))
+        layers.append(Layer(family.positions, with_dropout(family.positions, Positions), "embedding"))
     elif family.dropout is not None:
-        found.append(Layer(family.embedding, with_dropout(family.embedding, Tokens), "embedding"))
+        layers.append(Layer(family.embedding, with_dropout(family.embedding, Tokens), "embedding"))
     else:
-        found.append(Layer(family.embedding, partial(make, family.embedding), "embedding"))
+        layers.append(Layer(family.embedding, partial(make, family.embedding), "embedding"))
     for n, attention in enumerate(family.kinds(config)):
-        found.append(Layer(f"{family.blocks}.{n}", block(f"{family.blocks}.{n}", attention)))
-    found.append(Layer(family.norm, partial(make, family.norm), "head"))
+        layers.append(Layer(f"{family.blocks}.{n}", block(f"{family.blocks}.{n}", attention)))
+    layers.append(Layer(family.norm, partial(make, family.norm), "head"))
     tied = {name.removeprefix(f"{HEAD}."): embedding for name, embedding in tied_names(model).items()}
-    found.append(Layer(HEAD, head, "head", tied=tied))
-    return found
+    layers.append(Layer(HEAD, head, "head", tied=tied))
+    return layers
 
 
 def _rotary(model: Any, family: ModelFamily) -> nn.Module | None:
-    """The rotary module on its device; on the CPU where the model has none."""
+    """Return the rotary module on its device; on the CPU if it is on the meta device."""
     if family.rotary is None:
         return None
     rotary: nn.Module = model.get_submodule(family.rotary)
@@ -222,22 +230,22 @@ def _rotary(model: Any, family: ModelFamily) -> nn.Module | None:
 
 
 def _real(pattern: Any, module: nn.Module) -> nn.Module:
-    """A copy of a module of the pattern on the CPU, its computed buffers in place and its parameters yet to be filled."""
-    # The config stays one object for all layers.
-    found: nn.Module = copy.deepcopy(module, {id(pattern.config): pattern.config})
-    found.to_empty(device="cpu")
-    for buffer in found.buffers():
+    """Copy a module of the pattern to the CPU, with its buffers computed and its parameters uninitialised."""
+    # All layers share one config.
+    module_copy: nn.Module = copy.deepcopy(module, {id(pattern.config): pattern.config})
+    module_copy.to_empty(device="cpu")
+    for buffer in module_copy.buffers():
         buffer.fill_(_unset(buffer))
-    parameters: list[Any] = list(found.parameters())
+    parameters: list[Any] = list(module_copy.parameters())
     for parameter in parameters:
-        parameter._is_hf_initialized = True  # the library's rules then pass it over
+        parameter._is_hf_initialized = True  # so that the library's rules skip it
     with torch.no_grad():
-        for part in found.modules():
+        for part in module_copy.modules():
             if next(part.buffers(recurse=False), None) is not None:
                 pattern._init_weights(part)
     for parameter in parameters:
         del parameter._is_hf_initialized
-    return found
+    return module_copy
 
 
 def _unset(buffer: Tensor) -> Any:
@@ -269,12 +277,12 @@ def _require_known_ties(pattern: Any) -> None:
 
 
 def _initialised(pattern: Any, seed: int, name: str) -> nn.Module:
-    """A module with weights by the library's rules, drawn from the seed and its parts' names alone."""
+    """Build a module with weights by the library's rules, drawn from the seed and its submodules' names alone."""
     module = _real(pattern, pattern.get_submodule(name))
     before = torch.get_rng_state()
     try:
         with torch.no_grad():
-            # As the library does: children first, for some rules of a parent replace those of its children.
+            # Children first, as in the library: some rules of a parent overwrite its children's weights.
             for inner, part in _children_first(module):
                 torch.set_rng_state(generator_for(seed, f"{name}.{inner}").get_state())
                 pattern._init_weights(part)
@@ -286,16 +294,16 @@ def _initialised(pattern: Any, seed: int, name: str) -> nn.Module:
 
 
 def _children_first(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
-    found = []
+    modules = []
     for inner, child in module.named_children():
-        found += _children_first(child, f"{name}.{inner}" if name else inner)
-    return [*found, (name, module)]
+        modules += _children_first(child, f"{name}.{inner}" if name else inner)
+    return [*modules, (name, module)]
 
 
-def _loaded(pattern: Any, stored: dict[str, checkpoint.Stored], name: str) -> nn.Module:
-    """A module with its tensors from the files, in the pattern's dtype."""
+def _loaded(pattern: Any, stored: dict[str, model_folder.Stored], name: str) -> nn.Module:
+    """Build a module with its tensors from the files, in the pattern's dtype."""
     module = _real(pattern, pattern.get_submodule(name))
     module.load_state_dict(
-        checkpoint.read_tensors({inner: stored[f"{name}.{inner}"] for inner in module.state_dict()})
+        model_folder.read_tensors({inner: stored[f"{name}.{inner}"] for inner in module.state_dict()})
     )
     return _require_buffers(module, name)

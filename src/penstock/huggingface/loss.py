@@ -1,7 +1,7 @@
-"""The loss of a causal language model with labels as Hugging Face means them.
+"""Loss of a causal language model with labels in Hugging Face's convention.
 
-``labels[:, i]`` is the token at place i, and the logits at place i are to say the token at i + 1: the shift is the
-loss's. Places with the label -100 count for nothing.
+``labels[:, i]`` is the token at position i, and the logits at position i predict the token at i + 1: the loss shifts the
+labels. Positions with the label -100 are ignored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ IGNORED = -100
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy in nats over the labels that count; 0 where none does.
+    """Return the mean cross entropy in nats over the labels that are not ignored; 0 if all are.
 
-    The number transformers gives as ``model(input_ids, labels=labels).loss``. For batches with padding give the
-    Pipeline ``reduction=penstock.valid_tokens``, so that every token of the batch weighs the same.
+    It equals ``model(input_ids, labels=labels).loss`` in transformers. For batches with padding give the Pipeline
+    ``reduction=penstock.valid_tokens``, so that every token of the batch has the same weight.
 
     Args:
-        logits: (batch, sequence, vocabulary), of any floating-point dtype; computed in float32 as transformers does.
-        labels: int64 (batch, sequence); -100 is ignored.
+        logits: tensor of shape (batch, sequence, vocabulary) and any floating-point dtype; computed in float32.
+        labels: int64 tensor of shape (batch, sequence); -100 is ignored.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     total = F.cross_entropy(
@@ -30,5 +30,5 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def valid_tokens(labels: Tensor) -> int:
-    """How many labels count in `causal_lm_loss`: those after the first place that are not -100."""
+    """Return the number of labels that `causal_lm_loss` uses: those after the first position that are not -100."""
     return int((labels[:, 1:] != IGNORED).sum())

@@ -1,6 +1,6 @@
-"""A folder as Hugging Face leaves it: which tensors its safetensors files hold, and one layer's worth of them at a time.
+"""Reader of a model folder in Hugging Face's layout, which reads only the tensors that are needed.
 
-Only headers are read to know what is there; nothing in a folder can run code.
+The list of tensors comes from the headers of safetensors files alone; nothing in a folder can run code.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        path: of the file.
-        name: within the file.
-        shape: its sizes.
-        dtype: as safetensors writes it: ``F32``, ``BF16``.
+        path: path of the file.
+        name: name of the tensor in the file.
+        shape: shape of the tensor.
+        dtype: name of the dtype in safetensors, for example ``F32`` or ``BF16``.
     """
 
     path: Path
@@ -45,27 +45,27 @@ class Stored:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
+    """Read the JSON object in a file.
 
     Raises:
-        DataError: it cannot be read, or is none.
+        DataError: if the file cannot be read, or has no JSON object.
     """
     try:
-        found = parse_json(read_bytes(path, _MAX_JSON))
+        table = parse_json(read_bytes(path, _MAX_JSON))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} must hold a JSON object, not {type(found).__name__}")
-    return found
+    if not isinstance(table, dict):
+        raise DataError(f"{path} must hold a JSON object, not {type(table).__name__}")
+    return table
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder's safetensors files, by name, from their headers.
+    """Return all tensors of a folder's safetensors files by name, from their headers.
 
     Raises:
-        DataError: no safetensors, a file that is missing or damaged, or an index that says otherwise than the files.
+        DataError: if there is no safetensors file, a file is missing or damaged, or the index contradicts the files.
     """
     if (folder / WEIGHTS).is_file():
         return _header(folder / WEIGHTS)
@@ -86,22 +86,20 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         raise DataError(
             f"{folder / INDEX} has no weight_map from tensor names to safetensors files beside it"
         )
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for file in sorted(set(places.values())):
-        found |= _header(folder / file)
+        stored |= _header(folder / file)
     wrong = [
-        f"{name} is not in {file}" for name, file in sorted(places.items()) if not _lies(found, name, file)
+        f"{name} is not in {file}"
+        for name, file in sorted(places.items())
+        if name not in stored or stored[name].path.name != file
     ]
     wrong += [
-        f"{name} of {found[name].path.name} is not in the index" for name in found if name not in places
+        f"{n} of {tensor.path.name} is not in the index" for n, tensor in stored.items() if n not in places
     ]
     if wrong:
         raise DataError(f"{folder / INDEX} does not describe its files: " + "; ".join(wrong))
-    return found
-
-
-def _lies(found: Mapping[str, Stored], name: str, file: str) -> bool:
-    return name in found and found[name].path.name == file
+    return stored
 
 
 def _header(path: Path) -> dict[str, Stored]:
@@ -122,29 +120,29 @@ def matched(
     ignored: Iterable[str],
     base: str,
 ) -> dict[str, Stored]:
-    """The stored tensor of every name of the model.
+    """Return the stored tensor for every name of the model.
 
     Args:
-        folder: for the error.
-        stored: as `stored_tensors` gives them.
-        wanted: the model's names and shapes.
-        tied: names that are one tensor with another: either of the two may be missing.
-        ignored: regular expressions of names that old files have and the model has no more.
-        base: the first part of the inner model's names, which files saved without a head leave out.
+        folder: folder of the files, for error messages.
+        stored: tensors in the folder, from `stored_tensors`.
+        wanted: shapes of the model's tensors by name.
+        tied: pairs of names of one tensor; either name may be missing.
+        ignored: regular expressions of names in old files that the model no longer has.
+        base: prefix of the inner model's names, which files saved without a head omit.
 
     Raises:
-        DataError: tensors that are missing, unknown, of another shape or no floating-point numbers; all are listed.
+        DataError: if tensors are missing, unknown, of another shape or not of floating-point numbers; lists all.
     """
     if not any(name.startswith(f"{base}.") for name in stored):
         stored = {name if name in wanted else f"{base}.{name}": tensor for name, tensor in stored.items()}
-    found = dict(stored)
+    matches = dict(stored)
     for one, other in tied.items():
-        if one in found and other not in found:
-            found[other] = found[one]
-        elif other in found and one not in found:
-            found[one] = found[other]
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    for name, tensor in found.items():
+        if one in matches and other not in matches:
+            matches[other] = matches[one]
+        elif other in matches and one not in matches:
+            matches[one] = matches[other]
+    problems = [f"{name} is missing" for name in wanted if name not in matches]
+    for name, tensor in matches.items():
         if name not in wanted:
             if not any(re.search(pattern, name) for pattern in ignored):
                 problems.append(f"{name} is unknown")
@@ -154,7 +152,7 @@ def matched(
             problems.append(f"{name} is {tensor.dtype}, not one of {', '.join(_FLOATING)}")
     if problems:
         raise DataError(f"the weights in {folder} do not fit its {CONFIG}: " + "; ".join(problems))
-    return {name: found[name] for name in wanted}
+    return {name: matches[name] for name in wanted}
 
 
 def dtype_of(stored: Mapping[str, Stored]) -> torch.dtype | None:
@@ -163,29 +161,29 @@ def dtype_of(stored: Mapping[str, Stored]) -> torch.dtype | None:
 
 
 def read_tensors(wanted: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Read some tensors, each file opened once.
+    """Read tensors, opening each file once.
 
     Raises:
-        DataError: a file can no longer be read, or holds something else than it did.
+        DataError: if a file can no longer be read, or its content has changed.
     """
     by_file: dict[Path, list[str]] = {}
     for name, tensor in wanted.items():
         by_file.setdefault(tensor.path, []).append(name)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path, names in by_file.items():
         try:
             with TensorFile(path) as file:
                 for name in names:
                     if wanted[name].name not in file.entries:
                         raise DataError(f"{path} no longer has the tensor {wanted[name].name!r:.200}")
-                    found[name] = file.read(wanted[name].name)
+                    tensors[name] = file.read(wanted[name].name)
         except (OSError, MemoryError) as error:
             reason = error.strerror if isinstance(error, OSError) else "no memory"
             raise DataError(f"cannot read the weights {path}: {reason}") from error
-    return found
+    return tensors
 
 
 def equal(one: Stored, other: Stored) -> bool:
-    """Whether two stored tensors hold the same values."""
-    found = read_tensors({"one": one, "other": other})
-    return torch.equal(found["one"], found["other"])
+    """Return whether two stored tensors have the same values."""
+    tensors = read_tensors({"one": one, "other": other})
+    return torch.equal(tensors["one"], tensors["other"])

@@ -1,4 +1,4 @@
-"""A pipeline's weights as a folder that ``AutoModelForCausalLM.from_pretrained`` and `from_transformers` read."""
+"""Saving of a pipeline's weights as a folder for ``AutoModelForCausalLM.from_pretrained`` and `from_transformers`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from penstock.runtime.workers.run_group import RunGroup
 
 T = TypeVar("T")
 
-_MOST_NAMED = 12
+_MAX_LISTED = 12  # problems in an error message
 
-CARRIED = (
+COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,24 +35,24 @@ CARRIED = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""What a folder's copy takes along beside config and weights."""
+"""Files of the original folder that are copied beside config and weights."""
 
 
 def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: object) -> None:
-    """Write a pipeline's weights in Hugging Face's layout; in processes every rank calls it and writes its own part.
+    """Write a pipeline's weights in Hugging Face's layout; in processes every rank calls this and writes its own part.
 
-    The folder gets ``config.json``, ``model.safetensors`` (from processes one file a rank and an index), and where
-    `like` has them the generation config and the tokenizer's files. Weights of an earlier save there are replaced.
+    The folder gets ``config.json``, ``model.safetensors`` (from several processes one file a rank and an index), and the
+    generation config and tokenizer files of `like`, if it has them. Weights of an earlier save are replaced.
 
     Args:
-        pipe: made of what `from_transformers` gave.
-        folder: made if it is not there.
-        like: what `from_transformers` was given: the model, the config, the folder or the file.
+        pipe: pipeline of the layers that `from_transformers` returned.
+        folder: folder to write; created if it does not exist.
+        like: argument of `from_transformers`: the model, the config, the folder or the file.
 
     Raises:
-        ConfigError: `like` is none of these, the folder cannot be made, or the pipeline's weights are not those of the
-            architecture (adapters have been added, say), so that the folder would load with new weights; on every process,
-            and nothing has been written.
+        ConfigError: on every process, before anything is written: if `like` is none of these, the folder cannot be
+            created, or the weights are not those of the architecture (for example with adapters), so that the folder
+            would load with new weights.
     """
     require_library()
     path = Path(folder).expanduser()
@@ -70,51 +70,51 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
 
 
 def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
-    """The pipeline's state by the names in files, without those that are another parameter's second ones."""
-    second = {f"{layer.name}.{inner}" for layer in pipe.layers for inner in layer.tied}
-    state = {name: value for name, value in own_state(pipe).items() if name not in second}
+    """Return the pipeline's state by the names in files, without second names of tied parameters."""
+    tied = {f"{layer.name}.{inner}" for layer in pipe.layers for inner in layer.tied}
+    state = {name: value for name, value in own_state(pipe).items() if name not in tied}
     return stored_names(state, config)
 
 
 def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]:
-    """Weights by whole-model name, by their names in files of the config's family."""
+    """Rename weights from their names in the model to those in files of the config's family."""
     head = FAMILIES.get(config["model_type"], ModelFamily()).stored_head
     return {f"{head}.weight" if name == f"{HEAD}.weight" else name: value for name, value in state.items()}
 
 
 def require_loadable(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]) -> None:
-    """Refuse weights that the architecture of a config would not load whole.
+    """Require that the architecture of a config would load all weights.
 
     Args:
-        shapes: of all weights, by their names in files.
-        config: as JSON holds it.
+        shapes: shapes of all weights by their names in files.
+        config: contents of ``config.json``.
 
     Raises:
-        ConfigError: names that are missing, unknown, or of another shape; all are listed.
+        ConfigError: if names are missing, unknown, or of another shape; lists all.
     """
     pattern = on_meta(config_from(dict(config), CONFIG))
     wanted = stored_names(dict(pattern.state_dict()), config)
-    second = stored_names(dict.fromkeys(tied_names(pattern)), config)
-    problems = [f"{n} is missing" for n in wanted if n not in shapes and n not in second]
+    tied = stored_names(dict.fromkeys(tied_names(pattern)), config)
+    problems = [f"{n} is missing" for n in wanted if n not in shapes and n not in tied]
     for name, shape in shapes.items():
         if name not in wanted:
             problems.append(f"{name} is unknown")
         elif shape != tuple(wanted[name].shape):
             problems.append(f"{name} has shape {shape}, not {tuple(wanted[name].shape)}")
-        elif name in second:
-            problems.append(f"{name} is a weight of its own, which the config ties to another")
+        elif name in tied:
+            problems.append(f"{name} is a separate weight, which the config ties to another")
     if problems:
-        more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise ConfigError(
             f"these weights are not those of the {config.get('model_type')} model the config describes, so transformers "
-            f"would load the folder with newly initialised ones: {'; '.join(problems[:_MOST_NAMED])}{more}. Merge adapters "
+            f"would load the folder with newly initialised ones: {'; '.join(problems[:_MAX_LISTED])}{more}. Merge adapters "
             "into the weights and put the original modules back first (peft: merge_and_unload), or keep the weights with "
             "penstock.Checkpoints"
         )
 
 
 def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor], like: object) -> None:
-    """Write what belongs to the weights: the config with their dtype, and the files that `like` has."""
+    """Write the config with the weights' dtype, and copy the files that `like` has."""
     dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), None)
     config.pop("torch_dtype", None)
     if dtype is not None:
@@ -125,13 +125,13 @@ def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor],
         generation.save_pretrained(folder)
     if isinstance(like, str | os.PathLike):
         source = _config_file(like).parent
-        for name in CARRIED:
+        for name in COPIED_FILES:
             if (source / name).is_file() and source.resolve() != folder.resolve():
                 shutil.copyfile(source / name, folder / name)
 
 
 def config_of(like: object) -> dict[str, Any]:
-    """The config as JSON holds it, with the class that reads it."""
+    """Return the contents of ``config.json``, with the class of the model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
     if isinstance(like, str | os.PathLike):
@@ -141,9 +141,9 @@ def config_of(like: object) -> dict[str, Any]:
         raise ConfigError(
             f"like must be the model, the config or the folder that the layers came from, not {like!r}"
         )
-    found: dict[str, Any] = config.to_diff_dict()
-    found["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    return found
+    table: dict[str, Any] = config.to_diff_dict()
+    table["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    return table
 
 
 def _config_file(like: str | os.PathLike[str]) -> Path:

@@ -1,7 +1,7 @@
-"""Attention masks and rotary tables: made once for a microbatch, not once for a block.
+"""Cache of attention masks and rotary tables, which are made once a microbatch instead of once a block.
 
-The blocks of a model share one `Tables`. What belongs to a mask or to position ids lives as long as that tensor; what
-only depends on a shape is kept for the last few shapes.
+The blocks of a model share one `Tables`. Entries for a mask or for position ids live as long as that tensor; entries that
+only depend on a shape are kept for the last few shapes.
 """
 
 from __future__ import annotations
@@ -17,75 +17,75 @@ from torch import Tensor
 
 from penstock.huggingface.families import Attention
 
-_KEPT = 32
+_MAX_ENTRIES = 32
 
-Turns = tuple[Tensor, Tensor] | None
+RotaryTables = tuple[Tensor, Tensor] | None
 """Cosines and sines, each of shape (batch or 1, sequence, rotated size of a head)."""
 
 
 class Tables:
-    """The masks and rotary tables of one model; several ranks' threads may ask at once.
+    """Masks and rotary tables of one model, for the threads of several ranks.
 
     Args:
-        config: the model's, which says how attention is computed and with it what a mask looks like.
-        rotary: the library's module for rotary tables; None where the model has none.
-        rotary_by_kind: whether it wants to be told the block's kind of attention.
+        config: config of the model, which determines the form of a mask.
+        rotary: module of the library that makes rotary tables; None if the model has none.
+        rotary_by_kind: whether that module takes the block's kind of attention.
     """
 
     def __init__(self, config: Any, rotary: Any, rotary_by_kind: bool) -> None:
         self._config = config
         self._rotary = rotary
         self._rotary_by_kind = rotary_by_kind
-        self._kept = _Kept()
+        self._cache = _Cache()
         # The rotary module of some rules writes to its own buffers.
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
-        """A copy of a block goes on sharing the tables."""
+        """Return self, as copies of a block share the tables."""
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(
         self, kind: Attention, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> tuple[Tensor | None, Tensor, Turns]:
-        """What a block's attention needs.
+    ) -> tuple[Tensor | None, Tensor, RotaryTables]:
+        """Return mask, position ids and rotary tables of a block's attention.
 
         Args:
-            kind: of the block's attention.
-            hidden: (batch, sequence, width).
+            kind: kind of the block's attention.
+            hidden: hidden state, (batch, sequence, width).
             attention_mask: (batch, sequence), 1 for a token and 0 for padding; or None.
             position_ids: (batch or 1, sequence); None counts from 0.
 
         Returns:
-            the mask as the library wants it (None where its fast causal path serves), position ids, rotary tables.
+            The mask in the library's form (None if its fast causal path suffices), position ids, rotary tables.
         """
         batch, sequence = hidden.shape[:2]
         place = (sequence, hidden.dtype, hidden.device)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             positions = position_ids
             if positions is None:
-                positions = self._kept.get(
+                positions = self._cache.get(
                     None, ("positions", *place), lambda: torch.arange(sequence, device=hidden.device)[None]
                 )
-            turns = self._kept.get(
+            rotary_tables = self._cache.get(
                 position_ids,
-                ("turns", kind if self._rotary_by_kind else None, *place),
-                lambda: self._turns(kind, hidden, positions),
+                ("rotary", kind if self._rotary_by_kind else None, *place),
+                lambda: self._rotary_tables(kind, hidden, positions),
             )
             if attention_mask is not None and attention_mask.dim() == 4:
-                return attention_mask, positions, turns
-            mask = self._kept.get(
+                return attention_mask, positions, rotary_tables
+            mask = self._cache.get(
                 position_ids if attention_mask is None else attention_mask,
                 ("mask", kind, batch, *place, None if position_ids is None else _Same(position_ids)),
                 lambda: self._mask(kind, hidden, attention_mask, positions),
             )
-            return mask, positions, turns
+            return mask, positions, rotary_tables
 
-    def _turns(self, kind: Attention, hidden: Tensor, positions: Tensor) -> Turns:
+    def _rotary_tables(self, kind: Attention, hidden: Tensor, positions: Tensor) -> RotaryTables:
         if self._rotary is None:
             return None
-        made: Turns = self._rotary(hidden, positions, *([kind] if self._rotary_by_kind else []))
-        return made
+        tables: RotaryTables = self._rotary(hidden, positions, *([kind] if self._rotary_by_kind else []))
+        return tables
 
     def _mask(
         self, kind: Attention, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor
@@ -100,14 +100,14 @@ class Tables:
             past_key_values=None,
             position_ids=positions,
         )
-        # What shares the given mask's memory would keep the mask alive that it is to die with.
+        # The entry must not share the mask's memory: it would keep alive the mask that ends its life.
         if mask is not None and attention_mask is not None and mask.data_ptr() == attention_mask.data_ptr():
             return mask.clone()
         return mask
 
 
 class _Same:
-    """A tensor as part of a key: equal to itself alone, as long as nobody writes to it."""
+    """A tensor as part of a key: equal only to itself, until it is written to."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
@@ -119,12 +119,12 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Same) or self._hash != other._hash:
             return False
-        mine = self._tensor()
-        return mine is not None and mine is other._tensor()
+        tensor = self._tensor()
+        return tensor is not None and tensor is other._tensor()
 
 
-class _Kept:
-    """What was made, by key: for an owner as long as it lives and is not written to, else for the last few keys."""
+class _Cache:
+    """Values by key: those with an owner until it dies or is written to, others for the last few keys."""
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[Hashable, Any] = OrderedDict()
@@ -134,7 +134,7 @@ class _Kept:
         if owner is None:
             if key not in self._by_key:
                 self._by_key[key] = make()
-                if len(self._by_key) > _KEPT:
+                if len(self._by_key) > _MAX_ENTRIES:
                     self._by_key.popitem(last=False)
             self._by_key.move_to_end(key)
             return self._by_key[key]
@@ -145,14 +145,14 @@ class _Kept:
 
     def _of(self, owner: Tensor) -> dict[Hashable, Any]:
         number, version = id(owner), _version(owner)
-        found = self._by_owner.get(number)
-        if found is None or found[0]() is not owner or found[1] != version:
-            # The tensor's number can only be another one's after this call, which comes first.
-            gone = weakref.ref(owner, lambda _: self._by_owner.pop(number, None))
-            found = self._by_owner[number] = (gone, version, {})
-        return found[2]
+        entry = self._by_owner.get(number)
+        if entry is None or entry[0]() is not owner or entry[1] != version:
+            # The callback runs before another tensor can have this id.
+            reference = weakref.ref(owner, lambda _: self._by_owner.pop(number, None))
+            entry = self._by_owner[number] = (reference, version, {})
+        return entry[2]
 
 
 def _version(tensor: Tensor) -> int:
-    """How often the tensor was written to; inference tensors, which count nothing, do not live long."""
+    """Return how often a tensor was written to; 0 for inference tensors, which do not count and live briefly."""
     return 0 if tensor.is_inference() else tensor._version

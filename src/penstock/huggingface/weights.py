@@ -1,7 +1,7 @@
-"""Weights on disk: safetensors files with the names of the whole model, in Hugging Face's layout.
+"""Weights of a pipeline on disk: safetensors files in Hugging Face's layout, with the names of the whole model.
 
-One process writes ``model.safetensors``; n processes write a part each, ``model-00001-of-0000n.safetensors`` and so
-on, and ``model.safetensors.index.json`` says which name is where.
+One process writes ``model.safetensors``. Of n processes each writes a part, ``model-00001-of-0000n.safetensors`` and so
+on, and ``model.safetensors.index.json`` maps names to files.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def own_state(pipe: Pipeline) -> dict[str, Any]:
-    """The pipeline's state without the tied weights whose first layer another process has, which writes them."""
+    """Return the pipeline's state without tied weights whose first layer is on another process, which writes them."""
     here = tuple(f"{name}." for stage in pipe.stages.values() for name in stage.module.names)
     return {name: value for name, value in pipe.state_dict().items() if name.startswith(here)}
 
 
 def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) -> Path:
-    """Write one process's weights under a temporary name, then rename.
+    """Write one process's weights under a temporary name, then rename the file.
 
     Args:
-        folder: of the run.
-        state: by whole-model name.
-        part: from 0 to parts - 1.
-        parts: how many processes write.
+        folder: folder of the weights.
+        state: weights by name in the whole model.
+        part: index of this part, from 0 to parts - 1.
+        parts: number of processes that write.
 
     Raises:
-        PenstockError: the disk did not take them; an earlier file is as it was.
+        PenstockError: if the file cannot be written; an earlier file is unchanged.
     """
     path = folder / (WEIGHTS if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors")
     try:
@@ -52,10 +52,10 @@ def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) 
 
 
 def save_together(group: RunGroup, pipe: Pipeline, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the weights of every pipeline rank, each once, and their index; every process calls it with its own.
+    """Write each pipeline rank's weights once, and their index; every process calls this with its own state.
 
     Raises:
-        PenstockError: on every process, if one of them could not write its part.
+        PenstockError: on every process, if one could not write its part.
     """
     parts, part = (pipe.ranks, pipe.rank) if pipe.in_processes else (1, 0)
     group.each(lambda: save_part(folder, state, part, parts) if pipe.is_first else None)
@@ -63,9 +63,9 @@ def save_together(group: RunGroup, pipe: Pipeline, state: Mapping[str, Tensor], 
 
 
 def write_index(folder: Path, parts: int) -> None:
-    """Write the index of `parts` files, all of them complete; a single file needs none.
+    """Write the index of `parts` complete files; a single file needs none.
 
-    Weights of an earlier save in the folder go: a reader takes a single file before it looks for an index.
+    Weights of an earlier save are deleted: a reader prefers a single file to an index.
     """
     for path in folder.glob("model*.safetensors"):
         ours = path.name == WEIGHTS if parts == 1 else path.name.endswith(f"-of-{parts:05d}.safetensors")
@@ -79,10 +79,8 @@ def write_index(folder: Path, parts: int) -> None:
     for path in sorted(folder.glob(f"model-*-of-{parts:05d}.safetensors")):
         with TensorFile(path) as file:
             for name, entry in file.entries.items():
-                places[name], sizes[name] = (
-                    path.name,
-                    entry.stop - entry.start,
-                )  # a copy on another rank counts once
+                places[name] = path.name
+                sizes[name] = entry.stop - entry.start  # a copy on another rank counts once
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(places.items()))}
     write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
 

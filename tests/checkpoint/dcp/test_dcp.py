@@ -1,4 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint``: what torch wrote is read without unpickling, and a run goes on from it."""
+"""Folders of ``torch.distributed.checkpoint`` are read without unpickling, and a run continues from them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def state_of_all_kinds() -> dict:
     }
 
 
-def test_what_torch_saved_is_read(tmp_path: Path):
+def test_a_folder_that_torch_saved_is_read(tmp_path: Path):
     state = state_of_all_kinds()
     save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert equal(penstock.read_dcp(tmp_path / "dcp"), state)
@@ -71,7 +71,7 @@ def save_in_parts(rank: int, folder: Path) -> None:
     )
 
 
-def test_what_two_processes_saved_in_parts_is_put_together(tmp_path: Path, processes: LocalProcesses):
+def test_shards_that_two_processes_saved_are_joined(tmp_path: Path, processes: LocalProcesses):
     processes.run(2, save_in_parts, tmp_path / "dcp")
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
     whole = torch.arange(40, dtype=torch.float32).reshape(5, 8)
@@ -87,11 +87,11 @@ PLAIN = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(PLAIN, st.integers(1, 5))
-def test_opcodes_of_plain_values_give_them_back(value, protocol):
+def test_pickles_of_plain_values_are_parsed(value, protocol):
     assert parse(pickle.dumps(value, protocol), "x") == value
 
 
-def test_what_would_be_called_is_noted_and_not_called():
+def test_a_call_becomes_a_stub():
     stub = parse(pickle.dumps(collections.OrderedDict(a=1)), "x")
     assert isinstance(stub, ObjectStub)
     assert (stub.factory, stub.args, stub.items) == (GlobalStub("collections", "OrderedDict"), (), {"a": 1})
@@ -141,7 +141,7 @@ def test_a_trap_in_any_pickle_of_a_folder_is_refused_and_does_not_spring(tmp_pat
 
 
 def tower() -> tuple:
-    """Few bytes as a pickle, and for ever to hash, to print or to walk through."""
+    """Return a value with a short pickle that takes forever to hash, print or traverse."""
     found: tuple = ()
     for _ in range(90):
         found = (found, found)
@@ -149,7 +149,7 @@ def tower() -> tuple:
 
 
 @pytest.mark.parametrize("where", ["fqn", "relative_path", "dtype", "planner_data"])
-def test_what_would_take_for_ever_to_hash_or_print_is_refused_at_once(tmp_path: Path, where: str):
+def test_values_that_take_forever_to_hash_or_print_are_refused_at_once(tmp_path: Path, where: str):
     folder = tmp_path / "dcp"
     save({"t": torch.ones(3)}, checkpoint_id=str(folder), no_dist=True)
     described = pickle.loads((folder / ".metadata").read_bytes())
@@ -185,14 +185,14 @@ def test_changed_bytes_give_a_clear_error_or_what_was_there(tmp_path: Path):
 
 
 def saved(folder: Path, count: int, seed: int = 0):
-    """A checkpoint after so many steps; its state."""
+    """Train some steps; return their checkpoint and the state."""
     with pipeline(ranks=2, seed=seed) as pipe, Checkpoints(folder, pipe, adamw(pipe)) as checkpoints:
         steps(pipe, checkpoints.optimizer, count)
         checkpoints.save()
         return checkpoints.wait(), state_of(pipe, checkpoints.optimizer)
 
 
-def test_a_checkpoint_that_went_out_comes_back_whole(tmp_path: Path):
+def test_an_exported_checkpoint_is_imported_without_loss(tmp_path: Path):
     first, state = saved(tmp_path / "a", 5)
     like, _ = saved(tmp_path / "b", 1)
     export_dcp(first, tmp_path / "dcp")
@@ -206,8 +206,8 @@ def test_a_checkpoint_that_went_out_comes_back_whole(tmp_path: Path):
         assert steps(pipe, checkpoints.optimizer, 2) == found
 
 
-def test_a_run_goes_on_from_what_a_plain_loop_saved(tmp_path: Path):
-    """torch's own functions name the state; the schedule of learning rates is ours, moved to the step."""
+def test_a_run_continues_from_a_plain_loops_folder(tmp_path: Path):
+    """torch's own functions name the state; the learning-rate schedule is ours, moved to the step."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from penstock.train.model.llama import next_token_loss
@@ -253,7 +253,7 @@ def test_a_run_goes_on_from_what_a_plain_loop_saved(tmp_path: Path):
     assert found == pytest.approx([step(n) for n in range(3, 6)], abs=1e-5)
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
+def test_a_folder_that_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
     first, _ = saved(tmp_path / "a", 2)
     export_dcp(first, tmp_path / "dcp")
     good = penstock.read_dcp(tmp_path / "dcp")
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path):
     assert "not of shape" in told({**good, "model": {**model, name: torch.ones(1)}})
     assert "cannot hold" in told({**good, "model": {**model, name: model[name].double()}})
     assert "no optimizer's state" in told({"model": model})
-    assert "has 1 groups of parameters, none of which" in told(
+    assert "has 1 groups of parameters; none has" in told(
         {**good, "optim": {**optim, "param_groups": optim["param_groups"][:1]}}
     )
     assert "must be called step-00000002" in told(good, "step-00000009")

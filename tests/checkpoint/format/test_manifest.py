@@ -46,12 +46,12 @@ JSON = st.recursive(
 
 
 def signed(table: object) -> bytes:
-    """A manifest whose digest is right, whatever it says."""
+    """Return a manifest with the right digest, whatever its content."""
     rest = json.dumps(table)[1:].encode()
     return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
-def test_what_is_written_is_read():
+def test_a_written_manifest_is_read():
     assert parse(dump(GOOD), "x") == GOOD
 
 
@@ -121,8 +121,8 @@ def test_a_pickle_under_our_name_is_refused_and_does_not_run(tmp_path: Path):
     assert not sprung.exists()
 
 
-def test_no_source_unpickles_what_others_made():
-    """Nor anything else, but what the processes of one run tell each other, as ``all_gather_object`` does."""
+def test_no_source_unpickles_files_of_others():
+    """Only processes of one run exchange pickles, as ``all_gather_object`` does."""
     modules = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
     package = Path(penstock.__file__).parent
     for path in {*package.rglob("*.py")} - {package / "runtime" / "collectives.py"}:

@@ -168,7 +168,7 @@ def _groups(ours: Mapping[str, Any], theirs: list[Any], source: Path) -> list[di
         same = [group for group in candidates if set(map(str, group["params"])) == names]
         if not same or len(theirs) != len(members):
             raise ConfigError(
-                f"{source} has {len(theirs)} groups of parameters, none of which has the {len(names)} of the run's with "
+                f"{source} has {len(theirs)} groups of parameters; none has the {len(names)} of the run's with "
                 f"{min(names, default='no parameter')}: group them there as the run does"
             )
         groups.append(

@@ -1,7 +1,7 @@
 """A parser for pickles that imports nothing and calls nothing.
 
 A pickle is a program: its author chooses what unpickling imports and calls. This parser follows the opcodes, as the
-standard library's `pickletools` decodes them, on a stack of its own. An import becomes a `GlobalStub` and a call an
+standard library's `pickletools` decodes them, on its own stack. An import becomes a `GlobalStub` and a call an
 `ObjectStub`; the reader of the stubs decides what they mean.
 
 ``pickle.Unpickler`` with its own ``find_class`` cannot replace it: it still hashes the keys that the file chooses. A

@@ -1,7 +1,7 @@
-"""Values that are no tensors as JSON and back: what the states of optimizers and schedules are made of.
+"""Encoding as JSON of the values in states of optimizers and schedules.
 
-JSON has no tuples, no NaN and no keys but text, so these are written as objects with one key that begins with ``$``. A
-tensor becomes ``{"$tensor": NAME}`` and goes into a file. Nothing but plain values comes out of reading, whatever was in.
+JSON has no tuples, no NaN and only text as keys, so these are written as objects with one key that begins with ``$``. A
+tensor becomes ``{"$tensor": NAME}`` and is stored in a file. Decoding gives only plain values, whatever the JSON.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def encode(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:
-    """A value as JSON can hold it.
+    """Encode a value for JSON.
 
     Args:
-        value: of numbers, text, None, lists, tuples, dictionaries, counters and tensors.
-        name: of the value; tensors within it are named after it.
-        put: is given every tensor, by name.
+        value: any nesting of numbers, text, None, lists, tuples, dictionaries, counters and tensors.
+        name: name of the value; tensors within it are named after it.
+        put: function that receives each tensor with its name.
 
     Raises:
-        ConfigError: something else is in it; names where.
+        ConfigError: if it has a value of another type; names its place.
     """
     if isinstance(value, Tensor):
         put(name, value)
@@ -53,19 +53,19 @@ def encode(value: Any, name: str, put: Callable[[str, Tensor], None]) -> Any:
         return dict(pairs)
     raise ConfigError(
         f"{name} is a {type(value).__name__}, which a checkpoint cannot keep; it keeps numbers, text, None, lists, "
-        "tuples, dictionaries and tensors, so that nothing that is read can run code"
+        "tuples, dictionaries and tensors, so that loading cannot run code"
     )
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """The value that `encode` wrote.
+    """Decode a value that `encode` made.
 
     Args:
-        value: as JSON gave it.
-        read: gives a tensor by its name.
+        value: value from JSON.
+        read: function from a name to the tensor.
 
     Raises:
-        DataError: it was not written by `encode`.
+        DataError: if `encode` cannot have made it.
     """
     if isinstance(value, list):
         return [decode(item, read) for item in value]
@@ -87,12 +87,12 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
 
 
 def _pairs(kind: str, pairs: list[Any], read: Callable[[str], Tensor]) -> dict[Any, Any]:
-    found: dict[Any, Any] = Counter() if kind == "$counter" else {}
+    table: dict[Any, Any] = Counter() if kind == "$counter" else {}
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
             raise DataError(f"{pair!r:.80} is no key with its value")
         key = decode(pair[0], read)
         if not isinstance(key, str | int | float | bool | None):
             raise DataError(f"{key!r:.80} is no key of a checkpoint's dictionary")
-        found[key] = decode(pair[1], read)
-    return found
+        table[key] = decode(pair[1], read)
+    return table

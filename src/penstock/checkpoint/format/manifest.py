@@ -1,8 +1,8 @@
-"""What a checkpoint says of itself: its files with their digests, its tensors, and the run's values that are no tensors.
+"""Manifest of a checkpoint: its files with their digests, its tensors, and the run's values that are no tensors.
 
 A checkpoint is a folder with safetensors files and a ``manifest.json``. The manifest is written last, and its first line
-is the SHA-256 digest of all that follows it, so a folder with a sound manifest was complete, and what has changed since
-then is found: in the manifest by its own digest, in the files by those it holds.
+is the SHA-256 digest of the rest. So a folder with a sound manifest was complete, and later changes are detected: in the
+manifest by its own digest, in the files by the digests in it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 @sendable
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, by the same name there.
+    """A tensor in a file, which has the same name there.
 
     Attributes:
-        file: its name in the folder.
-        shape: of the whole tensor, however it was cut while training.
-        dtype: as safetensors writes it.
+        file: name of the file in the folder.
+        shape: shape of the full tensor, even if it was sharded in training.
+        dtype: name of the dtype in safetensors.
     """
 
     file: str
@@ -45,19 +45,19 @@ class StoredTensor:
 @sendable
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint is but the tensors' numbers.
+    """Everything in a checkpoint except the numbers of its tensors.
 
     Attributes:
-        step: training steps done; the next one to be done, and with it the position in the data.
-        seed: of the random numbers in layers.
-        layers: names in the whole model, by stage.
-        layout: how the run was spread when it was written; nobody needs it for loading.
-        files: by name.
-        tensors: by name: ``model/NAME``, ``optimizer/KEY/NAME``, ``main/NAME`` and ``generators/RANK/DEVICE``.
-        values: what is no tensor, as `penstock.checkpoint.format.json_values` writes it.
-        config: of the run.
-        config_sha256: of the config as JSON.
-        versions: of what wrote it, by package.
+        step: number of training steps done, which is also the next step and the position in the data.
+        seed: seed of the random numbers in layers.
+        layers: names of the layers in the whole model, by stage.
+        layout: ranks, stages and mesh of the run; not needed for loading.
+        files: files of tensors by name.
+        tensors: tensors by name: ``model/NAME``, ``optimizer/KEY/NAME``, ``main/NAME`` and ``generators/RANK/DEVICE``.
+        values: all other values, as `penstock.checkpoint.format.json_values` encodes them.
+        config: config of the run.
+        config_sha256: digest of the config as JSON.
+        versions: versions of Penstock, torch and Python at the time of writing.
     """
 
     step: int
@@ -73,31 +73,31 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all files of tensors."""
+        """Size of all files of tensors, in bytes."""
         return sum(file.bytes for file in self.files.values())
 
 
 def digest_of_config(config: dict[str, Any]) -> str:
-    """SHA-256 of a config as JSON with sorted keys."""
+    """Return the SHA-256 digest of a config as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The manifest as its file holds it."""
+    """Return the bytes of a manifest's file."""
     table = {"format": "penstock checkpoint", "version": VERSION, **asdict(manifest)}
     rest = json.dumps(table, indent=1, allow_nan=False)[1:].lstrip().encode() + b"\n"
     return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
 def parse(data: bytes, where: object) -> Manifest:
-    """Read a manifest and check every part of it.
+    """Parse a manifest and check every part of it.
 
     Args:
-        data: the file's bytes.
-        where: its path, for the message.
+        data: bytes of the manifest's file.
+        where: path of the file, for error messages.
 
     Raises:
-        DataError: it is damaged, or no manifest that this version knows; says what is wrong.
+        DataError: if it is damaged, or no manifest of this version; names the defect.
     """
     first = _FIRST_LINE.match(data)
     if first is None:
@@ -114,39 +114,38 @@ def parse(data: bytes, where: object) -> Manifest:
         raise DataError(
             f"{where} has version {table.get('version')!r}; this Penstock reads version {VERSION}"
         )
-    wrong = _Wrong(where)
-    files = {
-        name: _file(wrong, name, entry) for name, entry in wrong.take(table, "files", dict).items()
-    }  # fmt: skip
+    errors = _ErrorAt(where)
+    files = {name: _file(errors, name, entry) for name, entry in errors.take(table, "files", dict).items()}
     tensors = {
-        name: _tensor(wrong, name, entry, files) for name, entry in wrong.take(table, "tensors", dict).items()
+        name: _tensor(errors, name, entry, files)
+        for name, entry in errors.take(table, "tensors", dict).items()
     }
-    config = wrong.take(table, "config", dict)
-    found = Manifest(
-        step=wrong.count(table, "step"),
-        seed=wrong.count(table, "seed"),
-        layers=_layers(wrong, wrong.take(table, "layers", list)),
-        layout=wrong.take(table, "layout", dict),
+    config = errors.take(table, "config", dict)
+    manifest = Manifest(
+        step=errors.count(table, "step"),
+        seed=errors.count(table, "seed"),
+        layers=_layers(errors, errors.take(table, "layers", list)),
+        layout=errors.take(table, "layout", dict),
         files=files,
         tensors=tensors,
-        values=wrong.take(table, "values", dict),
+        values=errors.take(table, "values", dict),
         config=config,
-        config_sha256=wrong.take(table, "config_sha256", str),
-        versions=wrong.take(table, "versions", dict),
+        config_sha256=errors.take(table, "config_sha256", str),
+        versions=errors.take(table, "versions", dict),
     )
-    if found.config_sha256 != digest_of_config(config):
-        raise wrong(f"config_sha256 is {found.config_sha256!r}, which is not that of its config")
-    return found
+    if manifest.config_sha256 != digest_of_config(config):
+        raise errors(f"config_sha256 is {manifest.config_sha256!r}, which is not that of its config")
+    return manifest
 
 
-class _Wrong:
-    """Makes the errors of one manifest."""
+class _ErrorAt:
+    """Maker of the errors of one manifest."""
 
     def __init__(self, where: object) -> None:
         self.where = where
 
-    def __call__(self, what: str) -> DataError:
-        return DataError(f"{self.where}: {what}")
+    def __call__(self, defect: str) -> DataError:
+        return DataError(f"{self.where}: {defect}")
 
     def take(self, table: dict[str, Any], key: str, kind: type) -> Any:
         if not isinstance(table.get(key), kind):
@@ -160,27 +159,27 @@ class _Wrong:
         return value
 
 
-def _file(wrong: _Wrong, name: str, entry: Any) -> StoredFile:
+def _file(errors: _ErrorAt, name: str, entry: Any) -> StoredFile:
     if not _FILE_NAME.fullmatch(name):
-        raise wrong(f"{name!r:.80} is not how a file of a checkpoint is called")
+        raise errors(f"{name!r:.80} is not how a file of a checkpoint is called")
     if not isinstance(entry, dict) or not _SHA256.fullmatch(str(entry.get("sha256"))):
-        raise wrong(f"{name} has no SHA-256 digest")
-    return StoredFile(wrong.count(entry, "bytes"), entry["sha256"])
+        raise errors(f"{name} has no SHA-256 digest")
+    return StoredFile(errors.count(entry, "bytes"), entry["sha256"])
 
 
-def _tensor(wrong: _Wrong, name: str, entry: Any, files: dict[str, StoredFile]) -> StoredTensor:
+def _tensor(errors: _ErrorAt, name: str, entry: Any, files: dict[str, StoredFile]) -> StoredTensor:
     if not isinstance(entry, dict) or entry.get("file") not in list(files):
-        raise wrong(f"tensor {name!r:.200} is in no file of the checkpoint")
+        raise errors(f"tensor {name!r:.200} is in no file of the checkpoint")
     shape = entry.get("shape")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise wrong(f"tensor {name!r:.200} has a shape of {shape!r:.80}")
+        raise errors(f"tensor {name!r:.200} has a shape of {shape!r:.80}")
     if entry.get("dtype") not in list(DTYPES):
-        raise wrong(f"tensor {name!r:.200} is of dtype {entry.get('dtype')!r:.80}")
+        raise errors(f"tensor {name!r:.200} is of dtype {entry.get('dtype')!r:.80}")
     return StoredTensor(entry["file"], tuple(shape), entry["dtype"])
 
 
-def _layers(wrong: _Wrong, stages: list[Any]) -> tuple[tuple[str, ...], ...]:
+def _layers(errors: _ErrorAt, stages: list[Any]) -> tuple[tuple[str, ...], ...]:
     for names in stages:
         if not isinstance(names, list) or any(not isinstance(name, str) for name in names):
-            raise wrong(f"'layers' must be a list of names for every stage, not {names!r:.80}")
+            raise errors(f"'layers' must be a list of names for every stage, not {names!r:.80}")
     return tuple(tuple(names) for names in stages)
