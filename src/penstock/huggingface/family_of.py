@@ -106,7 +106,7 @@ def _names_by_role(plan: Any) -> dict[str, str] | None:
 def _row_with_forward(kind: str, model: Any, roles: Mapping[str, str], part: str) -> ModelFamily:
     try:
         forward = _forward(model, roles)
-    except (OSError, TypeError, SyntaxError):  # its source is not there
+    except (OSError, TypeError, SyntaxError, AttributeError):  # no single class, or no source
         forward = None
     for known, row in FAMILIES.items():
         if row.rotary is not None and _forwards(known)[part] == forward:
