@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.huggingface.save import CARRIED
+from penstock.huggingface.save import COPIED_FILES
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models
 
@@ -71,11 +71,11 @@ def test_files_beside_the_weights_are_copied(tmp_path: Path):
     net = hf_models.model("llama")
     net.generation_config = GenerationConfig(max_new_tokens=7)
     net.save_pretrained(source)
-    for name in set(CARRIED) - {"generation_config.json"}:
+    for name in set(COPIED_FILES) - {"generation_config.json"}:
         (source / name).write_text(f"content of {name}")
     with pipeline(source) as pipe:
         penstock.save_transformers(pipe, folder, source)
-    for name in CARRIED:
+    for name in COPIED_FILES:
         assert (folder / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((folder / "config.json").read_text()) == json.loads(
         (source / "config.json").read_text()
