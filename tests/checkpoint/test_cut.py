@@ -40,7 +40,9 @@ def go_on(rank: int, folder: Path, mesh: MeshShape | None):
 
 
 @pytest.mark.slow
-def test_sharded_gpt2_is_saved_in_full_and_continues_sharded_or_not(tmp_path: Path, processes: LocalProcesses):
+def test_sharded_gpt2_is_saved_in_full_and_continues_sharded_or_not(
+    tmp_path: Path, processes: LocalProcesses
+):
     losses, before = [], None
     for mesh in (MeshShape(1, 1, 2), None, MeshShape(1, 1, 4)):
         size = 1 if mesh is None else mesh.tp
