@@ -207,7 +207,7 @@ def test_a_checkpoint_that_does_not_know_its_data_is_gone_on_from_with_a_word(
     extra = {key: value for key, value in manifest.values["extra"].items() if key != "data"}
     (path / MANIFEST).write_bytes(dump(replace(manifest, values={**manifest.values, "extra": extra})))
     said = run(config_of(tmp_path, trained / "text", "straight", 8, str(straight)))
-    assert f"{path} has no digest of its data; whether it is the same now is not known" in said
+    assert f"{path} has no digest of its data, so it is unknown if the data is the same" in said
 
 
 def with_other_data_on_rank_1(rank: int, config: Config, other: Path) -> str:
