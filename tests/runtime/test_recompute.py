@@ -199,7 +199,7 @@ def test_a_limit_below_everything_recomputed_is_refused_with_what_it_takes():
         ),
         (
             {"execution": ExecutionOptions(compile="stage"), "recompute": "full"},
-            "compile='stage' makes one of all layers",
+            "compile='stage' compiles a stage's layers as one",
         ),
         ({"seed": 1.5}, "seed must be a whole number"),
     ],

@@ -1,4 +1,4 @@
-"""The machinery under a Pipeline: its ranks' threads or connections, their executors, and the running of steps."""
+"""Engine of a Pipeline: runs steps on the ranks' executors, in threads or over connections to other processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.runtime.tracing.recorder import measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
 from penstock.runtime.weights.recompute_choice import choose_recompute
-from penstock.runtime.weights.shared import equalise
+from penstock.runtime.weights.shared import broadcast_shared
 from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.timeout import Timeout
@@ -39,24 +39,24 @@ T = TypeVar("T")
 
 
 class Engine:
-    """What runs the ranks of this process.
+    """Runs the steps of this process's ranks.
 
     Args:
-        parts: their stages.
-        local_ranks: the ranks of this process.
-        timeout: of any wait.
-        world: the other processes, joined; None if all ranks are threads of this process.
-        device: where the stages are; None for the CPU.
-        replicas: how many pipelines there are; without other processes, as threads of this one.
-        options: how their copies of the model are kept the same.
+        local_stages: stages of the ranks.
+        local_ranks: ranks of this process.
+        timeout: longest wait between ranks; in processes the world's counts.
+        world: the pipeline's processes; None if its ranks are threads of one process.
+        device: device of the stages; None for the CPU.
+        replicas: number of replicas of the pipeline; without other processes, they are threads of this one.
+        options: options that say how copies of the model are kept the same.
 
     Raises:
-        ConfigError: several pipelines of threads on a GPU.
+        ConfigError: if several pipelines of threads would use a GPU.
     """
 
     def __init__(
         self,
-        parts: LocalStages,
+        local_stages: LocalStages,
         local_ranks: Sequence[int],
         timeout: Timeout,
         world: World | None,
@@ -64,8 +64,9 @@ class Engine:
         replicas: int,
         options: ParallelOptions,
     ) -> None:
-        self.parts = parts
-        self.thread_replicas = [parts.replica() for _ in range(replicas - 1)] if world is None else []
+        self.local_stages = local_stages
+        others = range(replicas - 1) if world is None else ()
+        self.thread_replicas = [local_stages.thread_replica() for _ in others]
         self.local_ranks = local_ranks
         self.timeout = world.timeout if world is not None else timeout
         self.closed = False
@@ -81,59 +82,73 @@ class Engine:
         self._works: list[Work] | None = None
         self._late = LateRanks()
         self._traced: list[Executor] | None = None
-        schedule = parts.schedule
         if world is not None:
-            on_cpu = device is None or device.type == "cpu"
-            channel = world.connect(parts.program, parts.holders, None if on_cpu else device)
-            modules = {s: stage.module for s, stage in parts.own_stages.items()}
-            detector = HangDetector(self.timeout, [channel.words], [f"rank {world.rank}"], parts.program)
-            self._watch = Watchdog(world.peer_registry, detector)
-            equalise(parts.shared_groups[world.rank], modules, world.rank, channel, schedule.stages)
-            self.make_buckets()
-        elif schedule.ranks > 1 or self.thread_replicas:
-            of_rank = schedule.placement.stages_of
-            self._streams = Streams.of([[parts.stages[r, s].module for s in of_rank[r]] for r in local_ranks])
-            if self._streams is not None and self.thread_replicas:
-                raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
-            self._rank_threads = RankThreads(schedule.ranks * replicas, timeout, self._streams)
-            if parts.random is not None:
-                parts.random.in_threads = True
-            if self.thread_replicas:
-                self._make_thread_buckets(self._rank_threads)
-        self._copies = Copies(parts, self.thread_replicas, world, replicas, options)
-        for part in (parts, *self.thread_replicas):
-            part.watch_copies(replicas)
-        self._fixed = parts.fixed(replicas)
+            self._connect(world, device)
+        elif local_stages.schedule.ranks > 1 or self.thread_replicas:
+            self._start_threads()
+        self._copies = Copies(local_stages, self.thread_replicas, world, replicas, options)
+        for replica in self._all_replicas:
+            replica.watch_copies(replicas)
+        self._fixed = local_stages.fixed_modules(replicas)
+
+    @property
+    def _all_replicas(self) -> list[LocalStages]:
+        return [self.local_stages, *self.thread_replicas]
+
+    def _connect(self, world: World, device: torch.device | None) -> None:
+        local_stages, rank = self.local_stages, world.rank
+        gpu = None if device is None or device.type == "cpu" else device
+        channel = world.connect(local_stages.program, local_stages.holders, gpu)
+        detector = HangDetector(self.timeout, [channel.words], [f"rank {rank}"], local_stages.program)
+        self._watch = Watchdog(world.peer_registry, detector)
+        modules = {s: stage.module for s, stage in local_stages.stages_by_number.items()}
+        broadcast_shared(local_stages.shared_groups[rank], modules, rank, channel)
+        self.make_buckets()
+
+    def _start_threads(self) -> None:
+        local_stages = self.local_stages
+        stages_of = local_stages.schedule.placement.stages_of
+        self._streams = Streams.of(
+            [[local_stages.modules[rank, s] for s in stages_of[rank]] for rank in self.local_ranks]
+        )
+        if self._streams is not None and self.thread_replicas:
+            raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
+        threads = len(self.local_ranks) * (1 + len(self.thread_replicas))
+        self._rank_threads = RankThreads(threads, self.timeout, self._streams)
+        if local_stages.random is not None:
+            local_stages.random.in_threads = True
+        if self.thread_replicas:
+            self._make_thread_buckets(self._rank_threads)
 
     def _make_thread_buckets(self, rank_threads: RankThreads) -> None:
         """Make the buckets of all ranks of all replicas, each on its own thread: they communicate while they are made."""
-        everyone = [self.parts, *self.thread_replicas]
-        ends = {rank: thread_reducers(len(everyone), self.timeout.seconds) for rank in self.local_ranks}
+        replicas = self._all_replicas
+        reducers = {rank: thread_reducers(len(replicas), self.timeout.seconds) for rank in self.local_ranks}
         jobs = [
-            partial(part.make_buckets, rank, ends[rank][n], None)
-            for n, part in enumerate(everyone)
+            partial(replica.make_buckets, rank, reducers[rank][n], None)
+            for n, replica in enumerate(replicas)
             for rank in self.local_ranks
         ]
         rank_threads.run(jobs, _nothing)
 
-    def _equalise_grads(self, reduces: bool) -> None:
-        """Start the replicas' gradients from the first one's, unless they are still separate."""
+    def _copy_grads(self, reduces: bool) -> None:
+        """Copy the first replica's gradients, which the user may have changed, to the others if they were reduced."""
         for replica in self.thread_replicas if self._reduced else ():
-            for own, first in zip(replica.parameters(), self.parts.parameters(), strict=True):
-                if first.grad is None or own.grad is None:
-                    own.grad = None if first.grad is None else first.grad.clone()
+            for parameter, first in zip(replica.parameters(), self.local_stages.parameters(), strict=True):
+                if first.grad is None or parameter.grad is None:
+                    parameter.grad = None if first.grad is None else first.grad.clone()
                 else:
-                    own.grad.copy_(first.grad)
+                    parameter.grad.copy_(first.grad)
         self._reduced = reduces
 
     @contextmanager
     def step(self, trains: bool) -> Iterator[None]:
         """Return a context for one step: split the batch in it, then call `run`.
 
-        An error raised in it before `run` is told to the other ranks, so that they do not wait.
+        An error raised in it before `run` is sent to the other ranks, so that they do not wait.
 
         Args:
-            trains: whether the step trains; otherwise it evaluates.
+            trains: True for a training step, False for an evaluation.
 
         Raises:
             PenstockError: if a step of this pipeline is under way, or a rank added to gradients after an earlier step had
@@ -142,7 +157,7 @@ class Engine:
             StageError: if no loss has a graph although there is something to train.
         """
         self._require_idle(trains)
-        if self._copies.follow():
+        if self._copies.sync_parameters():
             self.make_buckets()
         self._step += 1
         self._failed = self._busy = True
@@ -160,7 +175,7 @@ class Engine:
                     executor.refuse(self._step, error)
             if trains and self._rank_threads is not None:
                 self._late.note(executors, self._rank_threads.at_work)
-            self._copies.failed()
+            self._copies.restore()
             if self._world is None:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
                 self._executors.clear()
@@ -182,12 +197,12 @@ class Engine:
             The work of each rank of each replica, with its results.
 
         Raises:
-            PenstockError: as `Executor.run`.
+            PenstockError: if the step fails on any rank; see `Executor.run`.
         """
         executors = self._executors[options.trains]
         self._works = works = [Work(batch, options) for batch in batches for _ in self.local_ranks]
         if options.trains:
-            self._equalise_grads(options.reduces)
+            self._copy_grads(options.reduces)
         self._run_step(executors, works)
         self._copies.after_step(options.trains)
         return works
@@ -213,20 +228,17 @@ class Engine:
         if trains:
             self._late.require_no_gradients()
         if self._world is None and self._fixed is not None:
-            self._fixed.check(trains)  # in processes the executors check, and tell the others
+            self._fixed.check(trains)  # in processes the executors check, and send a failure to the others
 
     def _tune(self, executors: Sequence[Executor]) -> None:
-        """Let the replicas make their buckets by what they have just seen; each on its own thread."""
-        jobs = [
-            partial(e.replicas.tune, e.program, measured_trace([e]))
-            for e in executors
-            if e.replicas is not None
-        ]
-        if self._rank_threads is None or not self.thread_replicas:
+        """Have the replicas make their buckets again by the last step, each on its own thread."""
+        reducing = [(e, e.replicas) for e in executors if e.replicas is not None]
+        jobs = [partial(replicas.tune, e.program, measured_trace([e])) for e, replicas in reducing]
+        if self._rank_threads is not None and self.thread_replicas:
+            self._rank_threads.run(jobs, _nothing)
+        else:
             for job in jobs:
                 job()
-        else:
-            self._rank_threads.run(jobs, _nothing)
 
     def _run_step(self, executors: Sequence[Executor], works: Sequence[Work]) -> None:
         if self._rank_threads is None:
@@ -238,24 +250,22 @@ class Engine:
                 if executor.channel is not None:
                     executor.channel.fail(Failure(executor.rank, self._step, why))
 
-        names = [f"rank {e.rank}" for e in executors]
-        if self.thread_replicas:
-            ranks = len(self.local_ranks)
-            names = [f"{name} of replica {n // ranks}" for n, name in enumerate(names)]
+        ranks = len(self.local_ranks)
+        of_replica = " of replica {}" if self.thread_replicas else ""
+        names = [f"rank {e.rank}{of_replica.format(n // ranks)}" for n, e in enumerate(executors)]
         detector = HangDetector(self.timeout, [e.words for e in executors], names, executors[0].program)
         jobs = [partial(e.run, self._step, w) for e, w in zip(executors, works, strict=True)]
         try:
             self._rank_threads.run(jobs, stop, detector)
         finally:
-            self._copies.ran()
+            self._copies.record_modules()
 
-    def follow_modules(self) -> None:
-        """Let copies in other threads follow what was changed on modules; see `ModuleCopies`."""
-        self._copies.follow_modules()
+    def sync_modules(self) -> None:
+        """Apply changes of modules to their copies in other threads; see `ModuleCopies`."""
+        self._copies.sync_modules()
 
     @contextmanager
     def _timeout_of_step(self, trains: bool) -> Iterator[None]:
-        """Return a context in which all waits have the step's timeout."""
         try:
             with self.timeout.step(trains):
                 self._apply_timeout()
@@ -264,40 +274,35 @@ class Engine:
             self._apply_timeout()
 
     def _apply_timeout(self) -> None:
-        """Give the communicators and the replicas' reducers the timeout that counts now."""
+        """Give the communicators and the replicas' reducers the current timeout."""
         if self._world is not None:
             self._world.apply_timeout()
-        for part in (self.parts, *self.thread_replicas):
-            for replicas in part.replicas.values():
+        for local_stages in self._all_replicas:
+            for replicas in local_stages.replicas.values():
                 replicas.set_timeout(self.timeout.seconds)
 
     def _prepare(self, trains: bool) -> list[Executor]:
         if trains not in self._executors:
             self._executors[trains] = [
                 executor
-                for part in (self.parts, *self.thread_replicas)
-                for executor in self._executors_of(part, trains)
+                for local_stages in self._all_replicas
+                for executor in self._executors_of(local_stages, trains)
             ]
         executors = self._executors[trains]
         if self._watch is not None:
             self._watch.detector.program = executors[0].program
         return executors
 
-    def _executors_of(self, parts: LocalStages, trains: bool) -> list[Executor]:
+    def _executors_of(self, local_stages: LocalStages, trains: bool) -> list[Executor]:
         channels: Sequence[Channel | None] = [None]
         if self._world is not None:
             channels = [self._world.channel]
-        elif parts.schedule.ranks > 1:
-            program = parts.program if trains else parts.evaluate_program
-            channels = thread_channels(program, self.timeout, parts.holders, self._streams)
+        elif local_stages.schedule.ranks > 1:
+            program = local_stages.program if trains else local_stages.evaluate_program
+            channels = thread_channels(program, self.timeout, local_stages.holders, self._streams)
+        fixed = None if self._world is None else self._fixed
         return [
-            parts.executor(
-                trains,
-                rank,
-                channel,
-                one_memory=self._world is None,
-                fixed=None if self._world is None else self._fixed,
-            )
+            local_stages.executor(trains, rank, channel, fixed)
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
 
@@ -307,17 +312,15 @@ class Engine:
         world = self._world
         if world is not None and world.mesh is not None:
             self._executors.clear()
-            self.parts.make_buckets(world.rank, world.replicas(), world.exchange_beside, zero)
+            self.local_stages.make_buckets(world.rank, world.replicas(), world.exchange_beside, zero)
         elif self.thread_replicas and self._rank_threads is not None:
+            self._executors.clear()
             self._make_thread_buckets(self._rank_threads)
-        else:
-            return
-        self._executors.clear()
 
     @property
     def shards(self) -> Shards | None:
-        """What of the parameters this process updates, if that is divided among replicas."""
-        replicas = self.parts.replicas.get(self._world.rank) if self._world is not None else None
+        """Shards of the parameters that this process updates, if replicas divide the update; otherwise None."""
+        replicas = self.local_stages.replicas.get(self._world.rank) if self._world is not None else None
         return replicas.shards if replicas is not None else None
 
     def wait_for_parameters(self) -> None:
@@ -329,15 +332,15 @@ class Engine:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""
         if self._rank_threads is None:
             return [job(rank) for rank in self.local_ranks]
-        found: dict[int, T] = {}
+        results: dict[int, T] = {}
 
-        def keep(rank: int) -> None:
-            found[rank] = job(rank)
+        def run(rank: int) -> None:
+            results[rank] = job(rank)
 
-        jobs = [partial(keep, rank) for rank in self.local_ranks]
+        jobs = [partial(run, rank) for rank in self.local_ranks]
         idle = len(self.local_ranks) * len(self.thread_replicas)
         self._rank_threads.run([*jobs, *[_nothing] * idle], _nothing)
-        return [found[rank] for rank in self.local_ranks]
+        return [results[rank] for rank in self.local_ranks]
 
     def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
         """Replace every op of a training step; see `Pipeline.wrap_ops`."""
@@ -345,23 +348,23 @@ class Engine:
             executor.ops = [(row, wrap(executor.rank, op)) for row, op in executor.ops]
 
     def choose_recompute(self, memory: int) -> None:
-        """The first step has measured what every layer keeps; from now on only as many are recomputed as need be."""
-        for part in (self.parts, *self.thread_replicas):
+        """Choose the layers to recompute from now on, after the first step has measured all; see `choose_recompute`."""
+        for local_stages in self._all_replicas:
             for rank in self.local_ranks:
-                stages = {s: stage for (r, s), stage in part.stages.items() if r == rank}
-                choose_recompute(part.schedule, rank, stages, memory)
+                stages = {s: stage for (r, s), stage in local_stages.stages.items() if r == rank}
+                choose_recompute(local_stages.schedule, rank, stages, memory)
 
     def trace(self) -> Trace | None:
-        """What the last step of this process's ranks did and when; None before the first."""
+        """Return the trace of the last step of this process's ranks; None before the first."""
         if not self._traced:
             return None
         trace = measured_trace(self._traced)
-        return replace(trace, info={**trace.info, "split": self.parts.split})
+        return replace(trace, info={**trace.info, "split": self.local_stages.split})
 
     def gather_trace(self) -> Trace | None:
-        """What all ranks did in the last step; see `Pipeline.gather_trace`."""
-        part = self.trace()
-        return part if part is None or self._world is None else gather_trace(self._world, part)
+        """Return the trace of all ranks in the last step; see `Pipeline.gather_trace`."""
+        local = self.trace()
+        return local if local is None or self._world is None else gather_trace(self._world, local)
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice."""
@@ -376,10 +379,10 @@ class Engine:
 
     def _end(self) -> None:
         self._executors.clear()
-        self.parts.undo()
+        self.local_stages.undo()
         # Hooks on the parameters would keep the reducers, and with them the communicators, as long as the model.
-        for part in (self.parts, *self.thread_replicas):
-            for replicas in part.replicas.values():
+        for local_stages in self._all_replicas:
+            for replicas in local_stages.replicas.values():
                 replicas.detach(wait=self._world is None or not self._failed)
         if self._rank_threads is not None:
             self._rank_threads.close()
@@ -390,4 +393,4 @@ class Engine:
 
 
 def _nothing(why: str = "") -> None:
-    """What a replica's thread does while only the first one's have something to do."""
+    """Do nothing, on the threads of other replicas while those of the first one run jobs."""

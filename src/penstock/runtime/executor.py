@@ -93,8 +93,8 @@ class Executor:
         """Run one step.
 
         Args:
-            step: number of the step, the same on every rank; a message of another step is never taken for one of this.
-            work: the rank's part of the step; the results are filled in, with the losses of all ranks.
+            step: number of the step, the same on every rank; messages of other steps are ignored.
+            work: the rank's share of the step; the results are filled in, with the losses of all ranks.
 
         Raises:
             StageError: if an op fails on this rank; names rank, stage, op and microbatch, and chains the cause.
@@ -155,8 +155,8 @@ class Executor:
             self.replicas.finish()
 
     def _fail(self, step: int, error: BaseException) -> NoReturn:
-        # The progress words stay: other ranks may still ask for which rank this one has waited.
-        told = explained(error, self.rank, self.program, self.channel, self.words, self._state.inputs)
+        # The progress words stay: other ranks may still ask which rank this one was waiting for.
+        report = explained(error, self.rank, self.program, self.channel, self.words, self._state.inputs)
         self._state.clear()
         for stage in self.stages.values():
             stage.drop()
@@ -165,11 +165,11 @@ class Executor:
         if self.channel is not None:
             failure = error.failure if isinstance(error, PeerError) else None
             if not isinstance(failure, Failure):
-                failure = Failure(self.rank, step, str(told))
+                failure = Failure(self.rank, step, str(report))
             self.channel.fail(failure)
-        if told is error:
+        if report is error:
             raise error
-        raise told from error
+        raise report from error
 
     def _reducing(self, step: int, reduces: bool) -> AbstractContextManager[None]:
         if self.replicas is None or not self.trains:

@@ -1,4 +1,4 @@
-"""A process's stages put together: built, copied, tied, compiled, and told what to hand on."""
+"""Stages of a process: built, copied, tied, sharded and compiled, with the routes of their values."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.tensor.plan import tensor_parallel
 from penstock.runtime.copies.fixed import FixedModules
-from penstock.runtime.copies.separate import Isolations, Separated, alias
+from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
 from penstock.runtime.executor import Executor
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.replicas import Exchange, Replicas
-from penstock.runtime.weights.shared import SharedGradients, SharedGroup, groups_of_holders, shared_groups
+from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
@@ -36,39 +35,39 @@ from penstock.stage.module import StageModule
 from penstock.stage.rng.random_state import RandomState
 
 Modules = dict[tuple[int, int], StageModule]
-"""(rank, stage) → the stage's module on that rank."""
+"""Stage modules by (rank, stage)."""
 
 
 class LocalStages:
-    """The stages of this process's ranks, and what they share with other ranks.
+    """Stages of this process's ranks, and the weights that they share with other ranks.
 
     Args:
-        schedule: proved.
-        program: it lowers to.
-        runs: the layers of each stage.
-        local_ranks: the ranks of this process.
-        device: where the modules go; None leaves them where they are built.
-        loss_fn: of the last stage.
-        settings: how stages compute.
-        compile: what ``torch.compile`` gets; see `compile_modules`.
-        world: the other processes, joined; None if there are none.
-        options: how weights are sharded, and gradients reduced.
+        program: program of a training step, checked.
+        layers_of_stages: layers of each stage.
+        local_ranks: ranks of this process.
+        device: device of the modules; None leaves them where they are built.
+        loss_fn: loss function of the last stage.
+        settings: settings of the stages' computation.
+        compile: modules given to ``torch.compile``; see `compile_modules`.
+        world: the pipeline's processes; None if its ranks are threads of one process.
+        options: options of replicas and tensor parallelism.
 
     Attributes:
-        split: the names of every stage's layers.
-        ties: the tied weights.
-        routes: the named values.
-        program: of a training step, with the skips.
-        modules: (rank, stage) → the stage's module there.
-        stages: (rank, stage) → the stage at work.
-        shared_groups: for each local rank the parameters it holds together with others.
+        schedule: the program's schedule.
+        split: names of each stage's layers.
+        ties: tied weights of the model.
+        routes: routes of the named values.
+        program: program of a training step, with the routes that skip stages.
+        modules: stage modules by (rank, stage).
+        stages: stages by (rank, stage).
+        shared_groups: parameters that other ranks hold, too, by local rank.
+        replicas: reduction of the gradients over replicas, by local rank.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
         program: Program,
-        runs: Sequence[Sequence[Layer]],
+        layers_of_stages: Sequence[Sequence[Layer]],
         local_ranks: Sequence[int],
         device: torch.device | None,
         loss_fn: LossFunction,
@@ -77,37 +76,37 @@ class LocalStages:
         world: World | None,
         options: ParallelOptions,
     ) -> None:
-        self.schedule = schedule
-        self.split = [[layer.name for layer in run] for run in runs]
-        placement = schedule.placement
-        self.ties = Ties([layer for run in runs for layer in run], runs, placement)
+        self.schedule = program.schedule
+        self.split = [[layer.name for layer in layers] for layers in layers_of_stages]
+        self._world = world
+        self._options = options
+        self._loss_fn = loss_fn
+        self._settings = settings
+        placement = self.schedule.placement
+        self.ties = Ties(layers_of_stages, placement)
         seed = settings.random.seed if settings.random is not None else 0
         modules: Modules = {}
 
         def build() -> None:
-            modules.update(build_modules(runs, placement, local_ranks, device, seed))
+            modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed))
 
         run_each(build, world.exchange if world is not None else None)
-        self._isolations = Isolations(runs, placement)
-        self._separated = Separated(modules)
+        self._isolations = Isolations(layers_of_stages, placement)
+        self._separate = SeparateModules(modules)
         self.ties.apply(modules)
         if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
-            cut_modules(modules, world, options)
+            shard_modules(modules, world, options)
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
-                "compile='stage' makes one of all layers, so none can be recomputed on its own; use compile='block'"
+                "compile='stage' compiles a stage's layers as one, so none can be recomputed alone; use compile='block'"
             )
         compile_modules(modules, compile)
         names = {s: names_of(module) for (_, s), module in modules.items()}
         self.routes = ValueRoutes(gathered(world.gather_dict(names) if world else names))
         self.program = replace(program, skips=self.routes.skips)
-        self._world = world
-        self._options = options
-        self._loss_fn = loss_fn
-        self._settings = settings
-        self._hold(modules)
+        self._make_stages(modules)
 
-    def _hold(self, modules: Modules) -> None:
+    def _make_stages(self, modules: Modules) -> None:
         last = self.schedule.stages - 1
         self.modules = modules
         isolations = self._isolations.of(modules)
@@ -131,29 +130,29 @@ class LocalStages:
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
         return {s: module for (r, s), module in self.modules.items() if r == rank}
 
-    def replica(self) -> LocalStages:
-        """A replica for other threads of this process: the same parameters' memory, with gradients of its own."""
-        found = copy.copy(self)
-        found.__dict__.pop("own_stages", None)
+    def thread_replica(self) -> LocalStages:
+        """Return a replica for other threads of this process; it shares the parameters' memory, but not their gradients."""
+        replica = copy.copy(self)
+        replica.__dict__.pop("stages_by_number", None)
         memos: dict[int, dict[int, Any]] = {}
-        found._hold(
+        replica._make_stages(
             {
                 (rank, s): alias(module, memos.setdefault(rank, {}))
                 for (rank, s), module in self.modules.items()
             }
         )
-        return found
+        return replica
 
     @property
     def random(self) -> RandomState | None:
-        """The layers' random numbers."""
+        """Random state of the layers."""
         return self._settings.random
 
     def watch_copies(self, replicas: int) -> None:
-        """Have the stages refuse forwards that write into what there are copies of: parameters, and the loss's buffers.
+        """Have the stages refuse forwards that write into parameters with copies, or into the loss function's buffers.
 
         Args:
-            replicas: how many pipelines there are.
+            replicas: number of replicas of the pipeline.
         """
         for (rank, _), stage in self.stages.items():
             shared = {id(p) for group in self.shared_groups[rank] for p in group.parameters}
@@ -165,113 +164,106 @@ class LocalStages:
         last, loss = self.schedule.stages - 1, self._loss_fn
         if isinstance(loss, nn.Module) and (replicas > 1 or len(self.schedule.placement.holders[last]) > 1):
             buffers = [
-                (f"loss_fn.{name}" if name else "loss_fn", owner) for name, owner in loss.named_modules()
+                (f"{name}.{inner}", owner, inner)
+                for name, owner in loss.named_modules(prefix="loss_fn")
+                for inner, _ in owner.named_buffers(recurse=False)
             ]
             for (_, s), stage in self.stages.items():
                 if s == last:
-                    stage.isolation.loss = [
-                        (f"{name}.{inner}", owner, inner)
-                        for name, owner in buffers
-                        for inner, _ in owner.named_buffers(recurse=False)
-                    ]
+                    stage.isolation.loss = buffers
 
     @property
-    def separated(self) -> list[tuple[nn.Module, nn.Module]]:
-        """(module, copy) of the modules that are used on several ranks of this process."""
-        return self._separated.copied
+    def separate_modules(self) -> list[tuple[nn.Module, nn.Module]]:
+        """(module, copy) pairs of the modules that several ranks of this process use."""
+        return self._separate.copied
 
     def undo(self) -> None:
-        """Give the user's modules back the parts that were replaced."""
+        """Give the user's modules back the parameters and children that were replaced."""
         self.ties.undo()
-        self._separated.undo()
+        self._separate.undo()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of all stages of all local ranks, in a fixed order."""
+        """Return the parameters of all stages of all local ranks, in a fixed order."""
         return [p for module in self.modules.values() for p in module.parameters()]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The same with their names in the whole model, a tied weight's first one; copies have the same name."""
+        """Return (name in the whole model, parameter) pairs; copies and tied weights have the same name."""
         named = [pair for module in self.modules.values() for pair in module.whole_model_parameters()]
         return [(self.ties.first.get(name, name), p) for name, p in named]
 
     def make_buckets(
         self, rank: int, reducer: Reducer | None, exchange: Exchange | None, zero: bool = False
     ) -> None:
-        """Make the buckets of a rank's gradients, once all its parameters are as they are to be, or again.
+        """Make the buckets of a rank's gradients, or make them again.
 
         Args:
-            rank: which.
-            reducer, exchange, zero: as `Replicas` takes them.
+            rank: rank of this process.
+            reducer, exchange, zero: arguments of `Replicas`.
         """
         if rank in self.replicas:
             self.replicas.pop(rank).detach()
-        shared = {group.number: group.parameters for group in self.shared_groups[rank]}
-        # In one memory only the first holder of a parameter has its gradient in the end.
-        elsewhere = [p for b in self.shared_groups[rank] for p in b.parameters if b.holders[0] != rank]
+        groups = self.shared_groups[rank]
+        # In threads, which share memory, only the first holder of a parameter has its gradient in the end.
+        elsewhere = [p for group in groups for p in group.parameters if group.holders[0] != rank]
         self.replicas[rank] = Replicas(
             reducer,
             exchange,
             self._of_rank(rank),
-            shared,
+            {group.number: group.parameters for group in groups},
             elsewhere if self._world is None else [],
             self._options.bucket_bytes,
             zero,
         )
 
     @cached_property
-    def own_stages(self) -> dict[int, Stage]:
-        """By number, the stage that counts: the one of its first holder in this process."""
+    def stages_by_number(self) -> dict[int, Stage]:
+        """Stages by number; of several copies in this process, the first holder's."""
         return {s: self.stages[rank, s] for rank, s in reversed(self.stages)}
 
     @property
     def holders(self) -> list[tuple[int, ...]]:
-        """The ranks that hold the same parameters, by what they hold."""
-        return groups_of_holders(self.schedule.placement, self.ties)
+        """Ranks that hold the same parameters, by number of the group; see `group_holders`."""
+        return group_holders(self.schedule.placement, self.ties)
 
     @cached_property
     def evaluate_program(self) -> Program:
-        """Of a step of forwards only."""
+        """Program of a step of forwards only."""
         forwards = check(self.schedule.forwards(), forward_only=True).program
         return replace(forwards, skips=self.routes.skips)
 
-    def fixed(self, replicas: int) -> FixedModules | None:
-        """What must stay as it is now, since there are copies of it; None if there are none.
+    def fixed_modules(self, replicas: int) -> FixedModules | None:
+        """Return a check that modules with copies are unchanged; None if there are no copies.
 
         Args:
-            replicas: how many there are.
+            replicas: number of replicas of the pipeline.
         """
         if replicas == 1 and not self.ties and not any(self.shared_groups.values()):
             return None
         return FixedModules(self.modules.values(), self.ties.over_stages)
 
     def executor(
-        self,
-        trains: bool,
-        rank: int,
-        channel: Channel | None,
-        one_memory: bool,
-        fixed: FixedModules | None = None,
+        self, trains: bool, rank: int, channel: Channel | None, fixed: FixedModules | None = None
     ) -> Executor:
-        """A rank's executor.
+        """Return a rank's executor.
 
         Args:
-            trains: of a training step; else of an evaluation.
-            rank: which.
-            channel: its end of the transport; None for a single rank.
-            one_memory: the ranks are threads of one process.
-            fixed: what it checks before every step.
+            trains: True for training steps, False for evaluations.
+            rank: rank of this process.
+            channel: the rank's end of the transport; None if there is one rank.
+            fixed: check that the executor makes before every step (default none).
         """
         program = self.program if trains else self.evaluate_program
         stages = {s: self.stages[rank, s] for s in self.schedule.placement.stages_of[rank]}
         shared = None
         if trains and self.shared_groups[rank] and channel is not None:
-            tags = program.tags + 1  # the one before is that of the step's end
+            tags = program.tags + 1  # the tag before belongs to the end of the step
+            one_memory = self._world is None
             shared = SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory)
         return Executor(program, rank, stages, channel, shared, self.replicas.get(rank), fixed)
 
 
 def build_modules(
-    runs: Sequence[Sequence[Layer]],
+    layers_of_stages: Sequence[Sequence[Layer]],
     placement: Placement,
     local_ranks: Sequence[int],
     device: torch.device | None,
@@ -282,44 +274,46 @@ def build_modules(
     A stage that several of them hold is built for the first holder; the others get modules that share its memory.
 
     Args:
-        runs: the layers of each stage.
-        placement: which rank holds which stage.
-        local_ranks: the ranks of this process.
-        device: where the modules go; None leaves them where they are built.
-        seed: of the layers that are given as functions: what they draw depends on it and on their names alone.
+        layers_of_stages: layers of each stage.
+        placement: ranks that hold each stage.
+        local_ranks: ranks of this process.
+        device: device of the modules; None leaves them where they are built.
+        seed: random seed of layers given as functions; their numbers depend on it and on the layer's name alone.
     """
     modules: Modules = {}
     for stage, holders in enumerate(placement.holders):
         here = [rank for rank in holders if rank in local_ranks]
         for rank in here:
             first = modules.get((here[0], stage))
-            modules[rank, stage] = StageModule(runs[stage], device, seed) if first is None else alias(first)
+            modules[rank, stage] = (
+                StageModule(layers_of_stages[stage], device, seed) if first is None else alias(first)
+            )
     return modules
 
 
-def cut_modules(modules: Modules, world: World, options: ParallelOptions) -> None:
-    """Cut the matrices of this process's stages for tensor parallelism.
+def shard_modules(modules: Modules, world: World, options: ParallelOptions) -> None:
+    """Shard the matrices of this process's stages for tensor parallelism.
 
     Raises:
-        ConfigError: a stage on any rank cannot be cut; every rank raises it, so that none waits.
+        ConfigError: if a stage on any rank cannot be sharded; every rank raises it, so that none waits.
     """
     assert world.mesh is not None
     axis = world.mesh.axis("tp")
     layers = [pair for module in modules.values() for pair in module.named_layers()]
-    # All stages at once: a weight that is tied between two of them stays one.
+    # All stages at once: a weight that is tied between two of them stays one parameter.
     run_each(lambda: tensor_parallel(layers, axis, options.family, options.sequence_parallel), world.exchange)
 
 
-def compile_modules(modules: Mapping[tuple[int, int], StageModule], what: str) -> None:
+def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity: str) -> None:
     """Give the modules to ``torch.compile``.
 
     Args:
-        modules: of this process.
-        what: "none", "block" (each layer on its own) or "stage" (each stage's layers together).
+        modules: stage modules by (rank, stage).
+        granularity: "none", "block" (each layer) or "stage" (each stage's layers together).
     """
     for module in modules.values():
-        if what == "block":
+        if granularity == "block":
             for layer in module.layers:
                 layer.compile()
-        elif what == "stage":
+        elif granularity == "stage":
             module.compile_run()

@@ -2,7 +2,7 @@
 
 Each function receives the op's inputs, computes, records times and memory, and sends the outputs. Two kinds of
 instruction need no function. POST belongs to the transport, which keeps as many receives posted as the edge has slots,
-across steps. FREE is what a stage does by itself at the end of its B or W.
+across steps. FREE happens in the stage, at the end of its B or W.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepState:
     """State of a rank in a step, on which its ops work.
 
     Attributes:
-        work: the rank's part of the step.
+        work: the rank's share of the step.
         inputs: inputs of its last forward, for error messages.
         local: messages between stages of this rank, by tag.
     """
@@ -76,7 +76,7 @@ class OpRecords:
 
 
 class BackwardKinds(NamedTuple):
-    """How a rank's backwards run.
+    """Kinds of a rank's backwards: whole, in two halves, or after a recomputation.
 
     Attributes:
         merged: I ops whose W follows at once and whose result no other op needs: one full backward costs less than two
@@ -183,9 +183,9 @@ class OpCompiler:
         reduced: Sequence[int],
     ) -> Callable[[], None]:
         rows = range(run.row, run.row + run.number)
-        parts = [self._op(row, receives.get(row, []), sends.get(row, [])) for row in rows]
-        parts += [partial(each.complete, stage) for stage in reduced for each in self._gradients]
-        return parts[0] if len(parts) == 1 else partial(_call_all, parts)
+        calls = [self._op(row, receives.get(row, []), sends.get(row, [])) for row in rows]
+        calls += [partial(each.complete, stage) for stage in reduced for each in self._gradients]
+        return calls[0] if len(calls) == 1 else partial(_call_all, calls)
 
     def _receive(self, line: Instruction) -> _Receive:
         tag, peer = self._program.tag(line.row, line.route), line.peer
@@ -329,9 +329,9 @@ class OpCompiler:
         return op
 
 
-def _call_all(parts: Sequence[Callable[[], None]]) -> None:
-    for part in parts:
-        part()
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _receive_all(receives: Sequence[_Receive]) -> _ReceiveAll:

@@ -15,7 +15,7 @@ COMPILED = ("none", "block", "stage")
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How a pipeline's weights are shared with replicas and tensor-parallel processes.
+    """Options of replicas and tensor parallelism.
 
     Args:
         bucket_bytes: bytes in a gradient bucket (default 25 MiB); buckets are reduced over replicas while the backward
@@ -31,7 +31,7 @@ class ParallelOptions:
         sequence_parallel: also shard activations between the blocks along the sequence (default False).
 
     Raises:
-        ConfigError: if a value is not one of these.
+        ConfigError: if a value is not allowed.
     """
 
     bucket_bytes: int | Literal["auto"] = BUCKET_BYTES
@@ -54,14 +54,14 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How a pipeline runs its stages.
+    """Options of how stages run.
 
     Args:
-        first_timeout: timeout in seconds until the first training step is done, and in the first evaluation, which compile
-            and import (default 600).
+        first_timeout: timeout in seconds until the first training step is done, and in the first evaluation, since both
+            compile and import (default 600).
         memory: bytes of activations that a rank may hold, for ``recompute="auto"``.
         offload: keep tensors saved for the backward in host memory, for stages on a GPU (default False).
-        compile: what ``torch.compile`` gets: "none" (default), "block" (each layer) or "stage" (each stage's layers
+        compile: modules given to ``torch.compile``: "none" (default), "block" (each layer) or "stage" (each stage's layers
             together).
         check_finite: refuse a step in which a loss or a gradient is NaN or infinite (default True); on a GPU, a step then
             ends with a synchronization.
@@ -69,7 +69,7 @@ class ExecutionOptions:
             instead of running its full backward (default False).
 
     Raises:
-        ConfigError: if a value is not one of these.
+        ConfigError: if a value is not allowed.
     """
 
     first_timeout: float = FIRST_TIMEOUT

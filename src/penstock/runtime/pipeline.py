@@ -1,4 +1,4 @@
-"""The user's object: a model, a loss and a schedule become a pipeline that takes whole batches."""
+"""Pipeline: a model, a loss function and a schedule, trained on whole batches."""
 
 from __future__ import annotations
 
@@ -146,7 +146,6 @@ class Pipeline:
             self.replica = self.world.mesh.coordinate("dp")
         self.is_first = self.world is None or self.world.is_first
         self._local = LocalStages(
-            self.schedule,
             program,
             layers_of_stages,
             self.local_ranks,
@@ -157,7 +156,7 @@ class Pipeline:
             self.world,
             parallel,
         )
-        self.stages = self._local.own_stages
+        self.stages = self._local.stages_by_number
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
         self._parameters = LocalParameters(
             self.layers,
@@ -174,7 +173,7 @@ class Pipeline:
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = Container(model)
         self._memory = execution.memory
-        self._places: tuple[dict[str, int], int] | None = None
+        self._positions: tuple[dict[str, int], int] | None = None
 
     def step(
         self,
@@ -208,7 +207,7 @@ class Pipeline:
     def evaluate(self, x: object, y: object = None, *, outputs: bool = False, **named: object) -> StepResult:
         """Run forwards only, in eval mode and without gradients. Arguments as for `step`; without `y` there is no loss."""
         self._require_open()
-        self._engine.follow_modules()
+        self._engine.sync_modules()
         modes = [(module, module.training) for stage in self.stage_modules() for module in stage.modules()]
         for module, _ in modes:
             module.training = False
@@ -305,17 +304,17 @@ class Pipeline:
             The norm over all stages before scaling: the same number on every rank and for any split, and equal to
             ``torch.nn.utils.clip_grad_norm_`` of the unsplit model.
         """
-        if self._places is None:
-            self._places = self._parameters.places(self.world)
-        places, count = self._places
-        held = norms.held(self._parameters, self.shards, places)
-        return norms.clip_(held, max_norm, count, self.world, divided=self.shards is not None)
+        if self._positions is None:
+            self._positions = self._parameters.positions(self.world)
+        positions, count = self._positions
+        gradients = norms.counted_gradients(self._parameters, self.shards, positions)
+        return norms.clip_(gradients, max_norm, count, self.world, sharded=self.shards is not None)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
 
         Returns:
-            What the calls returned, in the order of the ranks. What one of them raised is raised here.
+            Results of the calls, in the order of the ranks. An error in one of them is raised here.
         """
         self._require_open()
         return self._engine.on_ranks(job)
@@ -349,7 +348,7 @@ class Pipeline:
         return self._engine.gather_trace()
 
     def close(self) -> None:
-        """End the threads or the connections; may be called twice. The model stays as it is.
+        """End the threads or the connections; may be called twice. The model remains usable.
 
         Threads also end when the pipeline is garbage collected; connections to other processes end with this process.
         """

@@ -1,4 +1,4 @@
-"""What a Pipeline checks before it builds anything."""
+"""Checks of a Pipeline's arguments, before it builds anything."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from penstock.stage.compute.runner import Settings
 from penstock.stage.rng.random_state import RandomState
 
 
-def require_count(what: str, value: object) -> None:
-    """Refuse anything but a whole number of at least 1."""
+def require_count(name: str, value: object) -> None:
+    """Raise a `ConfigError` unless an argument is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{what} must be a whole number of at least 1, not {value!r}")
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def require_loss(loss_fn: object) -> None:
-    """Refuse what cannot be called."""
+    """Raise a `ConfigError` unless the loss function is callable."""
     if not callable(loss_fn):
         raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), not {loss_fn!r}")
 
 
 def require_loss_without_parameters(loss_fn: object, schedule: Schedule, mesh: MeshShape | None) -> None:
-    """Refuse to train parameters of a loss function that several ranks call, since nobody adds up their gradients.
+    """Check that a loss function which several ranks call has no parameters to train: their gradients are not reduced.
 
     Raises:
-        ConfigError: it has some, and the last stage has copies; names them.
+        ConfigError: if it has some, and the last stage has copies; names them.
     """
     copied = len(schedule.placement.holders[-1]) > 1 or (mesh is not None and mesh.dp > 1)
     if not copied or not isinstance(loss_fn, nn.Module):
         return
     if names := [name for name, p in loss_fn.named_parameters() if p.requires_grad]:
         raise ConfigError(
-            f"loss_fn ({type(loss_fn).__name__}) has parameters to train: {', '.join(names)}; nobody adds their gradients up"
-            f" over the copies of the last stage (schedule {schedule.name}, dp={1 if mesh is None else mesh.dp}). "
+            f"loss_fn ({type(loss_fn).__name__}) has parameters to train: {', '.join(names)}; their gradients are not added "
+            f"over the copies of the last stage (schedule {schedule.name}, dp={1 if mesh is None else mesh.dp}). "
             "Make them part of the last layer, or use a schedule and mesh without copies"
         )
 
@@ -57,48 +57,64 @@ def resolve_schedule(
     virtual_stages: int,
     processes: int | None,
 ) -> Schedule:
-    """The schedule that is meant, with the number of ranks checked against the processes there are for a pipeline."""
+    """Return the schedule that a Pipeline's arguments choose.
+
+    Args:
+        schedule: name of a family, a schedule, or path of a CSV file.
+        ranks: pipeline ranks, if given.
+        microbatches: microbatches of a step.
+        virtual_stages: stages on each rank, for families that let one choose.
+        processes: processes of one pipeline; None in threads.
+
+    Raises:
+        ScheduleError: if a schedule that is given, not built, does not fit the other arguments.
+        ConfigError: if its ranks are not as many as the processes.
+    """
     if ranks is None and processes is not None:
         ranks = processes
     if isinstance(schedule, str) and not schedule.endswith(".csv"):
         family = FAMILIES.get(schedule)
-        # One virtual stage is what a Pipeline says when it is not told; a family that always has more keeps its own.
+        # The default of 1 means that the user has not chosen; a family that always has more stages keeps its number.
         fixed = family is not None and not (
             family.chooses_virtual_stages and family.least_virtual_stages == 1
         )
-        wanted = None if fixed and virtual_stages == 1 else virtual_stages
-        found = build_schedule(schedule, ranks or 1, microbatches, wanted)
+        chosen = None if fixed and virtual_stages == 1 else virtual_stages
+        resolved = build_schedule(schedule, ranks or 1, microbatches, chosen)
     else:
-        found = schedule if isinstance(schedule, Schedule) else read_csv(schedule)
-        if ranks is not None and found.ranks != ranks:
-            raise ScheduleError(
-                f"the schedule {found.name} is for {found.ranks} ranks, but there are {ranks}"
-            )
-        held = {len(stages) for stages in found.placement.stages_of}
-        if virtual_stages not in (1, found.stages / found.ranks) and held != {virtual_stages}:
-            raise ScheduleError(
-                f"the schedule {found.name} says itself which stages a rank holds ({found.stages} stages on {found.ranks} "
-                f"ranks), but virtual_stages={virtual_stages}; leave virtual_stages out"
-            )
-        if found.microbatches != microbatches:
-            raise ScheduleError(
-                f"the schedule {found.name} has {found.microbatches} microbatches, but microbatches={microbatches}"
-            )
-    if processes is not None and found.ranks != processes:
+        resolved = schedule if isinstance(schedule, Schedule) else read_csv(schedule)
+        _require_match(resolved, ranks, microbatches, virtual_stages)
+    if processes is not None and resolved.ranks != processes:
         raise ConfigError(
-            f"{found.ranks} pipeline ranks, but {processes} processes were started; start one process a rank"
+            f"{resolved.ranks} pipeline ranks, but {processes} processes were started; start one process a rank"
         )
-    return found
+    return resolved
+
+
+def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, virtual_stages: int) -> None:
+    if ranks is not None and schedule.ranks != ranks:
+        raise ScheduleError(
+            f"the schedule {schedule.name} is for {schedule.ranks} ranks, but there are {ranks}"
+        )
+    counts = {len(stages) for stages in schedule.placement.stages_of}
+    if virtual_stages not in (1, schedule.stages / schedule.ranks) and counts != {virtual_stages}:
+        raise ScheduleError(
+            f"the schedule {schedule.name} says itself which stages a rank holds ({schedule.stages} stages on "
+            f"{schedule.ranks} ranks), but virtual_stages={virtual_stages}; leave virtual_stages out"
+        )
+    if schedule.microbatches != microbatches:
+        raise ScheduleError(
+            f"the schedule {schedule.name} has {schedule.microbatches} microbatches, but microbatches={microbatches}"
+        )
 
 
 def resolve_mesh(
     mesh: MeshShape | None, ranks: int | None, world: World | None
 ) -> tuple[int | None, int | None]:
-    """The pipeline ranks that are given, and how many processes there are for one pipeline; None where nothing says.
+    """Return the number of pipeline ranks if it is given, and the number of processes of one pipeline, None in threads.
 
     Raises:
-        ConfigError: a mesh that has another number of pipeline ranks than `ranks`, does not fit the processes, or is
-            tensors in one process.
+        ConfigError: if the mesh has another number of pipeline ranks than `ranks`, does not fit the processes, or has
+            tensor parallelism in one process.
     """
     processes = world.size if world is not None and world.size > 1 else None
     if mesh is None:
@@ -116,30 +132,30 @@ def resolve_mesh(
 
 
 def local_device(device: torch.device | str | None, in_processes: bool) -> torch.device | None:
-    """The device that is meant; in processes a GPU without a number is the process's own, as its launcher says.
+    """Return the device of this process; in processes a GPU without a number is that of LOCAL_RANK.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: if there is no such device.
     """
     if device is None:
         return None
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"{device!r} is no device: {str(error).splitlines()[0]}") from error
-    if found.type == "cuda":
+    if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"device={device!r}, but torch sees no GPU here; leave device out to stay on the CPU"
             )
-        if in_processes and str(found) == "cuda":  # without a number
-            found = torch.device("cuda", own_device(torch.cuda.device_count()))
-            torch.cuda.set_device(found)
-    return found
+        if in_processes and str(chosen) == "cuda":  # without an index
+            chosen = torch.device("cuda", own_device(torch.cuda.device_count()))
+            torch.cuda.set_device(chosen)
+    return chosen
 
 
 class LossScale(Protocol):
-    """What multiplies the loss before the backward, so that half precision does not underflow."""
+    """Factor of the loss before the backward, so that half precision does not underflow."""
 
     @property
     def scale(self) -> float:
@@ -149,11 +165,11 @@ class LossScale(Protocol):
 def make_settings(
     recompute: object, autocast: object, options: ExecutionOptions, random: RandomState
 ) -> Settings:
-    """Return how the stages compute.
+    """Return the settings of the stages' computation.
 
     Raises:
-        ConfigError: if `recompute` is no policy, `autocast` is no dtype of half precision, or ``options.memory`` is missing
-            for "auto" or given without it.
+        ConfigError: if `recompute` is not a policy, `autocast` is not a half-precision dtype, or ``options.memory`` is
+            missing for "auto" or given without it.
     """
     policy, memory = require_policy(recompute), options.memory
     if policy == "auto":
@@ -170,7 +186,7 @@ def make_settings(
 
 
 def require_seed(seed: object) -> int:
-    """Refuse anything but a whole number."""
+    """Return a random seed; raise a `ConfigError` unless it is a whole number."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConfigError(f"seed must be a whole number, not {seed!r}")
     return seed

@@ -181,7 +181,7 @@ def test_a_module_that_cannot_be_copied_is_refused_by_name():
     part = nn.Linear(WIDTH, WIDTH)
     part.lock = threading.Lock()
     net = nn.Sequential(part, nn.Tanh(), part, nn.Tanh())
-    with pytest.raises(ConfigError, match=r"a Linear is to have copies, .* and cannot be copied"):
+    with pytest.raises(ConfigError, match=r"a Linear needs copies .* and cannot be copied"):
         Pipeline(net, F.mse_loss, microbatches=M, ranks=2)
 
 

@@ -253,7 +253,7 @@ BAD = {
     "lr_scheduler must make a scheduler of the optimizer it is given": {
         "lr_scheduler": lambda o: cosine(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     },
-    "ReduceLROnPlateau wants a measurement": {"lr_scheduler": ReduceLROnPlateau},
+    "ReduceLROnPlateau needs a measurement": {"lr_scheduler": ReduceLROnPlateau},
     "made a list, not a torch.optim.Optimizer": {"optimizer": lambda groups, **_: []},
 }  # fmt: skip
 

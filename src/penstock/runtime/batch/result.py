@@ -1,4 +1,4 @@
-"""What a step gives back."""
+"""Result of a step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.runtime.consensus import Losses
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives back.
+    """Result of a step.
 
     Attributes:
-        loss: 0-d tensor, the microbatches' losses reduced as the pipeline was told (by default their mean); the same
-            number on every rank. None from an evaluation without targets.
+        loss: 0-d tensor, the microbatches' losses reduced by the pipeline's `reduction` (default mean); the same number on
+            every rank. None from an evaluation without targets.
         losses: shape (microbatches,), by microbatch id; the same on every rank.
-        parts: the losses that `loss` is the sum of, by name, reduced in the same way: ``"loss"`` for a `loss_fn` that
-            returns one tensor, what it called them if it returned several, and what layers added with `add_loss`.
-        outputs: the last stage's outputs by microbatch id, if asked for and this process holds the last stage.
-        input_grads: the gradients of the inputs by microbatch id, if asked for and this process holds the first
-            stage: a tensor, or a tuple with one for each floating-point leaf of the input.
+        parts: the terms of `loss` by name, reduced in the same way: ``"loss"`` if `loss_fn` returns one tensor, its own
+            names if it returns several, and the names given to `add_loss` in layers.
+        outputs: outputs of the last stage by microbatch id, if asked for and this process holds the last stage.
+        input_grads: gradients of the inputs by microbatch id, if asked for and this process holds the first stage: a
+            tensor, or a tuple with one for each floating-point leaf of the input.
     """
 
     loss: Tensor | None
@@ -36,11 +36,11 @@ class StepResult:
 
 
 def step_result(works: Sequence[Work], microbatches: int) -> StepResult:
-    """Join what the ranks of this process have made of a step.
+    """Join the work of this process's ranks to the result of a step.
 
     Args:
-        works: by rank.
-        microbatches: of the global batch, whose losses are known.
+        works: work of each rank, done.
+        microbatches: number of microbatches in the global batch.
     """
     losses = Losses()
     outputs: dict[int, object] = {}
@@ -57,7 +57,7 @@ def step_result(works: Sequence[Work], microbatches: int) -> StepResult:
         values = torch.stack([losses.total[n] for n in order])
         weights = [losses.weights[n] for n in order]
         total = reduced(values, weights)
-        for name in sorted({name for part in losses.parts.values() for name in part}):
+        for name in sorted({name for terms in losses.parts.values() for name in terms}):
             column = torch.stack([losses.parts[n].get(name, values.new_zeros(())) for n in order])
             parts[name] = reduced(column, weights)
     return StepResult(
@@ -70,8 +70,8 @@ def step_result(works: Sequence[Work], microbatches: int) -> StepResult:
 
 
 def reduced(losses: Tensor, weights: Sequence[float]) -> Tensor:
-    """The weighed sum of the microbatches' losses; one that weighs 0 is left out, whatever it is."""
+    """Return the weighted sum of the microbatches' losses, without those of weight 0, which may be NaN."""
     if len(set(weights)) == 1:
         return losses.sum() if weights[0] == 1.0 else losses.mean()
-    counting = [n for n, weight in enumerate(weights) if weight]
-    return sum((losses[n] * weights[n] for n in counting), losses.new_zeros(()))
+    terms = (losses[n] * weight for n, weight in enumerate(weights) if weight)
+    return sum(terms, losses.new_zeros(()))

@@ -17,7 +17,7 @@ from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, split_batch
 
 Reduction = str | Callable[[object], object]
-"""``"mean"``, ``"sum"``, or a function from a microbatch's target to how much it counts."""
+"""``"mean"``, ``"sum"``, or a function from a microbatch's target to its weight."""
 
 
 COMPARED_STEPS = 3
@@ -25,7 +25,7 @@ COMPARED_STEPS = 3
 
 
 def digest_of(values: Iterable[object]) -> int | None:
-    """Return a number that differs where the values' tensors do; None if there is no plain tensor."""
+    """Return a digest of the tensors in some values; None if there is no plain tensor."""
     leaves = [leaf for value in values for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
     plain = [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_nested]
     return digest(repr(checksums(plain)).encode()) if plain else None
@@ -45,10 +45,10 @@ def require_reduction(reduction: object) -> Reduction:
 
 
 def require_no_graph(values: Mapping[str, object]) -> None:
-    """Refuse arguments of a step that require a gradient, which would have to leave the pipeline.
+    """Raise if arguments of a step require a gradient, since gradients do not leave the pipeline.
 
     Args:
-        values: arguments by name.
+        values: arguments of the step by name.
 
     Raises:
         BatchError: if a tensor in one of them requires a gradient.
@@ -65,12 +65,12 @@ class BatchSplitter:
     """Splits each step's batch for one pipeline.
 
     Args:
-        microbatches: microbatches of one pipeline.
-        replicas: pipelines that share the global batch.
-        replica: index of this pipeline.
-        device: where the microbatches go; None leaves them where they are.
-        reduction: how the microbatches' losses make the step's loss.
-        routes: the named values that the layers take.
+        microbatches: number of microbatches of one pipeline.
+        replicas: number of pipelines that share the global batch.
+        replica: index of this pipeline among the replicas.
+        device: device of the microbatches; None leaves them where they are.
+        reduction: "mean", "sum" or a function, by which the microbatches' losses are reduced.
+        routes: routes of the named values that the layers take.
         holds_first, holds_last: whether this process holds the first and the last stage.
     """
 
@@ -96,9 +96,9 @@ class BatchSplitter:
         """Split a step's batch into microbatches, and keep this pipeline's.
 
         Args:
-            x: input of the model, or None.
-            y: target, or None.
-            named: keyword inputs by name.
+            x: input of the model; None on processes without the first stage.
+            y: target; None on processes without the last stage, or in an evaluation without loss.
+            named: keyword inputs of layers by name.
             options: options of the step.
 
         Raises:
@@ -153,8 +153,8 @@ class BatchSplitter:
             )
             if rows != rows_in and not isinstance(value, Microbatches):
                 raise BatchError(
-                    f"{_unequal(f'keyword input {name}', rows, rows_in)}; wrap what is not to be cut in "
-                    "penstock.Microbatches"
+                    f"{_unequal(f'keyword input {name}', rows, rows_in)}; to pass it unsplit, give one value per "
+                    "microbatch in penstock.Microbatches"
                 )
         return [StageState(x, {k: v[n] for k, v in by_name.items()}, {}) for n, x in enumerate(inputs)]
 
@@ -162,21 +162,21 @@ class BatchSplitter:
 def _unequal(what: str, rows: Sequence[int], rows_in: Sequence[int]) -> str:
     return (
         f"the {what} has {sum(rows)} rows ({list(rows)} by microbatch), and the input x has {sum(rows_in)} "
-        f"({list(rows_in)}); both are cut along dimension 0, the batch"
+        f"({list(rows_in)}); both are split along dimension 0, the batch"
     )
 
 
 def loss_weights(
     targets: Sequence[object], rows: Sequence[int], reduction: Reduction, scale: float = 1.0
 ) -> list[LossWeight]:
-    """Return how much each microbatch's loss counts.
+    """Return the weights of the microbatches' losses.
 
     Args:
         targets: targets by microbatch.
-        rows: rows of each target.
-        reduction: "mean" weighs by rows (equal rows: divides by the number of microbatches); "sum" adds; a function
-            counts what is in a target.
-        scale: loss scale.
+        rows: number of rows of each target.
+        reduction: "mean" to weight by rows (divide by the number of microbatches if rows are equal), "sum" to add, or a
+            function that returns a target's weight.
+        scale: factor of the loss in the backward (default 1).
 
     Raises:
         BatchError: if the function's counts are not finite, are negative, or are all 0.

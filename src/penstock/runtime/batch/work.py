@@ -1,4 +1,4 @@
-"""One rank's part of a step: its microbatches, the step's options, and the results."""
+"""One rank's share of a step: its microbatches, the step's options, and the results."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """One pipeline's part of a batch, split into microbatches.
+    """One pipeline's share of a batch, split into microbatches.
 
     Attributes:
         inputs: inputs of the first stage by microbatch, as `StageState` if the step has named values; empty if this
             process does not hold the first stage.
         targets: targets by microbatch; empty if this process does not hold the last stage.
-        weights: how much each microbatch's loss counts.
+        weights: weights of the microbatches' losses.
         rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
         digest: digest of the batch that this process was given, if the pipeline's other processes may have been given
@@ -61,10 +61,10 @@ class LocalBatch:
 
 @dataclass
 class Work:
-    """One rank's part of a step; the executor fills in the results.
+    """One rank's share of a step; the executor fills in the results.
 
     Attributes:
-        batch: the pipeline's part of the batch.
+        batch: the pipeline's share of the batch.
         options: options of the step.
         has_graph: whether a loss that counts had a graph to start a backward from.
         flags: flags of all ranks after the step; see `penstock.runtime.consensus.require_graph`.

@@ -1,14 +1,14 @@
-"""Parameters of one process that are one for the user: copies of a stage, replicas, tied weights of threads.
+"""Parameters of one process that are one parameter to the user: copies of a stage, replicas, tied weights in threads.
 
-For autograd each is a parameter of its own; all share one memory. What the user says of one holds for all: whether it
-requires a gradient, which memory it has (``p.data = ...``, ``model.double()``), and the hooks of its gradient.
+Autograd sees separate parameters; they share memory. A change to one applies to all: ``requires_grad``, new memory
+(``p.data = ...``, ``model.double()``), and hooks on the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +16,19 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, ReplicaError
 from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.dtensor import gradient_dtype
+from penstock.stage.values import same_values
 
 _Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
-class _Seen(NamedTuple):
-    """A group as all of its parameters were when it was last looked at."""
-
-    requires_grad: bool
-    memory: _Memory
-    hooks: tuple[Callable[[Tensor], Tensor | None], ...]
-
-
 class _Group:
-    """Parameters that are one for the user; the first is the user's own.
+    """Parameters that are one parameter to the user; the first is the user's own.
 
     Attributes:
-        name: in the whole model.
+        name: name in the whole model.
         members: the parameters.
-        hooked: whether the hooks of the first are copied to the others. Those of tied weights are not: their places have a
-            gradient each, and a hook must see the sum (see `FixedModules`).
+        hooked: whether hooks on the first are copied to the others. Not for tied weights: each of their uses has its own
+            gradient, and a hook must see the sum (see `FixedModules`).
     """
 
     def __init__(self, name: str, members: tuple[nn.Parameter, ...], hooked: bool) -> None:
@@ -43,48 +36,46 @@ class _Group:
         self.members = members
         self.hooked = hooked
         self._handles: list[Any] = []
-        self._seen = _Seen(members[0].requires_grad, _memory(members[0]), ())
+        # State of all members after the last `sync`.
+        self._requires_grad = members[0].requires_grad
+        self._memory = _memory(members[0])
+        self._hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
 
-    def follow(self) -> bool:
-        """Let all be as the one that was changed; returns whether dtype, shape or strides are others.
+    def sync(self) -> bool:
+        """Apply a change of one member to all; return whether dtype, shape or strides changed.
 
         Raises:
-            ReplicaError: several were given other values than each other.
-            ConfigError: one has a hook that runs after its gradient was accumulated.
+            ReplicaError: if members were given different values.
+            ConfigError: if one has a hook that runs after its gradient was accumulated.
         """
-        flag, (at, dtype, shape, strides), hooks = self._seen
+        pointer, dtype, shape, strides = self._memory
         first, moved = self.members[0], False
         for p in self.members:
-            if p.requires_grad != flag:
-                self._require_grad(not flag)
-                flag = not flag
-            if p.data_ptr() != at or p.dtype != dtype or p.shape != shape or p.stride() != strides:
+            if p.requires_grad != self._requires_grad:
+                self._requires_grad = p.requires_grad
+                for member in self.members:
+                    member.requires_grad_(self._requires_grad)
+            if p.data_ptr() != pointer or p.dtype != dtype or p.shape != shape or p.stride() != strides:
                 moved = True
-        found = first._backward_hooks
-        if flag and self.hooked and (found or hooks) and tuple((found or {}).values()) != hooks:
-            self._hook()
+        hooks = tuple((first._backward_hooks or {}).values())
+        if self._requires_grad and self.hooked and hooks != self._hooks:
+            self._copy_hooks(hooks)
         if getattr(first, "_post_accumulate_grad_hooks", None):
             require_no_late_hook(self.name, first)
         return self._move() if moved else False
 
-    def _require_grad(self, flag: bool) -> None:
-        for p in self.members:
-            p.requires_grad_(flag)
-        self._seen = self._seen._replace(requires_grad=flag)
-
-    def _hook(self) -> None:
+    def _copy_hooks(self, hooks: tuple[Callable[[Tensor], Tensor | None], ...]) -> None:
         for handle in self._handles:
             handle.remove()
-        hooks = tuple((self.members[0]._backward_hooks or {}).values())
+        self._hooks = hooks
         self._handles = [
             p.register_hook(hook)  # type: ignore[no-untyped-call]  # not annotated in torch
             for p in self.members[1:]
             for hook in hooks
         ]
-        self._seen = self._seen._replace(hooks=hooks)
 
     def _move(self) -> bool:
-        before = self._seen.memory
+        before = self._memory
         moved = [p for p in self.members if _memory(p) != before]
         source = moved[0]
         if any(not _same(p, source) for p in moved):
@@ -96,12 +87,12 @@ class _Group:
         for p in self.members:
             if p is not source:
                 _share(p, source)
-        self._seen = self._seen._replace(memory=_memory(source))
-        return self._seen.memory[1:] != before[1:]
+        self._memory = _memory(source)
+        return self._memory[1:] != before[1:]
 
 
 class Aliases:
-    """The parameters of a process, in groups of those that are one for the user.
+    """Groups of a process's parameters that are one parameter to the user.
 
     Args:
         parameters: (name in the whole model, parameter) of all modules of the process, the user's own first; a tied
@@ -110,46 +101,46 @@ class Aliases:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], tied: Iterable[str] = ()) -> None:
-        found: dict[str, dict[int, nn.Parameter]] = {}
+        by_name: dict[str, dict[int, nn.Parameter]] = {}
         for name, p in parameters:
-            found.setdefault(name, {})[id(p)] = p
-        several = {name: tuple(group.values()) for name, group in found.items() if len(group) > 1}
+            by_name.setdefault(name, {})[id(p)] = p
         unhooked = set(tied)
+        several = {name: tuple(group.values()) for name, group in by_name.items() if len(group) > 1}
         self._groups = [
             _Group(name, members, name not in unhooked)
             for name, members in several.items()
             if not members[0].is_meta
         ]
 
-    def follow(self) -> bool:
-        """Before a step: let what was changed since the last one hold for all parameters of a group.
+    def sync(self) -> bool:
+        """Apply changes made since the last step to all parameters of a group.
 
         Returns:
-            Whether some have another dtype, shape or strides now, so that buckets of gradients must be made again.
+            True if dtype, shape or strides of some changed, so that gradient buckets must be made again.
 
         Raises:
-            ReplicaError: parameters of one group were given different values.
-            ConfigError: one has a hook that runs after its gradient was accumulated.
+            ReplicaError: if parameters of one group were given different values.
+            ConfigError: if one has a hook that runs after its gradient was accumulated.
         """
-        changed = [group.follow() for group in self._groups]
+        changed = [group.sync() for group in self._groups]
         return any(changed)
 
 
 def require_no_late_hook(name: str, parameter: Tensor) -> None:
-    """Refuse hooks that run after a gradient was accumulated, which would see a part of it; ours may be there.
+    """Raise if hooks run after the gradient was accumulated: they would see a partial gradient. Penstock's may.
 
     Raises:
-        ConfigError: the parameter has one.
+        ConfigError: if the parameter has such a hook.
     """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    if not all(_is_ours(hook) for hook in hooks.values()):
+    if not all(_is_internal(hook) for hook in hooks.values()):
         raise ConfigError(
             f"parameter {name} has a hook that runs after its gradient was accumulated, and a copy on another rank or "
             "replica, whose gradient is added later; use a hook of the gradient (register_hook), or an optimizer"
         )
 
 
-def _is_ours(hook: object) -> bool:
+def _is_internal(hook: object) -> bool:
     return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), GradientBuckets)
 
 
@@ -158,16 +149,11 @@ def _memory(parameter: Tensor) -> _Memory:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, but for NaN; no matter in which memory."""
-    if one is other or _memory(one) == _memory(other):
-        return True
-    if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
-        return False
-    return torch.equal(one, other) or bool(torch.isclose(one, other, 0, 0, equal_nan=True).all())
+    return one is other or (one.device == other.device and same_values(one.detach(), other.detach(), True))
 
 
 def _share(parameter: nn.Parameter, source: nn.Parameter) -> None:
-    """Give a parameter another one's memory; its gradient is converted with it, or dropped where the shape is another."""
+    """Give a parameter another one's memory; convert its gradient, or drop it if the shape differs."""
     grad, parameter.grad = parameter.grad, None
     parameter.data = source.data
     if grad is not None and grad.shape == parameter.shape:

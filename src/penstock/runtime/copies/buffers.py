@@ -1,13 +1,13 @@
-"""Buffers that a forward changes, where a stage has several copies (replicas, ranks that hold the same stage).
+"""Buffers that a forward changes, of stages with several copies (replicas, ranks that hold the same stage).
 
-Every copy sees its own microbatches, and changes its own buffers by them; plain PyTorch has one buffer, changed by all
-microbatches in turn. After every training step all copies get the same values. For the running statistics of batch
-normalisation those are what plain PyTorch has, if every copy's microbatches come after those of the copy before: an
-update r ← (1 - m) r + m s is linear in r, so k updates that led a copy from b to a lead from any r to
-a + (1 - m)^k (r - b). For other buffers nobody can know that; if copies differ, the user's rule decides.
+Every copy runs its own microbatches, and changes its buffers by them; plain PyTorch has one buffer, changed by all
+microbatches in turn. After every training step all copies get the same values. Running statistics of batch normalization
+get the values of plain PyTorch, if every copy's microbatches come after those of the copy before: an update
+r ← (1 - m) r + m s is linear in r, so k updates that led a copy from b to a lead from any r to a + (1 - m)^k (r - b). For
+other buffers the result cannot be known; if copies differ, the user's rule decides.
 
-Only persistent buffers count, those of ``state_dict``: others are scratch, and each copy keeps its own. What is written to
-either between two steps holds for all copies in the process.
+Only persistent buffers count, those of ``state_dict``: others are scratch, and each copy keeps its own. A write to either
+between two steps reaches all copies in the process.
 """
 
 from __future__ import annotations
@@ -20,132 +20,155 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, ReplicaError
 from penstock.stage.module import StageModule
+from penstock.stage.values import same_values
 
 Rule = Literal["refuse", "mean", "first"]
 Values = dict[str, Tensor]
-"""By name in the whole model, the buffers that a copy of a stage has changed in a step."""
+"""Buffers of a copy of a stage that a step changed, by name in the whole model."""
 
 Gather = Callable[[dict[int, Values]], dict[int, list[Values]]]
-"""From what this process's copy of each stage has changed to what every copy has, first replica first."""
+"""Function from the changes of this process's copy of each stage to those of all copies, first replica first."""
 
 _FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 
 
 def require_rule(rule: object) -> Rule:
-    """Check what a user gave.
+    """Return a valid rule.
 
     Raises:
-        ConfigError: it is no rule.
+        ConfigError: if it is not "refuse", "mean" or "first".
     """
     if rule not in ("refuse", "mean", "first"):
         raise ConfigError(f"buffers must be 'refuse', 'mean' or 'first', not {rule!r}")
     return rule
 
 
-class _Place(NamedTuple):
+class NamedBuffer(NamedTuple):
+    """A buffer in a stage.
+
+    Attributes:
+        name: name in the whole model.
+        owner: module that owns it.
+        attribute: name in its owner.
+    """
+
     name: str
     owner: nn.Module
-    inner: str
+    attribute: str
 
     @property
     def value(self) -> Tensor:
-        return self.owner.get_buffer(self.inner)
+        """The buffer now."""
+        return self.owner.get_buffer(self.attribute)
 
 
-def places_of(module: StageModule, persistent: bool = True) -> list[_Place]:
-    """Where a stage has persistent buffers, or the others, each once."""
-    found: dict[tuple[int, str], _Place] = {}
-    for name, layer in module.named_layers():
-        kept = layer.state_dict(keep_vars=True).keys()
-        for path, owner in layer.named_modules():
-            for inner, _ in owner.named_buffers(recurse=False):
-                own = f"{path}.{inner}" if path else inner
-                if (own in kept) == persistent:
-                    found.setdefault((id(owner), inner), _Place(f"{name}.{own}", owner, inner))
-    return list(found.values())
+def stage_buffers(module: StageModule, persistent: bool = True) -> list[NamedBuffer]:
+    """Return a stage's persistent buffers, or the others, each once."""
+    buffers: dict[tuple[int, str], NamedBuffer] = {}
+    for layer_name, layer in module.named_layers():
+        saved = layer.state_dict(keep_vars=True).keys()
+        for prefix, owner in layer.named_modules():
+            for attribute, _ in owner.named_buffers(recurse=False):
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if (name in saved) == persistent:
+                    buffer = NamedBuffer(f"{layer_name}.{name}", owner, attribute)
+                    buffers.setdefault((id(owner), attribute), buffer)
+    return list(buffers.values())
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module's buffers are running statistics, changed as PyTorch's own batch normalisation does."""
+    """Return whether a module's buffers are running statistics, changed as PyTorch's batch normalization does."""
     return type(module).forward in _FORWARDS and getattr(module, "num_batches_tracked", None) is not None
 
 
-class _Copy:
-    """One copy of a stage: which of its buffers a step changes."""
+class _StageCopy:
+    """One copy of a stage, and the buffers that steps change in it.
+
+    Attributes:
+        buffers: persistent buffers by name.
+        before: values before the step.
+    """
 
     def __init__(self, module: StageModule) -> None:
-        self.places = {place.name: place for place in places_of(module)}
-        self._known: dict[tuple[bool, ...], set[str]] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
-        self._scratch = {place.name: place for place in places_of(module, persistent=False)}
-        self._scratch_versions: dict[str, tuple[int, int]] = {}
+        self.buffers = {buffer.name: buffer for buffer in stage_buffers(module)}
         self.before: Values = {}
+        self._scratch = {buffer.name: buffer for buffer in stage_buffers(module, persistent=False)}
+        self._changing: dict[tuple[bool, ...], set[str]] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._scratch_versions: dict[str, tuple[int, int]] = {}
 
     def _modes(self) -> tuple[bool, ...]:
-        return tuple(place.owner.training for place in self.places.values())
+        return tuple(buffer.owner.training for buffer in self.buffers.values())
 
     def _watched(self) -> Iterator[str]:
-        """All in the first step in these modes; then those that it changed, and all statistics in training mode."""
-        known = self._known.get(self._modes())
-        for name, place in self.places.items():
-            if known is None or name in known or (place.owner.training and is_batch_norm(place.owner)):
+        """Yield all names in the first step in these modes, later those that it changed, and statistics in training."""
+        changing = self._changing.get(self._modes())
+        for name, buffer in self.buffers.items():
+            if (
+                changing is None
+                or name in changing
+                or (buffer.owner.training and is_batch_norm(buffer.owner))
+            ):
                 yield name
 
     def begin(self) -> None:
-        self.before = {name: self.places[name].value.clone() for name in self._watched()}
-        self.seen()
+        self.before = {name: self.buffers[name].value.clone() for name in self._watched()}
+        self.record()
 
-    def seen(self) -> None:
-        """The values are now as every copy has them."""
-        self._versions = {name: _version(place.value) for name, place in self.places.items()}
+    def record(self) -> None:
+        """Record that the values are those of every copy."""
+        self._versions = {name: _version(buffer.value) for name, buffer in self.buffers.items()}
 
-    def seen_scratch(self) -> None:
-        """What a forward has left in buffers that are not persistent is this copy's own."""
-        self._scratch_versions = {name: _version(t) for name, t in self._scratch_now().items()}
+    def record_scratch(self) -> None:
+        """Record that scratch was written by forwards, and differs between copies."""
+        self._scratch_versions = {name: _version(value) for name, value in self._scratch_values().items()}
 
-    def _scratch_now(self) -> Values:
-        found = {name: place.owner._buffers.get(place.inner) for name, place in self._scratch.items()}
-        return {name: value for name, value in found.items() if value is not None}
+    def _scratch_values(self) -> Values:
+        values = {name: buffer.owner._buffers.get(buffer.attribute) for name, buffer in self._scratch.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def given(self) -> Values:
-        """What somebody has written to since, of all buffers."""
-        scratch = self._scratch_now()
-        found = {n: t for n, t in scratch.items() if self._scratch_versions.get(n) != _version(t)}
-        return {n: self.places[n].value for n in self.touched()} | found
+    def written(self) -> Values:
+        """Return all buffers written to since they were recorded."""
+        scratch = self._scratch_values()
+        changed = {
+            n: value for n, value in scratch.items() if self._scratch_versions.get(n) != _version(value)
+        }
+        return {n: self.buffers[n].value for n in self._written_names()} | changed
 
-    def touched(self) -> list[str]:
-        """Those that somebody has written to since, as far as a tensor counts its writes."""
-        return [n for n, p in self.places.items() if self._versions.get(n) != _version(p.value)]
+    def _written_names(self) -> list[str]:
+        return [n for n, buffer in self.buffers.items() if self._versions.get(n) != _version(buffer.value)]
 
     def changed(self) -> Values:
+        """Return the persistent buffers that the step may have changed."""
         modes = self._modes()
-        if modes not in self._known:
-            # By value, since the kernel of batch normalisation does not count its writes.
-            self._known[modes] = {
-                n for n, old in self.before.items() if not _equal(self.places[n].value, old)
+        if modes not in self._changing:
+            # By value, since the kernel of batch normalization does not count its writes.
+            self._changing[modes] = {
+                n for n, old in self.before.items() if not same_values(self.buffers[n].value, old, True)
             }
-        names = [*(n for n in self.before if n in set(self._watched())), *self.touched()]
-        return {n: self.places[n].value.detach() for n in dict.fromkeys(names)}
+        watched = set(self._watched())
+        names = [*(n for n in self.before if n in watched), *self._written_names()]
+        return {n: self.buffers[n].value.detach() for n in dict.fromkeys(names)}
 
     def write(self, values: Values) -> None:
         with torch.no_grad():
             for name, value in values.items():
-                place = self.places.get(name) or self._scratch[name]
-                if place.value.shape == value.shape and place.value.dtype == value.dtype:
-                    place.value.copy_(value)
+                buffer = self.buffers.get(name) or self._scratch[name]
+                if buffer.value.shape == value.shape and buffer.value.dtype == value.dtype:
+                    buffer.value.copy_(value)
                 else:
-                    setattr(place.owner, place.inner, value.to(place.value.device, copy=True))
+                    setattr(buffer.owner, buffer.attribute, value.to(buffer.value.device, copy=True))
 
 
 class BufferCopies:
-    """The copies of a process's stages, and how their buffers become the same.
+    """Copies of a process's stages, whose buffers get the same values after every step.
 
     Args:
-        stages: by number, the copies of the stage that are in this process, those of the first replica first.
-        rule: for buffers that are no statistics of batch normalisation, where copies differ. "refuse" ends the step;
-            "mean" takes the mean over the copies that changed it, of integers the first's; "first" takes the first's.
-        gather: between processes; None where all copies are here.
-        agree: gives every process's problem to all of them; None where no problem can be, or this process is alone.
+        stages: copies of each stage in this process by stage number, those of the first replica first.
+        rule: rule for buffers other than statistics of batch normalization, if copies differ. "refuse" ends the step;
+            "mean" takes the mean over the copies that changed it (of integers the first); "first" takes the first.
+        gather: exchange between processes; None if all copies are here.
+        agree: gives every process's problem to all; None if there can be none, or this process is alone.
     """
 
     def __init__(
@@ -155,61 +178,60 @@ class BufferCopies:
         gather: Gather | None = None,
         agree: Callable[[str], list[str]] | None = None,
     ) -> None:
-        copies = {s: [_Copy(module) for module in modules] for s, modules in stages.items()}
-        self._copies = {s: found for s, found in copies.items() if found[0].places}
-        self._several = [found for found in copies.values() if len(found) > 1]
+        copies = {s: [_StageCopy(module) for module in modules] for s, modules in stages.items()}
+        self._copies = {s: of_stage for s, of_stage in copies.items() if of_stage[0].buffers}
+        self._several = [of_stage for of_stage in copies.values() if len(of_stage) > 1]
         self._rule = rule
         self._gather = gather
         self._agree = agree
         for copy in self._all():
-            copy.seen()
-        self.ran()
+            copy.record()
+        self.record_scratch()
 
-    def _all(self) -> Iterator[_Copy]:
+    def _all(self) -> Iterator[_StageCopy]:
         for copies in self._copies.values():
             yield from copies
 
-    def level(self) -> None:
-        """Before a step: what was written to the first copy in this process (a loaded state, a reset) holds for all."""
+    def sync(self) -> None:
+        """Copy what was written to the first copy between steps (a loaded state, a reset) to the others in this process."""
         for first, *others in self._several:
-            given = first.given()
-            for other in others if given else ():
-                other.write(given)
-                other.seen()
-            first.seen()
+            written = first.written()
+            for other in others if written else ():
+                other.write(written)
+                other.record()
+            first.record()
 
-    def ran(self) -> None:
-        """After any step."""
+    def record_scratch(self) -> None:
+        """Record after any step that scratch differs between copies."""
         for copies in self._several:
             for copy in copies:
-                copy.seen_scratch()
+                copy.record_scratch()
 
     def begin(self) -> None:
-        """Before a training step."""
+        """Remember the values before a training step."""
         for copy in self._all():
             copy.begin()
 
     def finish(self) -> None:
-        """After a training step, on every process: give all copies the same values.
+        """Give all copies the same values after a training step; every process calls it.
 
         Raises:
-            ReplicaError: copies of a buffer differ and the rule is to refuse; the buffers are as before the step. In
-                processes every one raises it.
+            ReplicaError: if copies of a buffer differ and the rule is to refuse; on every process. The buffers are as
+                before the step then.
         """
-        told: dict[int, list[Values]] = {
-            s: [c.changed() for c in copies] for s, copies in self._copies.items()
+        changes: dict[int, list[Values]] = {
+            s: [copy.changed() for copy in copies] for s, copies in self._copies.items()
         }
         if self._gather is not None:
-            told = self._gather({s: values[0] for s, values in told.items()})
-        problem, name, joined = "", "", {}
+            changes = self._gather({s: values[0] for s, values in changes.items()})
+        problem, joined = "", {}
         for s, copies in self._copies.items():
-            joined[s], differs = _joined(copies[0], told[s], self._rule)
-            if differs and not problem:
-                name = differs
+            joined[s], refused = _join(copies[0], changes[s], self._rule)
+            if refused and not problem:
                 problem = (
-                    f"buffer {name!r} of stage {s} is no longer the same on its {len(told[s])} copies: each was changed by "
-                    "its own microbatches. Only the statistics of batch normalisation can be joined to what plain PyTorch "
-                    "has. Set buffers='mean' or buffers='first' in ParallelOptions, or register it with "
+                    f"buffer {refused!r} of stage {s} is no longer the same on its {len(changes[s])} copies: each was "
+                    "changed by its own microbatches. Only the statistics of batch normalization can be joined to those "
+                    "of plain PyTorch. Set buffers='mean' or buffers='first' in ParallelOptions, or register it with "
                     "persistent=False if it is scratch"
                 )
         problems = [problem] if self._agree is None else self._agree(problem)
@@ -221,68 +243,57 @@ class BufferCopies:
             for copy in copies:
                 copy.write(joined[s])
                 copy.before = {}
-                copy.seen()
+                copy.record()
 
     def restore(self) -> None:
-        """After a failed step: the buffers are as before it, so that copies are the same."""
+        """Restore the buffers from before a failed step, so that the copies are equal."""
         for copy in self._all():
             copy.write(copy.before)
             copy.before = {}
-            copy.seen()
+            copy.record()
 
 
-def _joined(copy: _Copy, told: Sequence[Values], rule: Rule) -> tuple[Values, str]:
-    """What every copy's buffers are to be, and the name of the first that nobody can know."""
-    found: Values = {}
-    for name in dict.fromkeys(name for values in told for name in values):
-        place = copy.places[name]
-        values = [one[name].to(place.value.device) for one in told if name in one]
-        if is_batch_norm(place.owner) and place.owner.training and name in copy.before:
-            found[name] = _statistics(copy, place, told)
-        elif len(values) == len(told) and all(_equal(value, values[0]) for value in values):
+def _join(copy: _StageCopy, changes: Sequence[Values], rule: Rule) -> tuple[Values, str]:
+    """Return the new values of every copy's buffers, and the name of the first that the rule refuses."""
+    joined: Values = {}
+    for name in dict.fromkeys(name for values in changes for name in values):
+        buffer = copy.buffers[name]
+        values = [change[name].to(buffer.value.device) for change in changes if name in change]
+        if is_batch_norm(buffer.owner) and buffer.owner.training and name in copy.before:
+            joined[name] = _join_statistics(copy, buffer, changes)
+        elif len(values) == len(changes) and all(same_values(value, values[0], True) for value in values):
             continue
         elif rule == "refuse":
             return {}, name
         elif rule == "mean" and (values[0].is_floating_point() or values[0].is_complex()):
-            found[name] = torch.stack(values).mean(0)
+            joined[name] = torch.stack(values).mean(0)
         else:
-            found[name] = values[0]
-    return found, ""
+            joined[name] = values[0]
+    return joined, ""
 
 
-def _statistics(copy: _Copy, place: _Place, told: Sequence[Values]) -> Tensor:
-    """A running statistic after all copies' updates, one copy's after the other's."""
-    prefix = place.name.removesuffix(place.inner)
-    counter = f"{prefix}num_batches_tracked"
-    before = copy.before[place.name]
-    updates = [
-        int(values[counter]) - int(copy.before[counter]) if counter in values else 0 for values in told
-    ]
-    if place.name == counter:
+def _join_statistics(copy: _StageCopy, buffer: NamedBuffer, changes: Sequence[Values]) -> Tensor:
+    """Return a running statistic after the updates of all copies, one copy after the other."""
+    counter = f"{buffer.name.removesuffix(buffer.attribute)}num_batches_tracked"
+    before, counted = copy.before[buffer.name], int(copy.before[counter])
+    updates = [int(values[counter]) - counted if counter in values else 0 for values in changes]
+    if buffer.name == counter:
         return before + sum(updates)
-    momentum: float | None = place.owner.momentum  # type: ignore[assignment]  # of an nn.Module
-    start, found = before.double(), before.double()
-    done = int(copy.before[counter])
-    for values, count in zip(told, updates, strict=True):
-        if place.name not in values or not count:
+    momentum: float | None = buffer.owner.momentum  # type: ignore[assignment]  # of an nn.Module
+    start, joined = before.double(), before.double()
+    total = counted
+    for values, count in zip(changes, updates, strict=True):
+        if buffer.name not in values or not count:
             continue
-        after = values[place.name].to(start.device).double()
+        after = values[buffer.name].to(start.device).double()
         if momentum is not None:
-            found = after + (1.0 - momentum) ** count * (found - start)
-        else:  # the mean of all that were seen
-            own = int(copy.before[counter])
-            added = after * (own + count) - start * own
-            found = (found * done + added) / (done + count)
-            done += count
-    return found.to(before.dtype)
+            joined = after + (1.0 - momentum) ** count * (joined - start)
+        else:  # a cumulative mean
+            added = after * (counted + count) - start * counted
+            joined = (joined * total + added) / (total + count)
+            total += count
+    return joined.to(before.dtype)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), tensor._version
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit but for NaN, of which any two are equal."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one, other) or bool(torch.eq(one, other).logical_or(one.isnan() & other.isnan()).all())

@@ -1,202 +1,195 @@
-"""Everything of which there are copies (replicas, stages that several ranks hold, tied weights), kept the same."""
+"""Copies of modules, parameters and buffers (replicas, stages that several ranks hold, tied weights), kept the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-
-import torch
-from torch import Tensor
+from itertools import chain
 
 from penstock.parallel.dtensor import is_sharded
 from penstock.runtime.copies.aliases import Aliases
-from penstock.runtime.copies.buffers import BufferCopies, Values, is_batch_norm, places_of
+from penstock.runtime.copies.buffers import BufferCopies, Rule, Values, is_batch_norm, stage_buffers
 from penstock.runtime.copies.module_copies import ModuleCopies
-from penstock.runtime.copies.replica_check import CopiedTensor, ReplicaCheck, differs
+from penstock.runtime.copies.replica_check import CopiedTensor, ReplicaCheck, difference_error
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
+from penstock.stage.values import same_values
 
 
 class Copies:
-    """The copies in this process and those in others.
+    """Copies in this process and in others.
 
     Args:
-        parts: the stages of this process.
-        thread_replicas: its other replicas, if they are threads.
-        world: the other processes, joined; None if there are none.
-        replicas: how many there are in all.
-        options: how they are kept the same.
+        local_stages: stages of this process, of the first replica if there are several here.
+        thread_replicas: the other replicas, if they are threads of this process.
+        world: the pipeline's processes; None if its ranks are threads.
+        replicas: number of replicas in all processes.
+        options: options that say how copies are kept the same.
     """
 
     def __init__(
         self,
-        parts: LocalStages,
+        local_stages: LocalStages,
         thread_replicas: Sequence[LocalStages],
         world: World | None,
         replicas: int,
         options: ParallelOptions,
     ) -> None:
-        everyone = [parts, *thread_replicas]
-        self._parts = parts
+        self._local_stages = local_stages
         self._world = world
-        self._every = options.check_replicas
+        self._check_every = options.check_replicas
         self._trained = 0
-        self._aliases = Aliases(
-            (pair for part in everyone if world is None for pair in part.named_parameters()),
-            parts.ties.over_stages,
-        )
-        self._module_copies = ModuleCopies((), ())
-        holders = parts.schedule.placement.holders
+        self._check: ReplicaCheck | None = None
+        all_replicas = [local_stages, *thread_replicas]
         if world is None:
-            modules = {
-                s: [part.modules[rank, s] for part in everyone for rank in ranks]
-                for s, ranks in enumerate(holders)
-            }
-            self._modules = {s: found for s, found in modules.items() if len(found) > 1}
-            # The user sees both modules of a separated pair, so each follows the other.
-            several = [(one, [other]) for pair in parts.separated for one, other in (pair, pair[::-1])]
-            stages = [(first, others) for first, *others in self._modules.values()]
-            self._module_copies = ModuleCopies(parts.modules.values(), [*several, *stages])
-            self._buffers = BufferCopies(self._modules, options.buffers)
-            self._check = None
-            return
-        own = {s: stage.module for s, stage in parts.own_stages.items()}
-        self._modules = {s: [m] for s, m in own.items() if replicas > 1 or len(holders[s]) > 1}
-        gather = _Gather(world, holders, replicas)
-        kinds = world.gather_dict({s: _kinds(module) for s, module in own.items()})
+            self._init_threads(all_replicas, options.buffers)
+        else:
+            self._init_processes(world, replicas, options.buffers)
+        named = chain.from_iterable(each.named_parameters() for each in all_replicas)
+        self._aliases = Aliases(named if world is None else (), local_stages.ties.over_stages)
+
+    def _init_threads(self, all_replicas: Sequence[LocalStages], rule: Rule) -> None:
+        first = all_replicas[0]
+        modules = {
+            s: [replica.modules[rank, s] for replica in all_replicas for rank in ranks]
+            for s, ranks in enumerate(first.schedule.placement.holders)
+        }
+        self._modules = {s: copies for s, copies in modules.items() if len(copies) > 1}
+        # The user sees both modules of a separate pair, so changes go both ways.
+        pairs = [(one, [other]) for pair in first.separate_modules for one, other in (pair, pair[::-1])]
+        stages = [(one, others) for one, *others in self._modules.values()]
+        self._module_copies = ModuleCopies(first.modules.values(), [*pairs, *stages])
+        self._buffers = BufferCopies(self._modules, rule)
+
+    def _init_processes(self, world: World, replicas: int, rule: Rule) -> None:
+        local_stages = self._local_stages
+        holders = local_stages.schedule.placement.holders
+        modules = {s: stage.module for s, stage in local_stages.stages_by_number.items()}
+        self._modules = {s: [m] for s, m in modules.items() if replicas > 1 or len(holders[s]) > 1}
+        self._module_copies = ModuleCopies((), ())
+        kinds = world.gather_dict({s: _buffer_kinds(module) for s, module in modules.items()})
         copied = [s for s in kinds if replicas > 1 or len(holders[s]) > 1]
-        gather.over_ranks = any(kinds[s] for s in copied if len(holders[s]) > 1)
-        asks = options.buffers == "refuse" and any("other" in kinds[s] for s in copied)
+        over_ranks = any(kinds[s] for s in copied if len(holders[s]) > 1)
+        may_refuse = rule == "refuse" and any("other" in kinds[s] for s in copied)
         self._buffers = BufferCopies(
             self._modules,
-            options.buffers,
-            gather if any(kinds[s] for s in copied) else None,
-            (lambda problem: world.exchange_all(problem, "compare buffers")) if asks else None,
+            rule,
+            _Gather(world, holders, replicas, over_ranks) if any(kinds[s] for s in copied) else None,
+            (lambda problem: world.exchange_all(problem, "compare buffers")) if may_refuse else None,
         )
-        alone = replicas == 1 and all(len(ranks) == 1 for ranks in parts.holders)
-        cut = world.mesh is not None and world.mesh.shape.tp > 1
-        where = f"rank {world.rank}"
-        if world.mesh is not None:
-            where = ", ".join(f"{axis} {world.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
-        self._check = (
-            ReplicaCheck(
-                self._held, f"({where})", lambda value: world.exchange_all(value, "compare replicas")
+        shards = world.mesh is not None and world.mesh.shape.tp > 1
+        if shards or replicas > 1 or any(len(ranks) > 1 for ranks in local_stages.holders):
+            where = f"rank {world.rank}"
+            if world.mesh is not None:
+                where = ", ".join(f"{axis} {world.mesh.coordinate(axis)}" for axis in ("pp", "dp", "tp"))
+            self._check = ReplicaCheck(
+                self._copied_tensors,
+                f"({where})",
+                lambda value: world.exchange_all(value, "compare replicas"),
             )
-            if cut or not alone
-            else None
-        )
 
-    def _held(self) -> Iterator[CopiedTensor]:
-        """What this process holds; of tensors that are cut, copies are those of the same part."""
-        world, ties = self._world, self._parts.ties
+    def _copied_tensors(self) -> Iterator[CopiedTensor]:
+        """Yield this process's tensors; shards are copies only of the same shard."""
+        world, ties = self._world, self._local_stages.ties
         tied = {name for names in ties.groups for name in names}
-        part = "" if world is None or world.mesh is None else f" tp {world.mesh.coordinate('tp')}"
-        for s, stage in sorted(self._parts.own_stages.items()):
-            for own, p in stage.module.whole_model_parameters():
-                name = ties.first.get(own, own)
-                group = f"weight {name}" if own in tied else f"stage {s}"
-                yield CopiedTensor(group + part if is_sharded(p) else group, name, "parameter", p)
-            for place in places_of(stage.module):
-                yield CopiedTensor(f"stage {s}", place.name, "buffer", place.value)
+        shard = "" if world is None or world.mesh is None else f" tp {world.mesh.coordinate('tp')}"
+        for s, stage in sorted(self._local_stages.stages_by_number.items()):
+            for _, name, kind, tensor in _tensors_of(stage.module):
+                first = ties.first.get(name, name)
+                group = f"weight {first}" if name in tied else f"stage {s}"
+                yield CopiedTensor(group + shard if is_sharded(tensor) else group, first, kind, tensor)
 
-    def follow(self) -> bool:
-        """Let what was changed of parameters hold for their copies in this process; see `Aliases.follow`."""
-        return self._aliases.follow()
+    def sync_parameters(self) -> bool:
+        """Apply changes of parameters to their copies in this process; see `Aliases.sync`."""
+        return self._aliases.sync()
 
-    def follow_modules(self) -> None:
-        """Let what was changed on modules hold for their copies in this process; see `ModuleCopies.follow`."""
-        self._module_copies.follow()
+    def sync_modules(self) -> None:
+        """Apply changes of modules to their copies in this process; see `ModuleCopies.sync`."""
+        self._module_copies.sync()
 
-    def ran(self) -> None:
-        """After any step, failed or not."""
-        self._module_copies.ran()
+    def record_modules(self) -> None:
+        """Record the modules after any step, failed or not; see `ModuleCopies.record`."""
+        self._module_copies.record()
 
     def before_step(self, trains: bool, wait_for_parameters: Callable[[], None]) -> None:
-        """Level and, when it is due, compare; every process calls it.
+        """Synchronize modules and buffers and, if it is time, compare the copies; every process calls it.
 
         Args:
-            trains: whether it is a training step.
-            wait_for_parameters: waits for parameters that are being collected.
+            trains: True before a training step.
+            wait_for_parameters: function that waits for parameters that are being collected.
 
         Raises:
-            ReplicaError: copies are no longer the same, or cannot follow what was changed on a module.
+            ReplicaError: if copies differ, or cannot get a change of a module.
         """
-        self.follow_modules()
-        self._buffers.level()
+        self.sync_modules()
+        self._buffers.sync()
         if not trains:
             return
-        due = self._every > 0 and self._trained % self._every == 0
+        due = self._check_every > 0 and self._trained % self._check_every == 0
         self._trained += 1
         if due:
             wait_for_parameters()
         if due and self._check is not None:
             self._check.run()
         elif due and self._world is None:
-            self._compare()
+            self._compare_threads()
         self._buffers.begin()
 
     def after_step(self, trains: bool) -> None:
-        """After a step: let the buffers of all copies be the same, if it was a training step.
+        """Give the buffers of all copies the same values, after a training step.
 
         Raises:
-            ReplicaError: nobody can say what they should be.
+            ReplicaError: if they differ, and the rule is to refuse.
         """
-        self._buffers.ran()
+        self._buffers.record_scratch()
         if trains:
             self._buffers.finish()
 
-    def failed(self) -> None:
-        """A training step failed: the buffers of all copies are as before it."""
-        self._buffers.ran()
+    def restore(self) -> None:
+        """Restore the buffers of all copies after a failed step."""
+        self._buffers.record_scratch()
         self._buffers.restore()
 
-    def _compare(self) -> None:
-        """In threads: copies share their memory, or have the same values."""
+    def _compare_threads(self) -> None:
         for s, (first, *others) in self._modules.items():
             for n, other in enumerate(others, 1):
-                for kind, a, b in _pairs(first, other):
-                    if not _same(a[1], b[1]):
+                for one, copy in zip(_tensors_of(first), _tensors_of(other), strict=True):
+                    a, b = one.tensor.detach(), copy.tensor.detach()
+                    shared = (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype)
+                    if not shared and not same_values(a, b, True):
                         where = {0: [f"stage {s}, copy 0"], 1: [f"copy {n}"]}
-                        raise differs({a[0]: kind}, {a[0]: where})
+                        raise difference_error({one.name: one.kind}, {one.name: where})
 
 
 class _Gather:
-    """What the copies of this process's stages have changed, brought together from other processes."""
+    """Gather from other processes the buffers that copies of this process's stages have changed."""
 
-    def __init__(self, world: World, holders: Sequence[Sequence[int]], replicas: int) -> None:
-        self.over_ranks = False
-        self._world, self._holders, self._replicas = world, holders, replicas
+    def __init__(
+        self, world: World, holders: Sequence[Sequence[int]], replicas: int, over_ranks: bool
+    ) -> None:
+        self._world, self._holders = world, holders
+        self._replicas, self._over_ranks = replicas, over_ranks
 
-    def __call__(self, own: dict[int, Values]) -> dict[int, list[Values]]:
-        mine = {s: {n: t.cpu() for n, t in values.items()} for s, values in own.items()}
-        found = {s: [values] for s, values in mine.items()}
-        if self.over_ranks:
-            rows = self._world.exchange(mine)
-            found = {s: [rows[rank][s] for rank in self._holders[s]] for s in mine}
-        if self._replicas > 1 and own:
-            told = self._world.exchange_replicas(found, "compare buffers")
-            found = {s: [values for row in told for values in row[s]] for s in mine}
-        return found
-
-
-def _kinds(module: StageModule) -> list[str]:
-    """What kinds of persistent buffers a stage has."""
-    return sorted({"statistics" if is_batch_norm(p.owner) else "other" for p in places_of(module)})
+    def __call__(self, changes: dict[int, Values]) -> dict[int, list[Values]]:
+        on_cpu = {s: {n: t.cpu() for n, t in values.items()} for s, values in changes.items()}
+        gathered = {s: [values] for s, values in on_cpu.items()}
+        if self._over_ranks:
+            ranks = self._world.exchange(on_cpu)
+            gathered = {s: [ranks[rank][s] for rank in self._holders[s]] for s in on_cpu}
+        if self._replicas > 1 and changes:
+            replicas = self._world.exchange_replicas(gathered, "compare buffers")
+            gathered = {s: [values for replica in replicas for values in replica[s]] for s in on_cpu}
+        return gathered
 
 
-def _pairs(
-    one: StageModule, other: StageModule
-) -> Iterator[tuple[str, tuple[str, Tensor], tuple[str, Tensor]]]:
-    for a, b in zip(one.whole_model_parameters(), other.whole_model_parameters(), strict=True):
-        yield "parameter", a, b
-    for p, q in zip(places_of(one), places_of(other), strict=True):
-        yield "buffer", (p.name, p.value), (q.name, q.value)
+def _buffer_kinds(module: StageModule) -> list[str]:
+    """Return the kinds of a stage's persistent buffers: "statistics", "other"."""
+    return sorted({"statistics" if is_batch_norm(b.owner) else "other" for b in stage_buffers(module)})
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if one.data_ptr() == other.data_ptr() or torch.equal(one.detach(), other.detach()):
-        return True
-    return bool(torch.isclose(one.detach(), other.detach(), 0, 0, equal_nan=True).all())
+def _tensors_of(module: StageModule) -> Iterator[CopiedTensor]:
+    for name, p in module.whole_model_parameters():
+        yield CopiedTensor("", name, "parameter", p)
+    for buffer in stage_buffers(module):
+        yield CopiedTensor("", buffer.name, "buffer", buffer.value)

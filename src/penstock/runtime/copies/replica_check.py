@@ -1,8 +1,8 @@
-"""Whether copies of parameters and buffers still have the same bits, looked at now and then.
+"""Periodic comparison of copies of parameters and buffers, bit for bit.
 
-Between processes a tensor is compared by a checksum: the sums of its bits, read as 64-bit integers, over 64 runs of its
-memory. A difference in one run that is not made up for in the same run changes it, and so does what is in the wrong run. It
-reads every byte once, on the device where the tensor is.
+Processes compare checksums: the sums of a tensor's bits, read as 64-bit integers, over 64 chunks of its memory. Every
+difference changes the checksum, unless another one in the same chunk cancels it. Swapped chunks change it, too. Computing
+it reads every byte once, on the tensor's device.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from penstock.errors import ReplicaError
 from penstock.parallel.data.replica_checks import digest
 from penstock.parallel.dtensor import local
 
-RUNS = 64
+CHUNKS = 64
 
 
 class CopiedTensor(NamedTuple):
-    """A tensor of which there are copies.
+    """A tensor with copies in other processes.
 
     Attributes:
-        group: what is compared at once: a stage's, or a weight that several stages share.
-        name: in the whole model.
+        group: name of the tensors compared at once: a stage, or a weight that several stages share.
+        name: name in the whole model.
         kind: "parameter" or "buffer".
-        tensor: this process's part of it.
+        tensor: this process's copy, or its shard.
     """
 
     group: str
@@ -37,48 +37,48 @@ class CopiedTensor(NamedTuple):
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """A 64-bit number for each tensor's shape, dtype and bits."""
+    """Return a 64-bit checksum of each tensor's shape, dtype and bits."""
     sums = [_sums(tensor) for tensor in tensors]
     devices: dict[torch.device, list[int]] = {}
-    for n, one in enumerate(sums):
-        devices.setdefault(one.device, []).append(n)
-    found = [0] * len(tensors)
+    for n, row in enumerate(sums):
+        devices.setdefault(row.device, []).append(n)
+    digests = [0] * len(tensors)
     for numbers in devices.values():
-        table = torch.stack([sums[n] for n in numbers]).cpu()  # waits for a device once
+        table = torch.stack([sums[n] for n in numbers]).cpu()  # synchronizes with each device once
         for n, row in zip(numbers, table, strict=True):
             kind = f"{tuple(tensors[n].shape)} {tensors[n].dtype}".encode()
-            found[n] = digest(kind + row.numpy().tobytes())
-    return found
+            digests[n] = digest(kind + row.numpy().tobytes())
+    return digests
 
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> Tensor:
-    part = local(tensor.detach()).resolve_conj().resolve_neg()
-    if part.is_complex():
-        part = torch.view_as_real(part)
-    octets = part.contiguous().view(-1).view(torch.uint8)
+    shard = local(tensor.detach()).resolve_conj().resolve_neg()
+    if shard.is_complex():
+        shard = torch.view_as_real(shard)
+    octets = shard.contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8:
         octets = octets.clone()
-    each = len(octets) // (8 * RUNS)
-    found = octets[: each * 8 * RUNS].view(torch.int64).view(RUNS, each).sum(1)
-    rest = octets[each * 8 * RUNS :].to(torch.int64)  # fewer than 8 for each run
-    weights = 3 ** (1 + torch.arange(len(rest), device=rest.device) // RUNS)
-    return found.index_add_(0, torch.arange(len(rest), device=rest.device) % RUNS, rest * weights)
+    length = len(octets) // (8 * CHUNKS)
+    sums = octets[: length * 8 * CHUNKS].view(torch.int64).view(CHUNKS, length).sum(1)
+    rest = octets[length * 8 * CHUNKS :].to(torch.int64)  # fewer than 8 for each chunk
+    positions = torch.arange(len(rest), device=rest.device)
+    return sums.index_add_(0, positions % CHUNKS, rest * 3 ** (1 + positions // CHUNKS))
 
 
 class ReplicaCheck:
-    """Compares copies between processes.
+    """Comparison of copies between processes.
 
     Args:
-        held: what this process has copies of, or other processes may have; asked at every check.
-        where: this process, in words.
+        tensors: returns this process's tensors that other processes may have copies of; called at every check.
+        where: name of this process in error messages.
         exchange: gives every process's value to all of them.
     """
 
     def __init__(
-        self, held: Callable[[], Iterable[CopiedTensor]], where: str, exchange: Callable[[Any], list[Any]]
+        self, tensors: Callable[[], Iterable[CopiedTensor]], where: str, exchange: Callable[[Any], list[Any]]
     ) -> None:
-        self._held = held
+        self._tensors = tensors
         self._where = where
         self._exchange = exchange
 
@@ -86,51 +86,52 @@ class ReplicaCheck:
         """Compare; every process calls it.
 
         Raises:
-            ReplicaError: on every process; names the first tensor that differs, and where.
+            ReplicaError: if copies differ; on every process, with the first tensor that differs, and where.
         """
-        held = list(self._held())
+        tensors = list(self._tensors())
         groups: dict[str, dict[str, int]] = {}
-        kinds = {one.name: one.kind for one in held}
-        for one, number in zip(held, checksums([h.tensor for h in held]), strict=True):
-            groups.setdefault(one.group, {})[one.name] = number
-        told: list[dict[str, int]] = self._exchange(
-            {group: digest(repr(list(found.items())).encode()) for group, found in groups.items()}
+        kinds = {tensor.name: tensor.kind for tensor in tensors}
+        for tensor, checksum in zip(tensors, checksums([t.tensor for t in tensors]), strict=True):
+            groups.setdefault(tensor.group, {})[tensor.name] = checksum
+        rows: list[dict[str, int]] = self._exchange(
+            {group: digest(repr(list(members.items())).encode()) for group, members in groups.items()}
         )
-        numbers: dict[str, set[int]] = {}
-        for row in told:
+        digests: dict[str, set[int]] = {}
+        for row in rows:
             for group, number in row.items():
-                numbers.setdefault(group, set()).add(number)
-        wrong = [group for group, found in numbers.items() if len(found) > 1]
-        if wrong:
-            mine = {g: found for g, found in groups.items() if g in wrong}
-            raise _differing(self._exchange([self._where, mine, kinds]))
+                digests.setdefault(group, set()).add(number)
+        differing = {group: groups[group] for group in groups if len(digests[group]) > 1}
+        if any(len(numbers) > 1 for numbers in digests.values()):
+            raise _error_of(self._exchange([self._where, differing, kinds]))
 
 
-def _differing(told: Sequence[Sequence[Any]]) -> ReplicaError:
+def _error_of(rows: Sequence[Sequence[Any]]) -> ReplicaError:
     tensors: dict[tuple[str, str], dict[int, list[str]]] = {}
     kinds: dict[str, str] = {}
-    for where, groups, its_kinds in told:
-        kinds.update(its_kinds)
-        for group, found in groups.items():
-            for name, number in found.items():
-                tensors.setdefault((group, name), {}).setdefault(number, []).append(where)
-    wrong = {name: places for (_, name), places in tensors.items() if len(places) > 1}
-    if not wrong:
+    for where, groups, kinds_there in rows:
+        kinds.update(kinds_there)
+        for group, members in groups.items():
+            for name, checksum in members.items():
+                tensors.setdefault((group, name), {}).setdefault(checksum, []).append(where)
+    differing = {name: places for (_, name), places in tensors.items() if len(places) > 1}
+    if not differing:
         return ReplicaError("processes that hold the same stage have different parameters or buffers in it")
-    return differs(kinds, wrong)
+    return difference_error(kinds, differing)
 
 
-def differs(kinds: Mapping[str, str], wrong: Mapping[str, Mapping[int, Sequence[str]]]) -> ReplicaError:
-    """The error for tensors whose copies differ.
+def difference_error(
+    kinds: Mapping[str, str], differing: Mapping[str, Mapping[int, Sequence[str]]]
+) -> ReplicaError:
+    """Return the error for tensors whose copies differ.
 
     Args:
         kinds: "parameter" or "buffer", by name.
-        wrong: by name and then by what is the same, the places that have it.
+        differing: places that have the same value, by name and value's number.
     """
-    name, places = next(iter(wrong.items()))
+    name, places = next(iter(differing.items()))
     alike = sorted(places.values(), key=len, reverse=True)
     each = "; another on ".join(", ".join(where) for where in alike)
-    more = f" So are {len(wrong) - 1} others." if len(wrong) > 1 else ""
+    more = f" {len(differing) - 1} other tensors differ, too." if len(differing) > 1 else ""
     return ReplicaError(
         f"the copies of {kinds.get(name, 'tensor')} {name!r} are no longer the same: one value on {each}.{more} Something "
         "changed them on some of the copies only (an update outside the pipeline's optimizer, another seed, a load, a "

@@ -1,9 +1,8 @@
-"""Modules that two ranks of one process would share: each rank gets its own, with the same parameters' memory.
+"""Separate modules for ranks of one process that would share one.
 
-A module may be used at several places of a model. Where these places are on two ranks, which are threads, both would
-accumulate into one parameter's gradient, at the same time. So the first rank keeps the user's module, and every other
-rank gets a copy whose parameters share the memory. The gradients become one sum as those of any tied weight do; see
-`shared`.
+A model may use a module at several places. If these are on two ranks, which are threads, both would accumulate into the
+same gradient at the same time. So the first rank keeps the user's module, and every other rank gets a copy whose parameters
+share the memory. The gradients are summed like those of any tied weight; see `penstock.runtime.weights.shared`.
 """
 
 from __future__ import annotations
@@ -24,45 +23,42 @@ from penstock.stage.module import StageModule
 M = TypeVar("M", bound=nn.Module)
 
 
-def alias(module: StageModule, memo: dict[int, Any] | None = None) -> StageModule:
-    """Copy a module; the copy shares its parameters' memory but has gradients and buffers of its own.
+def alias(module: M, memo: dict[int, Any] | None = None) -> M:
+    """Copy a module; the copy shares its parameters' memory, but has separate gradients and buffers.
 
     Args:
-        module: what is copied.
-        memo: what was copied before, for modules that share parameters; filled in.
+        module: module to copy.
+        memo: objects copied before by id, as for ``copy.deepcopy``, for modules that share parameters; updated.
     """
-    return _alias(module, {} if memo is None else memo)
-
-
-def _alias(module: M, memo: dict[int, Any]) -> M:
+    memo = {} if memo is None else memo
     for name, p in module.named_parameters():
         if id(p) not in memo:
-            require_no_late_hook(name, p)  # hooks of the gradient follow (see `Aliases`)
+            require_no_late_hook(name, p)  # hooks of the gradient are copied by `Aliases`
             memo[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
-    for part in module.modules():
-        # Hooks before a forward (pruning, the older weight_norm) leave what they computed as an attribute, which deepcopy
-        # refuses; the copy's own hooks compute it again.
-        for value in vars(part).values():
+    for submodule in module.modules():
+        # Hooks before a forward (pruning, the older weight_norm) store a computed tensor as an attribute, which deepcopy
+        # refuses; the copy's hooks compute it again.
+        for value in vars(submodule).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach())
     try:
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"a {type(module).__name__} is to have copies, for several ranks or replicas that are threads, and cannot be "
-            f"copied ({error}); keep its places on one rank (split=...), keep what cannot be copied out of it, or run one "
+            f"a {type(module).__name__} needs copies for several ranks or replicas in threads, and cannot be copied "
+            f"({error}); keep its places on one rank (split=...), remove what cannot be copied from it, or run one "
             "process a rank (torchrun)"
         ) from error
 
 
-class Separated:
-    """The copies that keep the ranks of one process apart.
+class SeparateModules:
+    """Copies of modules that several ranks of one process use.
 
     Args:
-        modules: (rank, stage) → the module there; layers that an earlier rank has are replaced by copies.
+        modules: stage modules by (rank, stage); layers that an earlier rank has are replaced by copies.
 
     Attributes:
-        copied: (module, copy).
+        copied: (module, copy) pairs.
     """
 
     def __init__(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
@@ -72,70 +68,68 @@ class Separated:
         self.copied: list[tuple[nn.Module, nn.Module]] = []
         for (rank, _), stage in modules.items():
             for n, layer in enumerate(stage.layers):
-                stage.layers[n] = self._own(layer, rank)
+                stage.layers[n] = self._separate(layer, rank)
 
-    def _own(self, module: nn.Module, rank: int) -> nn.Module:
+    def _separate(self, module: nn.Module, rank: int) -> nn.Module:
         if self._owner.setdefault(id(module), rank) != rank:
-            own = _alias(module, self._memos.setdefault(rank, {}))
-            self.copied.append((module, own))
-            return own
+            copied = alias(module, self._memos.setdefault(rank, {}))
+            self.copied.append((module, copied))
+            return copied
         for child in list(module.children()):
-            own = self._own(child, rank)
-            if own is not child:
-                for place in [n for n, m in module._modules.items() if m is child]:
-                    self._replaced.append((module, place, child))
-                    setattr(module, place, own)
+            separate = self._separate(child, rank)
+            if separate is not child:
+                for name in [n for n, m in module._modules.items() if m is child]:
+                    self._replaced.append((module, name, child))
+                    setattr(module, name, separate)
         return module
 
     def undo(self) -> None:
-        """Give the user's modules their parts back."""
-        for module, name, before in reversed(self._replaced):
-            setattr(module, name, before)
+        """Give the user's modules their children back."""
+        for module, name, child in reversed(self._replaced):
+            setattr(module, name, child)
         self._replaced.clear()
 
 
 class Isolations:
-    """What the stages of different ranks have in common and must not use, for every stage of a process.
+    """Parameters and buffers that stages of different ranks have in common and must not use.
 
     Args:
-        runs: the layers of each stage.
-        placement: which rank holds which stage.
+        layers_of_stages: layers of each stage.
+        placement: ranks that hold each stage.
     """
 
-    def __init__(self, runs: Sequence[Sequence[Layer]], placement: Placement) -> None:
-        self._given = {
-            id(p): f"{layer.name}.{name}"
-            for run in runs
-            for layer in run
+    def __init__(self, layers_of_stages: Sequence[Sequence[Layer]], placement: Placement) -> None:
+        built = [
+            (layer.name, layer.module, stage)
+            for stage, layers in enumerate(layers_of_stages)
+            for layer in layers
             if layer.module is not None
-            for name, p in layer.module.named_parameters()
+        ]
+        self._names = {
+            id(p): f"{layer}.{name}" for layer, module, _ in built for name, p in module.named_parameters()
         }
-        places: dict[int, set[tuple[int, ...]]] = {}
-        names: list[tuple[int, str, int]] = []
-        for stage, run in enumerate(runs):
-            for layer in run:
-                if layer.module is None:
-                    continue
-                for name, buffer in layer.module.named_buffers(remove_duplicate=False):
-                    places.setdefault(id(buffer), set()).add(placement.holders[stage])
-                    names.append((id(buffer), f"{layer.name}.{name}", stage))
-        shared = [(name, stage) for key, name, stage in names if len(places[key]) > 1]
-        self._buffers = {s: {name for name, stage in shared if stage == s} for _, s in shared}
+        holders: dict[int, set[tuple[int, ...]]] = {}
+        uses: list[tuple[int, str, int]] = []
+        for layer, module, stage in built:
+            for name, buffer in module.named_buffers(remove_duplicate=False):
+                holders.setdefault(id(buffer), set()).add(placement.holders[stage])
+                uses.append((id(buffer), f"{layer}.{name}", stage))
+        self._buffers = {(stage, name) for buffer, name, stage in uses if len(holders[buffer]) > 1}
 
     def of(self, stages: Mapping[tuple[int, int], StageModule]) -> dict[tuple[int, int], Isolation]:
-        """The isolation of every (rank, stage) of this process."""
-        known = dict(self._given)
-        for stage in stages.values():
-            known.update((id(p), name) for name, p in stage.whole_model_parameters())
-        found = {}
-        for place, module in stages.items():
-            own = {id(p) for p in module.parameters()}
-            wanted = self._buffers.get(place[1], set())
+        """Return the isolation of every (rank, stage) of this process."""
+        names = dict(self._names)
+        for module in stages.values():
+            names.update((id(p), name) for name, p in module.whole_model_parameters())
+        isolations = {}
+        for (rank, s), module in stages.items():
+            registered = {id(p) for p in module.parameters()}
             buffers = [
-                (f"{layer}.{name}", part.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-                for layer, part in module.named_layers()
-                for name, _ in part.named_buffers(remove_duplicate=False)
-                if f"{layer}.{name}" in wanted
+                (f"{layer}.{name}", top.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+                for layer, top in module.named_layers()
+                for name, _ in top.named_buffers(remove_duplicate=False)
+                if (s, f"{layer}.{name}") in self._buffers
             ]
-            found[place] = Isolation({key: name for key, name in known.items() if key not in own}, buffers)
-        return found
+            foreign = {key: name for key, name in names.items() if key not in registered}
+            isolations[rank, s] = Isolation(foreign, buffers)
+        return isolations

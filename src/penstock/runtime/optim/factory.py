@@ -1,4 +1,4 @@
-"""What a PipelineOptimizer makes of what it is given, and refuses: torch optimizers, schedules, dtypes."""
+"""Build and check the torch optimizers and learning-rate schedulers of a PipelineOptimizer."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 def build(
     make: MakeOptimizer,
     main: MainWeights,
-    parts: list[Named],
+    groups: list[Named],
     options: list[dict[str, Any]],
     defaults: dict[str, Any],
 ) -> torch.optim.Optimizer:
-    """One rank's optimizer.
+    """Return one rank's optimizer.
 
     Args:
-        make: makes it.
-        main: what it updates in place of parameters.
-        parts: (name, parameter) by group.
-        options: of the groups.
-        defaults: of the optimizer.
+        make: function that makes it from parameter groups and `defaults`.
+        main: main weights, which it updates in place of their parameters.
+        groups: (name, parameter) pairs of each group.
+        options: optimizer options of each group.
+        defaults: optimizer options of all groups.
 
     Raises:
-        ConfigError: it cannot be made so, or is none that takes a step by itself.
+        ConfigError: if the options do not fit, or the optimizer needs a closure in its step.
     """
-    groups = [
-        {"params": [main.of(name, p) for name, p in part], **chosen}
-        for part, chosen in zip(parts, options, strict=True)
+    param_groups = [
+        {"params": [main.of(name, p) for name, p in group], **chosen}
+        for group, chosen in zip(groups, options, strict=True)
     ]
     name = getattr(make, "__name__", "the optimizer")
     try:
-        made = make(groups, **defaults)
+        made = make(param_groups, **defaults)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} cannot be made with these options and groups: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
@@ -54,7 +54,8 @@ def build(
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{name} runs the model itself, several times a step, through a closure; a pipeline cannot give it one"
+            f"{name} runs the model itself, several times a step, through a closure, which a pipeline cannot give it; use "
+            "an optimizer whose step needs none"
         )
     allowed = sorted(set(made.defaults) | {"lr"})
     problems = [
@@ -69,10 +70,10 @@ def build(
 
 
 def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule of one rank's optimizer.
+    """Return the learning-rate scheduler of one rank's optimizer.
 
     Raises:
-        ConfigError: it is none that goes by the step alone.
+        ConfigError: if `make` returns anything but a scheduler of the optimizer that depends on the step alone.
     """
     made = make(optimizer)
     if not isinstance(made, LRScheduler):
@@ -82,7 +83,7 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
         )
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau wants a measurement at every step; change the learning rates in `optimizers` yourself"
+            "ReduceLROnPlateau needs a measurement at every step; change the learning rates in `optimizers` yourself"
         )
     if made.optimizer is not optimizer:
         raise ConfigError("lr_scheduler must make a scheduler of the optimizer it is given")
@@ -90,25 +91,25 @@ def build_scheduler(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> LR
 
 
 def require_elementwise(pipe: Pipeline, optimizer: torch.optim.Optimizer, zero: bool) -> None:
-    """Refuse an optimizer of whole matrices where it gets parts of them.
+    """Raise if an optimizer needs whole matrices but gets shards of them.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: if the optimizer is not elementwise, and ZeRO or tensor parallelism is on.
     """
     kind = type(optimizer).__name__
     if kind in NOT_ELEMENTWISE and (zero or pipe.tensor_ranks > 1):
-        who, instead = ("tensor parallelism", "tp = 1") if pipe.tensor_ranks > 1 else ("ZeRO", "zero=False")
+        cause, instead = ("tensor parallelism", "tp = 1") if pipe.tensor_ranks > 1 else ("ZeRO", "zero=False")
         raise ConfigError(
-            f"{kind} does not update every element by itself, and {who} gives it parts of matrices; use an "
+            f"{kind} does not update every element by itself, and {cause} gives it parts of matrices; use an "
             f"elementwise optimizer, such as AdamW or SGD, or {instead}"
         )
 
 
 def require_zero(pipe: Pipeline, zero: object) -> None:
-    """Refuse what `PipelineOptimizer` takes for no way to divide, and pipelines it cannot divide.
+    """Check the option `zero` of `PipelineOptimizer`.
 
     Raises:
-        ConfigError: it is so.
+        ConfigError: if it is not a valid value, or the pipeline chooses its buckets while it runs.
     """
     if zero not in (False, True, "overlap"):
         raise ConfigError(f"zero must be False, True or 'overlap', not {zero!r}")
@@ -120,18 +121,18 @@ def require_zero(pipe: Pipeline, zero: object) -> None:
 
 
 def require_no_fp16(pipe: Pipeline) -> None:
-    """Refuse gradients in fp16 for a scaler.
+    """Raise if a scaler would unscale gradients in fp16.
 
     Raises:
-        ConfigError: there are such.
+        ConfigError: if a parameter that is trained has fp16 gradients.
     """
-    found = [
+    names = [
         name
         for name, p in pipe.named_parameters()
         if p.requires_grad and p.dtype == torch.float16 and getattr(p, "grad_dtype", p.dtype) == torch.float16
     ]
-    if found:
+    if names:
         raise ConfigError(
-            f"{', '.join(found[:3])}{' and others' if len(found) > 3 else ''}: unscaling gradients kept in fp16 would "
-            "lose what the scale has saved; use main_weights=True, or fp32 parameters under autocast"
+            f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: unscaling gradients kept in fp16 would "
+            "lose the precision that the scale has saved; use main_weights=True, or fp32 parameters under autocast"
         )

@@ -1,4 +1,4 @@
-"""The norm of all gradients, the same number on every rank and whatever the split."""
+"""Norm of all gradients, the same number on every rank and for any split."""
 
 from __future__ import annotations
 
@@ -15,95 +15,92 @@ from penstock.runtime.workers.world import World
 
 
 class CountedGradient(NamedTuple):
-    """What has a gradient here.
+    """A parameter that may have a gradient on this process.
 
     Attributes:
-        place: of the parameter in the whole model.
-        parameter: itself, or the piece of it that this replica updates.
-        counts: whether this rank's copy is the one that counts.
-        cut: whether other processes hold the parameter's other parts.
+        position: position of the parameter in the whole model.
+        parameter: the parameter, or the shard of it that this replica updates.
+        counts: whether this rank's copy counts.
+        tensor_parallel: whether other tensor-parallel ranks hold the parameter's other shards.
     """
 
-    place: int
+    position: int
     parameter: nn.Parameter
     counts: bool
-    cut: bool
+    tensor_parallel: bool
 
 
-def held(
-    parameters: LocalParameters, shards: Shards | None, places: Mapping[str, int]
+def counted_gradients(
+    parameters: LocalParameters, shards: Shards | None, positions: Mapping[str, int]
 ) -> list[CountedGradient]:
-    """What this process may have gradients of.
+    """Return the parameters that may have gradients on this process.
 
     Args:
-        parameters: its parameters.
-        shards: the pieces of them that it updates, if that is divided among replicas.
-        places: of all parameters in the whole model, by name.
+        parameters: parameters of this process.
+        shards: shards of them that this process updates with ZeRO; None without.
+        positions: positions of all parameters in the whole model, by name.
     """
-    found = []
-    for name, whole, counts in parameters.counted():
-        part = None if shards is None else shards.find(whole)
-        updated = whole if shards is None else None if part is None else part.shard
+    gradients = []
+    for name, parameter, counts in parameters.counted():
+        sharded = None if shards is None else shards.find(parameter)
+        updated = parameter if shards is None else None if sharded is None else sharded.shard
         if updated is not None:
-            found.append(CountedGradient(places[name], updated, counts, is_sharded(whole)))
-    return found
+            gradients.append(CountedGradient(positions[name], updated, counts, is_sharded(parameter)))
+    return gradients
 
 
 def clip_(
-    parameters: Sequence[CountedGradient],
+    gradients: Sequence[CountedGradient],
     max_norm: float,
     count: int,
     world: World | None,
-    divided: bool = False,
+    sharded: bool = False,
 ) -> Tensor:
     """Clip gradients by their global 2-norm.
 
-    Each parameter's norm is put in its own place of one vector; ranks fill in the places they hold. So every rank
-    takes the norm of the same vector, and the result does not depend on which rank held what.
+    Each parameter's norm is put at its position in one vector; ranks fill in the parameters they hold. So every rank
+    computes the norm of the same vector, and the result does not depend on which rank held what.
 
     Args:
-        parameters: what this process has gradients of.
-        max_norm: the largest norm allowed.
-        count: how many parameters the whole model has.
-        world: the other ranks; None if all parameters are here.
-        divided: what is given are pieces of parameters, of which the replicas have the others.
+        gradients: parameters of this process that may have gradients.
+        max_norm: largest norm after clipping.
+        count: number of parameters in the whole model.
+        world: the pipeline's processes; None if all parameters are here.
+        sharded: whether the parameters are shards of ZeRO (default False), so that the other replicas have the rest.
 
     Returns:
         0-d tensor, the norm before clipping.
     """
-    places = torch.zeros(count, dtype=torch.float64)
-    cut = torch.zeros(count, dtype=torch.float64)  # squares, of this process's part
-    pieces = torch.zeros(
-        count, dtype=torch.float64
-    )  # squares, of what the replicas have divided and is not cut as well
+    norms = torch.zeros(count, dtype=torch.float64)  # of parameters whose gradient is all here
+    tensor_squares = torch.zeros(count, dtype=torch.float64)  # of shards, to add over tensor-parallel ranks
+    zero_squares = torch.zeros(count, dtype=torch.float64)  # of shards, to add over replicas
     present = torch.zeros(len(_DTYPES), count, dtype=torch.float64)
-    for one in parameters:
-        if one.parameter.grad is None or not one.counts:
+    for position, parameter, counts, tensor_parallel in gradients:
+        if parameter.grad is None or not counts:
             continue
-        if one.parameter.grad.layout == torch.sparse_coo:  # whose values then share its memory
-            one.parameter.grad = one.parameter.grad.coalesce()
-        grad = local(one.parameter.grad)
-        norm = torch.linalg.vector_norm(grad if grad.is_complex() else real_values(grad))
-        present[_DTYPES.index(grad.dtype), one.place] = 1.0
-        norm = norm.double()
-        if one.cut:
-            cut[one.place] = norm.square()
-        elif divided:
-            pieces[one.place] = norm.square()
+        if parameter.grad.layout == torch.sparse_coo:  # once coalesced, its values share its memory
+            parameter.grad = parameter.grad.coalesce()
+        grad = local(parameter.grad)
+        norm = torch.linalg.vector_norm(grad if grad.is_complex() else real_values(grad)).double()
+        present[_DTYPES.index(grad.dtype), position] = 1.0
+        if tensor_parallel:
+            tensor_squares[position] = norm.square()
+        elif sharded:
+            zero_squares[position] = norm.square()
         else:
-            places[one.place] = norm
+            norms[position] = norm
     if world is not None:
-        for column in (cut, pieces, present) if divided else ():
+        for column in (tensor_squares, zero_squares, present) if sharded else ():
             world.add_up_replicas(column)
-        world.add_up_tensor_parallel(cut)
-        for column in (places, cut, pieces, present):
+        world.add_up_tensor_parallel(tensor_squares)
+        for column in (norms, tensor_squares, zero_squares, present):
             world.add_up(column)
-    places += (cut + pieces).sqrt()
-    total = _total(places, present)
-    parts = [
-        _Gradient(real_values(local(h.parameter.grad))) for h in parameters if h.parameter.grad is not None
+    norms += (tensor_squares + zero_squares).sqrt()
+    total = _total(norms, present)
+    clipped = [
+        _Gradient(real_values(local(g.parameter.grad))) for g in gradients if g.parameter.grad is not None
     ]
-    nn.utils.clip_grads_with_norm_(parts, max_norm, total)  # type: ignore[arg-type]
+    nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]
     return total
 
 
@@ -111,17 +108,17 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.co
 
 
 def _total(norms: Tensor, present: Tensor) -> Tensor:
-    """The norm of the norms as torch computes it, which takes gradients of one dtype together.
+    """Return the norm of the norms as torch computes it, which groups gradients by dtype.
 
     Args:
-        norms: float64, by parameter.
-        present: (dtype, parameter), not 0 where there is a gradient of that dtype.
+        norms: norm of each parameter's gradient, float64, shape (parameters,).
+        present: shape (dtypes, parameters), not 0 where there is a gradient of that dtype.
     """
     dtypes = [dtype for dtype, row in zip(_DTYPES, present, strict=True) if row.any()]
     if len(dtypes) == 1 and not dtypes[0].is_complex:
         total: Tensor = torch.linalg.vector_norm(norms[present.any(0)].to(dtypes[0]))
         return total
-    # One number has itself as its norm, so these stand for the gradients.
+    # The norm of one number is the number, so these replace the gradients.
     each = [
         norms[n].to(_DTYPES[int(present[:, n].argmax())]).reshape(1)
         for n in present.any(0).nonzero().flatten()
@@ -130,7 +127,7 @@ def _total(norms: Tensor, present: Tensor) -> Tensor:
 
 
 class _Gradient:
-    """The part of a gradient that this process holds, where torch looks for it."""
+    """This process's shard of a gradient, in the attribute that torch reads."""
 
     def __init__(self, grad: Tensor) -> None:
         self.grad = grad

@@ -1,10 +1,11 @@
-"""Which parameter is in which group of an optimizer: by name, the same groups on every rank."""
+"""Assign parameters to the groups of an optimizer: by name, with the same groups on every rank."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +25,13 @@ class Group:
     """One group as the user gave it.
 
     Attributes:
-        what: it is called in errors.
-        match: whether it wants a parameter.
-        names: those it lists; each has to exist.
-        options: of the optimizer.
+        label: name of the group in errors.
+        match: function that returns whether the group takes a parameter.
+        names: names that the user listed; each must exist.
+        options: optimizer options of the group.
     """
 
-    what: str
+    label: str
     match: Match
     names: tuple[str, ...]
     options: dict[str, Any]
@@ -39,41 +40,43 @@ class Group:
 def assign(
     pipe: Pipeline, given: Sequence[Mapping[str, Any]] | None
 ) -> tuple[dict[int, list[Named]], list[dict[str, Any]]]:
-    """Put every parameter into the first group that wants it, and the others into one more at the end.
+    """Put every parameter into the first group that takes it, and the others into one more group at the end.
 
     Every process calls it, with the same groups.
 
     Returns:
-        By rank and group the (name, parameter) pairs, a list that may be empty; and by group the optimizer's options.
+        (name, parameter) pairs by rank and group, a list that may be empty; and optimizer options by group.
 
     Raises:
-        ConfigError: a group that is none, or takes no parameter on any rank; a name no layer has. All are listed.
+        ConfigError: if a group is invalid or takes no parameter on any rank, or no parameter has a listed name; lists all
+            such problems.
     """
     groups = list(_read(given or []))
-    ranks = {rank: [[] for _ in range(len(groups) + 1 if groups else 1)] for rank in pipe.local_ranks}  # type: dict[int, list[Named]]
-    for rank, parts in ranks.items():
+    ranks: dict[int, list[Named]] = {
+        rank: [[] for _ in range(len(groups) + 1 if groups else 1)] for rank in pipe.local_ranks
+    }
+    for rank, taken in ranks.items():
         for name, parameter in pipe.rank_parameters(rank):
-            wanted = (n for n, group in enumerate(groups) if group.match(name, parameter))
-            parts[next(wanted, -1)].append((name, parameter))
+            matching = (n for n, group in enumerate(groups) if group.match(name, parameter))
+            taken[next(matching, -1)].append((name, parameter))
     _require_used(pipe, groups, ranks)
     return ranks, [dict(group.options) for group in groups] + [{}]
 
 
-def _require_used(pipe: Pipeline, groups: list[Group], ranks: dict[int, list[list[tuple[str, Any]]]]) -> None:
-    """Count on all ranks what each group has taken and how often each listed name occurs."""
-    here = {name for parts in ranks.values() for part in parts for name, _ in part}
-    counts = [float(sum(len(parts[n]) for parts in ranks.values())) for n in range(len(groups))]
-    listed = [(group.what, name) for group in groups for name in group.names]
-    counts += [float(name in here) for _, name in listed]
-    found = pipe.sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist() if counts else []
+def _require_used(pipe: Pipeline, groups: list[Group], ranks: dict[int, list[Named]]) -> None:
+    names = {name for taken in ranks.values() for group in taken for name, _ in group}
+    counts = [float(sum(len(taken[n]) for taken in ranks.values())) for n in range(len(groups))]
+    listed = [(group.label, name) for group in groups for name in group.names]
+    counts += [float(name in names) for _, name in listed]
+    totals = pipe.sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist() if counts else []
     problems = [
-        f"{what} names {name!r}, which is no parameter of the model"
-        for (what, name), count in zip(listed, found[len(groups) :], strict=True)
+        f"{label} names {name!r}, which is no parameter of the model"
+        for (label, name), count in zip(listed, totals[len(groups) :], strict=True)
         if not count
     ]
     problems += [
-        f"{group.what} takes no parameter of the model: none matches that an earlier group has not taken"
-        for group, count in zip(groups, found[: len(groups)], strict=True)
+        f"{group.label} takes no parameter of the model: none matches that an earlier group has not taken"
+        for group, count in zip(groups, totals[: len(groups)], strict=True)
         if not count and not group.names
     ]
     if problems:
@@ -83,46 +86,42 @@ def _require_used(pipe: Pipeline, groups: list[Group], ranks: dict[int, list[lis
 def _read(given: object) -> Iterator[Group]:
     if not isinstance(given, list | tuple):
         raise ConfigError(f"groups must be a list of dictionaries, not {given!r}")
-    for n, one in enumerate(given):
-        if not isinstance(one, Mapping) or ("match" in one) == ("names" in one):
+    for n, group in enumerate(given):
+        if not isinstance(group, Mapping) or ("match" in group) == ("names" in group):
             raise ConfigError(
                 f"groups[{n}] must be a dictionary with either 'match' (a regular expression, or a function of name and "
-                f"parameter) or 'names' (a list), and options of the optimizer; it is {one!r}"
+                f"parameter) or 'names' (a list), and options of the optimizer; it is {group!r}"
             )
-        options = {key: value for key, value in one.items() if key not in ("match", "names")}
+        options = {key: value for key, value in group.items() if key not in ("match", "names")}
         if "params" in options:
-            raise ConfigError(f"groups[{n}] has 'params'; parameters are chosen by 'match' or 'names'")
-        if "names" in one:
-            yield _by_names(n, one["names"], options)
+            raise ConfigError(f"groups[{n}] has 'params'; choose parameters by 'match' or 'names' instead")
+        if "names" in group:
+            names = group["names"]
+            if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+                raise ConfigError(
+                    f"groups[{n}]: 'names' must be a list of names of parameters, not {names!r}"
+                )
+            yield Group(f"groups[{n}]", partial(_is_named, frozenset(names)), tuple(names), options)
         else:
-            yield _by_match(n, one["match"], options)
+            label, match = _match(n, group["match"])
+            yield Group(f"groups[{n}] (match {label})", match, (), options)
 
 
-def _by_names(n: int, names: object, options: dict[str, Any]) -> Group:
-    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise ConfigError(f"groups[{n}]: 'names' must be a list of names of parameters, not {names!r}")
-    chosen = frozenset(names)
-    return Group(f"groups[{n}]", lambda name, _: name in chosen, tuple(names), options)
+def _is_named(names: frozenset[str], name: str, parameter: nn.Parameter) -> bool:
+    return name in names
 
 
-def _by_match(n: int, match: object, options: dict[str, Any]) -> Group:
+def _match(n: int, match: object) -> tuple[str, Match]:
     if isinstance(match, str):
         try:
             pattern = re.compile(match)
         except re.error as error:
             raise ConfigError(
-                f"groups[{n}]: {match!r} is no regular expression: {error} (Python's re module says how they are written)"
+                f"groups[{n}]: {match!r} is no regular expression: {error}; see the documentation of Python's re module"
             ) from error
-        return Group(
-            f"groups[{n}] (match {match!r})", lambda name, _: bool(pattern.search(name)), (), options
-        )
+        return repr(match), lambda name, _: bool(pattern.search(name))
     if not callable(match):
         raise ConfigError(
             f"groups[{n}]: 'match' must be a regular expression or a function of name and parameter, not {match!r}"
         )
-    return Group(
-        f"groups[{n}] (match {getattr(match, '__name__', match)})",
-        lambda name, parameter: bool(match(name, parameter)),
-        (),
-        options,
-    )
+    return str(getattr(match, "__name__", match)), lambda name, parameter: bool(match(name, parameter))

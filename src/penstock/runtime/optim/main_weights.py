@@ -1,8 +1,8 @@
-"""Weights in 16 bits, trained in 32: gradients and updates in fp32, from which the weights are rounded.
+"""Main weights: fp32 copies of 16-bit parameters that the optimizer updates.
 
-An update is often smaller than the last bit of a bf16 or fp16 weight and would be lost (1710.03740, section 3.1). So an
-optimizer is given fp32 copies, the main weights as Megatron calls them, and each step ends by rounding them into the
-model. Gradients reach them in fp32, too: ``Tensor.grad_dtype`` tells the autograd engine to add microbatches in it.
+An update is often smaller than the last bit of a bf16 or fp16 weight and would be lost (1710.03740, section 3.1). So the
+optimizer gets fp32 copies, the main weights as Megatron calls them, and each step ends by rounding them into the model.
+Gradients are fp32, too: ``Tensor.grad_dtype`` tells the autograd engine to add microbatches in it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class MainWeights:
-    """What the optimizer of one rank updates in place of parameters.
+    """Tensors that the optimizer of one rank updates in place of parameters.
 
-    That is the fp32 copy of a 16-bit parameter; for one that tensor parallelism has cut this process's part of it (or of
-    its copy), which shares the parameter's memory; any other parameter is updated itself.
+    For a 16-bit parameter that is its fp32 copy. For a DTensor it is this process's shard (or the shard's copy), which
+    shares the parameter's memory. Any other parameter is updated itself.
 
     Args:
-        named: (name, parameter) of the rank.
-        copies: whether 16-bit parameters have fp32 copies.
-        written: name → the parameter that others write to, where `named` has a piece of it.
+        named: (name, parameter) pairs of the rank.
+        copies: whether 16-bit parameters get fp32 copies.
+        written: parameters that the user writes to, by name, if `named` has ZeRO shards of them (default none).
 
     Attributes:
-        by_name: name → fp32 copy, of those that have one; of a cut parameter this process's part.
+        by_name: fp32 copies by name; of a DTensor, copies of this process's shard.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MainWeights:
         self.by_name = {
             name: nn.Parameter(local(p.detach()).to(torch.float32)) for name, p in self._parameters.items()
         }
-        self._parts = {
+        self._shards = {
             name: (p, nn.Parameter(local(p.detach()), requires_grad=p.requires_grad))
             for name, p in named
             if is_dtensor(p) and name not in wide
@@ -54,28 +54,28 @@ class MainWeights:
         self._versions = {name: self._version(name) for name in self._parameters}
 
     def wants_copy(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter, or a piece of it, has an fp32 copy."""
+        """Return whether a parameter, or its shard, has an fp32 copy."""
         return self.copies and parameter.dtype in _NARROW and parameter.requires_grad
 
     def _version(self, name: str) -> int | None:
-        """By which a write is noticed; None of a cut parameter, whose views have versions of their own."""
+        """Return the version that counts a parameter's writes; None for a DTensor, whose views have separate versions."""
         written = self._written[name]
         return None if is_dtensor(written) else written.detach()._version
 
     def of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer is to update in place of a parameter."""
-        if name in self._parts:
-            return self._parts[name][1]
+        """Return the tensor that the optimizer updates in place of a parameter."""
+        if name in self._shards:
+            return self._shards[name][1]
         return self.by_name.get(name, parameter)
 
     def lend_gradients(self) -> None:
-        """Before the optimizer's step: gradients go to the main weights, which follow the parameters first.
+        """Give the gradients to the main weights, before the optimizer's step.
 
-        A parameter that someone has written to since (`Pipeline.load_state_dict`, for one) is the truth, unless it is
-        still what its main weight rounds to.
+        A parameter written to since the last step, as by `Pipeline.load_state_dict`, is first copied into its main weight,
+        unless it still equals the rounded main weight.
         """
-        for parameter, part in self._parts.values():
-            part.grad = None if parameter.grad is None else local(parameter.grad)
+        for parameter, shard in self._shards.values():
+            shard.grad = None if parameter.grad is None else local(parameter.grad)
         for name, parameter in self._parameters.items():
             main = self.by_name[name]
             written = local(parameter.detach())
@@ -86,16 +86,16 @@ class MainWeights:
             main.grad = None if parameter.grad is None else local(parameter.grad)
 
     def round_into_parameters(self) -> None:
-        """After the optimizer's step: the parameters are what their main weights round to."""
-        for _, part in self._parts.values():
-            part.grad = None
+        """Round the main weights into their parameters, after the optimizer's step."""
+        for _, shard in self._shards.values():
+            shard.grad = None
         for name, parameter in self._parameters.items():
             main = self.by_name[name]
             main.grad = None
             self._round(name, parameter, main)
 
     def load(self, name: str, value: Tensor) -> None:
-        """Take over a main weight, of the shape of what is in `by_name`, and round it into the parameter."""
+        """Load a main weight, of the shape of its tensor in `by_name`, and round it into the parameter."""
         self.by_name[name].detach().copy_(value)
         self._round(name, self._parameters[name], self.by_name[name])
 
@@ -105,10 +105,10 @@ class MainWeights:
 
 
 def keep_gradients_in_float32(parameters: Iterable[nn.Parameter]) -> None:
-    """Let the gradients of 16-bit parameters be kept, and added up, in fp32; what there is already is cast.
+    """Keep and accumulate the gradients of 16-bit parameters in fp32; gradients already there are cast.
 
     Raises:
-        ConfigError: this PyTorch has no ``Tensor.grad_dtype``.
+        ConfigError: if this PyTorch has no ``Tensor.grad_dtype``.
     """
     for parameter in parameters:
         if parameter.dtype not in _NARROW or not parameter.requires_grad:

@@ -1,7 +1,7 @@
-"""One optimizer for a pipeline: a torch optimizer on every rank, that all step, skip and clip as one.
+"""Optimizer of a pipeline: a torch optimizer on every rank; all of them step, skip and clip together.
 
-A rank's optimizer has that rank's parameters alone and runs on that rank's thread, so a step costs what the largest
-rank's costs. Nothing of it is exchanged but the gradients' norm and whether an inf was found.
+A rank's optimizer has only that rank's parameters and runs on that rank's thread, so a step takes as long as that of the
+largest rank. Ranks exchange only the norm of the gradients and whether there is an inf.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What a call of `PipelineOptimizer.step` did; the same on every rank.
+    """Result of `PipelineOptimizer.step`, the same on every rank.
 
     Attributes:
-        applied: whether the weights were updated.
-        skipped: whether they would have been, had no gradient on any rank an inf or a NaN (only with a scaler). Neither
-            while gradients accumulate.
-        grad_norm: 0-d tensor, the gradients' global 2-norm before clipping; None if nothing was applied or `clip` is
-            not given.
-        lr: the learning rate of each group that this step used, or would have.
+        applied: whether the weights were updated. False while gradients accumulate.
+        skipped: whether the update was skipped because a gradient on some rank has an inf or a NaN (only with a scaler).
+        grad_norm: 0-d tensor, the gradients' global 2-norm before clipping; None if nothing was applied or `clip` is None.
+        lr: learning rate of each group in this step.
     """
 
     applied: bool
@@ -57,39 +55,41 @@ class OptimizerStep:
 
 
 class PipelineOptimizer:
-    """Any torch optimizer over all stages of a pipeline; call `step` after every ``pipe.step``.
+    """A torch optimizer over all stages of a pipeline; call `step` after every ``pipe.step``.
 
     In processes every process makes one, with the same arguments.
 
     Args:
-        pipe: whose parameters are trained.
-        optimizer: a class of ``torch.optim``, or anything that makes an optimizer of groups of parameters and `defaults`.
+        pipe: pipeline whose parameters are trained.
+        optimizer: class of ``torch.optim``, or a function that makes an optimizer from parameter groups and `defaults`.
         groups: dictionaries with ``match`` (a regular expression searched for in the whole-model name, or a function of
-            name and parameter) or ``names``, and options of the optimizer for these parameters. A parameter belongs to
-            the first that wants it, or to one more group at the end, which has the `defaults` alone. Every rank has all
-            groups in this order, some of them maybe empty.
-        accumulate: how many pipeline steps make one update, by the mean of their gradients; replicas add theirs up once.
-        clip: the largest global 2-norm of the gradients; ``math.inf`` only measures it.
-        lr_factor: from the number of updates done to what every group's learning rate is multiplied by.
-        lr_scheduler: makes a scheduler of ``torch.optim.lr_scheduler`` for an optimizer, instead of `lr_factor`.
-        scaler: scales the loss; an inf or a NaN in any gradient skips the update on every rank.
-        main_weights: update fp32 copies of bf16 and fp16 parameters and round those into the model; gradients are kept
-            in fp32 then. See `penstock.runtime.optim.main_weights`.
+            name and parameter) or ``names``, and optimizer options for these parameters. A parameter belongs to the first
+            group that takes it, or to one more group at the end with only the `defaults`. Every rank has all groups in
+            this order, some possibly empty.
+        accumulate: pipeline steps that make one update, by the mean of their gradients (default 1); replicas add theirs
+            once.
+        clip: largest global 2-norm of the gradients; ``math.inf`` only measures it (default None, neither).
+        lr_factor: function from the number of updates done to a factor of every group's learning rate.
+        lr_scheduler: function that makes a scheduler of ``torch.optim.lr_scheduler`` for an optimizer; excludes
+            `lr_factor`.
+        scaler: scaler of the loss; an inf or a NaN in any gradient skips the update on every rank.
+        main_weights: update fp32 copies of bf16 and fp16 parameters and round them into the model (default False);
+            gradients are then kept in fp32. See `penstock.runtime.optim.main_weights`.
         zero: divide the optimizer's state and work among the replicas of the pipeline (ZeRO stage 1, 1910.02054, section
-            5.1): each updates its part of the parameters and gets the others'. True: `step` returns when all are there.
-            "overlap": they are collected while the next step's first forwards run, each layer waiting for its own;
-            until then read parameters through the pipeline only (``pipe.parameters()``, ``pipe.state_dict()``), which
-            waits. Replicas that are threads of one process have one state and do the work once in any case.
-        **defaults: of the optimizer: ``lr``, ``weight_decay``, ``fused`` and so on.
+            5.1; default False): each updates its shards of the parameters and gets the others'. True: `step` returns when
+            all have arrived. "overlap": they arrive while the next step's first forwards run, and each layer waits for its
+            parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
+            ``pipe.state_dict()``), which waits. Replicas in threads always share one state and do the work once.
+        **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
-        optimizers: the torch optimizers, by rank of this process.
-        steps: updates applied.
-        skipped: updates skipped.
-        shards: the pieces of parameters that this process updates, with `zero` and several replicas; else None.
+        optimizers: torch optimizers by rank of this process.
+        steps: number of updates applied.
+        skipped: number of updates skipped.
+        shards: shards of the parameters that this process updates, with `zero` and several replicas; otherwise None.
 
     Raises:
-        ConfigError: something given cannot be used; in processes on every one.
+        ConfigError: if an argument cannot be used; on every process.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PipelineOptimizer:
         self.clip = clip
         self.scaler = scaler if scaler is not None and scaler.enabled else None
         self.steps = self.skipped = 0
-        self._parts, options = assign(pipe, groups)
+        self._groups, options = assign(pipe, groups)
         if main_weights:
             keep_gradients_in_float32(p for module in pipe.stage_modules() for p in module.parameters())
         elif self.scaler is not None:
@@ -127,51 +127,53 @@ class PipelineOptimizer:
             pipe.make_buckets(bool(zero))
         self.shards = pipe.shards
         self._overlaps = zero == "overlap"
-        held = {rank: [self._held(part) for part in parts] for rank, parts in self._parts.items()}
+        updated = {
+            rank: [self._updated(group) for group in of_rank] for rank, of_rank in self._groups.items()
+        }
         self.main_weights = {
             rank: MainWeights(
-                [pair for part in held[rank] for pair in part],
+                [pair for group in updated[rank] for pair in group],
                 main_weights,
-                {name: p for part in parts for name, p in part},
+                {name: p for group in of_rank for name, p in group},
             )
-            for rank, parts in self._parts.items()
+            for rank, of_rank in self._groups.items()
         }
         self.optimizers = {
-            rank: build(optimizer, self.main_weights[rank], parts, options, defaults)
-            for rank, parts in held.items()
+            rank: build(optimizer, self.main_weights[rank], of_rank, options, defaults)
+            for rank, of_rank in updated.items()
         }
         if lr_factor is not None:
             lr_scheduler = partial(LambdaLR, lr_lambda=lr_factor)
         self.schedulers = [build_scheduler(lr_scheduler, o) for o in self.optimizers.values() if lr_scheduler]
         require_elementwise(pipe, next(iter(self.optimizers.values())), self.shards is not None)
         pipe.scaler = self.scaler
-        self._wait_for_steps(0)
+        self._set_accumulated(0)
 
-    def _held(self, part: Named) -> Named:
-        """The pieces of a group's parameters that are updated here; without ZeRO they are the parameters."""
+    def _updated(self, group: Named) -> Named:
+        """Return the parameters of a group that are updated here, or with ZeRO their shards."""
         if self.shards is None:
-            return part
-        pairs = [(name, p, self.shards.find(p)) for name, p in part]
-        owned = [(name, p if piece is None else piece.shard) for name, p, piece in pairs]
-        return [(name, own) for name, own in owned if own is not None]
+            return group
+        sharded = [(name, p, self.shards.find(p)) for name, p in group]
+        updated = [(name, p if entry is None else entry.shard) for name, p, entry in sharded]
+        return [(name, p) for name, p in updated if p is not None]
 
     def step(self) -> OptimizerStep:
-        """Take the gradients of the ``pipe.step`` before; on every `accumulate`-th call update, and drop them.
+        """Count the gradients of the last ``pipe.step``; on every `accumulate`-th call, update the weights and drop them.
 
-        Every process calls it. The order is: unscale, take the mean, clip, update, move the learning rate on. A skipped
-        update leaves weights, optimizer state and learning rate as they are.
+        Every process calls it. The order is: unscale, take the mean, clip, update, step the learning rate. A skipped
+        update leaves weights, optimizer state and learning rate unchanged.
 
         Raises:
-            NonFiniteError: `clip` is given and the norm is an inf or a NaN, with no such gradient for a scaler to see; the
-                weights are as before, the gradients are dropped.
+            NonFiniteError: if `clip` is given and the norm is infinite or NaN, and no scaler has skipped the update; the
+                weights are unchanged, and the gradients are dropped.
         """
         if self.pipe.shards is not self.shards:
             raise PenstockError(
                 "another PipelineOptimizer was made for this pipeline since; its gradients go to that one"
             )
         rates = tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
-        self._wait_for_steps(self._waiting + 1)
-        if self._waiting < self.accumulate:
+        self._set_accumulated(self._accumulated + 1)
+        if self._accumulated < self.accumulate:
             return OptimizerStep(applied=False, skipped=False, grad_norm=None, lr=rates)
         finite = self.scaler is None or self.scaler.unscale_(self.pipe)
         norm = self._update() if finite else None
@@ -217,62 +219,61 @@ class PipelineOptimizer:
                 self.shards.wait_all()
 
     def zero_grad(self) -> None:
-        """Drop all gradients, and with them what has accumulated; `step` does it after an update."""
-        self._wait_for_steps(0)
+        """Drop all gradients, accumulated ones included; `step` does it after an update."""
+        self._set_accumulated(0)
         self.pipe.zero_grad()
         if self.shards is not None:
             self.shards.drop()
 
-    def _wait_for_steps(self, done: int) -> None:
-        """So many steps are waiting to be applied; replicas add up their gradients in the last one only."""
-        self._waiting = done
-        self.pipe.reduce_gradients = done + 1 >= self.accumulate
+    def _set_accumulated(self, steps: int) -> None:
+        self._accumulated = steps
+        self.pipe.reduce_gradients = steps + 1 >= self.accumulate  # in the last step before an update only
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a run needs to go on, at any other split; in processes this rank's part.
+        """Return everything that a run needs to continue, with any split; in processes, for this rank's parameters.
 
         ``parameters`` (group and shape), ``state`` (as the torch optimizer keeps it) and ``main_weights`` are by
-        whole-model name: the parts of several processes are joined by joining these three. ``optimizer``, ``groups``
-        (options), ``lr_scheduler``, ``scaler``, ``steps`` and ``skipped`` are the same in all parts. Tensors are not
-        copied. With `zero` the replicas put their parts together, on the CPU: all of them call it, or `give_state`.
+        whole-model name; to join the states of several processes, join these three. ``optimizer``, ``groups`` (options),
+        ``lr_scheduler``, ``scaler``, ``steps`` and ``skipped`` are the same on all processes. Tensors are not copied. With
+        `zero` the replicas join their shards, on the CPU: all of them call this, or `give_state`.
 
         Raises:
-            ConfigError: gradients are waiting for more of them; they are no part of the state and would be lost.
+            ConfigError: if gradients are accumulating; they are no part of the state and would be lost.
         """
         self._require_applied()
         return optimizer_state.collect(self)
 
     def give_state(self) -> None:
-        """With `zero`, give this replica's part of the state to those that call `state_dict`, and keep nothing."""
+        """Give this replica's shards of the state to the replicas that call `state_dict`, with `zero`."""
         self._require_applied()
         if self.shards is not None:
             optimizer_state.collect(self, keep=False)
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state that this process holds, main weights included."""
+        """Return the bytes of optimizer state that this process holds, main weights included."""
         mains = [main for weights in self.main_weights.values() for main in weights.by_name.values()]
         states = [entries for made in self.optimizers.values() for entries in made.state.values()]
         tensors = [t for entries in states for t in entries.values() if isinstance(t, Tensor)]
         return sum(t.numel() * t.itemsize for t in (*mains, *tensors))
 
     def _require_applied(self) -> None:
-        if self._waiting:
+        if self._accumulated:
             raise ConfigError(
-                f"{self._waiting} of {self.accumulate} pipeline steps have accumulated, and the state has no gradients; "
-                "save after a step that was applied"
+                f"{self._accumulated} of {self.accumulate} pipeline steps have accumulated, and the state has no "
+                "gradients; save after a step that was applied"
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, or several processes' joined parts; gradients are dropped.
+        """Load a state from `state_dict`, or joined states of several processes; gradients are dropped.
 
         Entries of parameters held elsewhere are left alone. Main weights are rounded into the parameters.
 
         Raises:
-            ConfigError: the state does not fit; everything that is wrong is listed, and nothing is loaded.
+            ConfigError: if the state does not fit; lists all problems, and nothing is loaded.
         """
         optimizer_state.restore(self, state)
         self.zero_grad()
 
     def parts(self, rank: int) -> list[Named]:
-        """A rank's (name, parameter) pairs, group by group."""
-        return self._parts[rank]
+        """Return a rank's (name, parameter) pairs by group."""
+        return self._groups[rank]

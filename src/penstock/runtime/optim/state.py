@@ -1,4 +1,4 @@
-"""The state of a PipelineOptimizer by the parameters' whole-model names, so that it fits any split."""
+"""State of a PipelineOptimizer by the parameters' whole-model names, so that it fits any split."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _KEYS = {
 
 
 _MAIN = "main weight"
-"""Beside the entries of a torch optimizer, whose names have no spaces."""
+"""Key of a main weight beside the entries of a torch optimizer, whose names have no spaces."""
 
 
 class StatefulOptimizer(Protocol):
-    """What a `PipelineOptimizer` has a state of; see its attributes."""
+    """Attributes of a `PipelineOptimizer` that its state is made of."""
 
     pipe: Pipeline
     optimizers: dict[int, torch.optim.Optimizer]
@@ -53,24 +53,25 @@ class StatefulOptimizer(Protocol):
 
 
 class _Member(NamedTuple):
-    """A parameter and its place in a rank's optimizer.
+    """A parameter in a rank's optimizer.
 
     Attributes:
-        group: of the optimizer.
-        name, parameter: which.
-        updated: what the torch optimizer updates in its place; None if all of it is updated by other replicas.
-        piece: what of it `updated` is, if the replicas have divided it.
+        group: number of its parameter group.
+        name: name in the whole model.
+        parameter: the parameter.
+        updated: tensor that the torch optimizer updates in its place; None if other replicas update all of it.
+        shard: slice of the parameter that `updated` is, with ZeRO; otherwise None.
     """
 
     group: int
     name: str
     parameter: nn.Parameter
     updated: nn.Parameter | None
-    piece: ShardSlice | None
+    shard: ShardSlice | None
 
 
 def common(optimizer: StatefulOptimizer) -> dict[str, Any]:
-    """What of `PipelineOptimizer.state_dict` is the same on every rank; the rest of it is empty."""
+    """Return the entries of `PipelineOptimizer.state_dict` that are the same on every rank; the others are empty."""
     first = next(iter(optimizer.optimizers.values()))
     return {
         "optimizer": type(first).__name__,
@@ -86,11 +87,11 @@ def common(optimizer: StatefulOptimizer) -> dict[str, Any]:
 
 
 def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
-    """What `PipelineOptimizer.state_dict` returns.
+    """Return the result of `PipelineOptimizer.state_dict`.
 
     Args:
-        optimizer: whose.
-        keep: False only gives what is divided among replicas to the others.
+        optimizer: optimizer whose state is collected.
+        keep: whether to keep the state that replicas join (default True); False only gives it to the other replicas.
     """
     state = common(optimizer)
     for rank, torch_optimizer in optimizer.optimizers.items():
@@ -99,95 +100,95 @@ def collect(optimizer: StatefulOptimizer, keep: bool = True) -> dict[str, Any]:
         for member in members:
             name, parameter, updated = member.name, member.parameter, member.updated
             state["parameters"][name] = {"group": member.group, "shape": list(parameter.shape)}
-            if member.piece is not None:
+            if member.shard is not None:
                 continue
             if updated is not None and updated in torch_optimizer.state:
-                state["state"][name] = _joined(torch_optimizer.state[updated], parameter)
+                state["state"][name] = _full_entries(torch_optimizer.state[updated], parameter)
             if name in mains:
                 state["main_weights"][name] = full_tensor(from_local_like(mains[name].detach(), parameter))
-        _collect_divided(optimizer, rank, members, state, keep)
+        _collect_shards(optimizer, rank, members, state, keep)
     return state
 
 
-def _collect_divided(
+def _collect_shards(
     optimizer: StatefulOptimizer, rank: int, members: list[_Member], state: dict[str, Any], keep: bool
 ) -> None:
-    """Put together what the replicas have divided."""
+    """Add the state that the replicas have divided with ZeRO; all of them call it."""
     if optimizer.shards is None:
         return
     states, mains = optimizer.optimizers[rank].state, optimizer.main_weights[rank].by_name
     by_parameter = {id(member.parameter): member for member in members}
 
-    def entries(part: ShardedParameter) -> dict[str, Any] | None:
-        member = by_parameter[id(part.entry.parameter)]
-        own = member.updated
-        found = dict(states[own]) if own is not None and own in states else {}
+    def entries_of(sharded: ShardedParameter) -> dict[str, Any] | None:
+        member = by_parameter[id(sharded.entry.parameter)]
+        updated = member.updated
+        entries = dict(states[updated]) if updated is not None and updated in states else {}
         if member.name in mains:
-            found[_MAIN] = mains[member.name]
-        return found or None
+            entries[_MAIN] = mains[member.name]
+        return entries or None
 
-    for parameter, found in optimizer.shards.join(entries, keep):
+    for parameter, entries in optimizer.shards.join(entries_of, keep):
         name = by_parameter[id(parameter)].name
-        main = found.pop(_MAIN, None)
+        main = entries.pop(_MAIN, None)
         if main is not None:
-            state["main_weights"][name] = _put_together(main, parameter)
-        if found:
-            state["state"][name] = {k: _put_together(v, parameter) for k, v in found.items()}
+            state["main_weights"][name] = _full_value(main, parameter)
+        if entries:
+            state["state"][name] = _full_entries(entries, parameter)
 
 
 def _members(optimizer: StatefulOptimizer, rank: int) -> Iterator[_Member]:
     main = optimizer.main_weights[rank]
     for n, pairs in enumerate(optimizer.parts(rank)):
         for name, parameter in pairs:
-            part = optimizer.shards.find(parameter) if optimizer.shards is not None else None
-            own = parameter if part is None else part.shard
-            updated = None if own is None else main.of(name, own)
-            yield _Member(n, name, parameter, updated, None if part is None else part.slice)
+            sharded = optimizer.shards.find(parameter) if optimizer.shards is not None else None
+            here = parameter if sharded is None else sharded.shard
+            updated = None if here is None else main.of(name, here)
+            yield _Member(n, name, parameter, updated, None if sharded is None else sharded.slice)
 
 
-def _joined(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """A parameter's state, put together where tensor parallelism has cut it (its ranks all call it then)."""
+def _full_entries(entries: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return a parameter's state for the full parameter (with tensor parallelism all its ranks call this)."""
     if not is_dtensor(parameter):
-        return state
-    return {key: _put_together(value, parameter) for key, value in state.items()}
+        return entries
+    return {key: _full_value(value, parameter) for key, value in entries.items()}
 
 
-def _put_together(value: Any, parameter: Tensor) -> Any:
-    """What has a number for each element that this process holds of a parameter, for all of its elements."""
-    part = local(parameter)
-    if not is_dtensor(parameter) or not isinstance(value, Tensor) or value.shape != part.shape:
+def _full_value(value: Any, parameter: Tensor) -> Any:
+    shard = local(parameter)
+    if not is_dtensor(parameter) or not isinstance(value, Tensor) or value.shape != shard.shape:
         return value
-    return full_tensor(from_local_like(value.to(part.device), parameter)).to(value.device)
+    return full_tensor(from_local_like(value.to(shard.device), parameter)).to(value.device)
 
 
-def _taken_apart(value: Any, parameter: Tensor) -> Any:
-    """The reverse of `_put_together`."""
+def _local_entries(
+    entries: Mapping[str, Any], parameter: nn.Parameter, shard: ShardSlice | None
+) -> Mapping[str, Any]:
+    """Return the state of this process's shard of a parameter; the reverse of `_full_entries`."""
+    if shard is None and not is_dtensor(parameter):
+        return entries
+    local_entries = {key: _local_value(value, parameter) for key, value in entries.items()}
+    if shard is None:
+        return local_entries
+    return {key: _shard_value(key, value, shard) for key, value in local_entries.items()}
+
+
+def _local_value(value: Any, parameter: Tensor) -> Any:
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return local(distribute_like(value, parameter))
     return value
 
 
-def _parted(state: Mapping[str, Any], parameter: nn.Parameter, piece: ShardSlice | None) -> Mapping[str, Any]:
-    """The state of this process's part of a parameter; the reverse of `_joined`."""
-    if piece is not None:
-        return {key: _run(key, _taken_apart(value, parameter), piece) for key, value in state.items()}
-    if not is_dtensor(parameter):
-        return state
-    return {key: _taken_apart(value, parameter) for key, value in state.items()}
-
-
-def _run(key: str, value: Any, piece: ShardSlice) -> Any:
-    """A piece's values out of the parameter's, or as they were read."""
+def _shard_value(key: str, value: Any, shard: ShardSlice) -> Any:
     if isinstance(value, ShardValues):
         return value.values
-    return piece.of(value) if piece.covers(key, value) else value
+    return shard.of(value) if shard.covers(key, value) else value
 
 
 def restore(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> None:
-    """Check everything, then load.
+    """Load a state into an optimizer, after checking all of it.
 
     Raises:
-        ConfigError: with all problems; nothing is loaded then.
+        ConfigError: if the state does not fit; lists all problems, and nothing is loaded.
     """
     problems = [
         f"{key!r} is {'missing' if key not in state else f'a {type(state[key]).__name__}'}"
@@ -208,10 +209,10 @@ def restore(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> None:
 
 def _problems(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> list[str]:
     first = next(iter(optimizer.optimizers.values()))
-    own = type(first).__name__
+    kind = type(first).__name__
     problems = []
-    if state["optimizer"] != own:
-        problems.append(f"it is of {state['optimizer']}, not {own}")
+    if state["optimizer"] != kind:
+        problems.append(f"it is of {state['optimizer']}, not {kind}")
     if len(state["groups"]) != len(first.param_groups):
         problems.append(f"it has {len(state['groups'])} groups, not {len(first.param_groups)}")
     for key, here in (("lr_scheduler", bool(optimizer.schedulers)), ("scaler", optimizer.scaler is not None)):
@@ -226,11 +227,11 @@ def _problems(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> list[st
 
 def _problems_by_name(optimizer: StatefulOptimizer, state: Mapping[str, Any]) -> list[str]:
     saved, mains = state["parameters"], state["main_weights"]
-    problems, own = [], set()
+    problems, names = [], set()
     for rank in optimizer.optimizers:
         for n, name, parameter, _, _ in _members(optimizer, rank):
             has_main = optimizer.main_weights[rank].wants_copy(parameter)
-            own.add(name)
+            names.add(name)
             if name not in saved:
                 problems.append(f"{name} is missing")
                 continue
@@ -240,10 +241,8 @@ def _problems_by_name(optimizer: StatefulOptimizer, state: Mapping[str, Any]) ->
             if group != n:
                 problems.append(f"{name} is in group {group}, not {n}")
             if (name in mains) != has_main:
-                saved_one = name in mains
-                problems.append(
-                    f"{name} has {'a' if saved_one else 'no'} main weight, and has {'none' if saved_one else 'one'} here"
-                )
+                saved_main, main_here = ("no", "one") if has_main else ("a", "none")
+                problems.append(f"{name} has {saved_main} main weight, and has {main_here} here")
             elif (
                 has_main and not isinstance(mains[name], ShardValues) and mains[name].shape != parameter.shape
             ):
@@ -255,53 +254,54 @@ def _problems_by_name(optimizer: StatefulOptimizer, state: Mapping[str, Any]) ->
         prefixes = {name[:at] for at, letter in enumerate(name) if letter == "."}
         return bool(prefixes & layers) and not prefixes & here
 
-    return problems + [f"{name} is unknown" for name in saved if name not in own and not elsewhere(name)]
+    return problems + [f"{name} is unknown" for name in saved if name not in names and not elsewhere(name)]
 
 
 def _restore_rank(
-    optimizer: StatefulOptimizer, rank: int, own: torch.optim.Optimizer, state: Mapping[str, Any]
+    optimizer: StatefulOptimizer, rank: int, torch_optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Hand a rank's part to its torch optimizer, which numbers parameters in the order of its groups."""
+    """Load the state of a rank's parameters, which torch optimizers number in the order of their groups."""
     members = [member for member in _members(optimizer, rank) if member.updated is not None]
-    numbers: list[list[int]] = [[] for _ in own.param_groups]
+    numbers: list[list[int]] = [[] for _ in torch_optimizer.param_groups]
     for number, member in enumerate(members):
         numbers[member.group].append(number)
-    part = {
-        number: _parted(state["state"][member.name], member.parameter, member.piece)
+    local_state = {
+        number: _local_entries(state["state"][member.name], member.parameter, member.shard)
         for number, member in enumerate(members)
         if member.name in state["state"]
     }
     groups = [{**group, "params": ids} for group, ids in zip(state["groups"], numbers, strict=True)]
     try:
-        own.load_state_dict(
-            {"state": {n: _copied(entries) for n, entries in part.items()}, "param_groups": groups}
+        torch_optimizer.load_state_dict(
+            {"state": {n: _copied(entries) for n, entries in local_state.items()}, "param_groups": groups}
         )
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        kind = type(torch_optimizer).__name__
         raise ConfigError(
-            f"torch's {type(own).__name__} cannot take the state ({type(error).__name__}: {error}); it is not what such an "
-            "optimizer saves"
+            f"torch's {kind} cannot load the state ({type(error).__name__}: {error}); load one that a {kind} has saved"
         ) from error
-    for number, entries in part.items():
+    for number, entries in local_state.items():
         updated = members[number].updated
         assert updated is not None
-        loaded = own.state[updated]
+        loaded = torch_optimizer.state[updated]
         for key, value in entries.items():
-            # torch casts to the parameter's dtype what some optimizers keep in fp32 beside a bf16 parameter.
+            # torch casts state to the parameter's dtype, though some optimizers keep it in fp32 for bf16 parameters.
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device, copy=True)
-    for _, name, parameter, _, piece in members:
+    for _, name, parameter, _, shard in members:
         if name in optimizer.main_weights[rank].by_name:
-            main = state["main_weights"][name]
-            main = _taken_apart(main, parameter)
-            main = local(main) if piece is None else _run(_MAIN, main, piece)
+            main = _local_value(state["main_weights"][name], parameter)
+            main = local(main) if shard is None else _shard_value(_MAIN, main, shard)
             optimizer.main_weights[rank].load(name, main)
-    if optimizer.shards is not None and optimizer.main_weights[rank].copies:  # each has rounded its own
+    if (
+        optimizer.shards is not None and optimizer.main_weights[rank].copies
+    ):  # each replica rounded only its shards
         optimizer.shards.collect()
         optimizer.shards.wait_all()
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that shares no memory; deepcopy cannot copy a DTensor."""
+    """Return a copy that shares no memory; deepcopy cannot copy a DTensor."""
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in entries.items()

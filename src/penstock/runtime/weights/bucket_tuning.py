@@ -1,7 +1,7 @@
-"""How finely a rank's gradients are cut into buckets, chosen by a measured step and the measured speed of reductions.
+"""Choose the size of gradient buckets by a measured step and the measured speed of reductions.
 
-A stage whose reduction hides behind the rank's later work is reduced in one piece. One that ends with the rank's last
-op, as the early stages do, shows what is left of it then; cut finely, it begins while that op still runs.
+A stage whose reduction hides behind the rank's later work gets one bucket. The reduction of a stage whose gradients are
+complete only with the rank's last op, as in early stages, is exposed; small buckets start it while that op still runs.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from penstock.schedule.program import Program
 from penstock.simulate.reduction import fewest_buckets
 from penstock.trace.events import Trace
 
-MOST = 16
-"""The most buckets of a stage."""
+MAX_BUCKETS = 16
+"""Largest number of buckets of a stage."""
 
 _OVERHEAD = 0.25
-"""A bucket is large enough that starting it takes at most this share of the time of sending it."""
+"""Largest time to start a bucket's reduction, as a share of the time to send it."""
 
 _SMALL, _LARGE, _ROUNDS = 1 << 10, 4 << 20, 3
 
 
 class Speed(NamedTuple):
-    """What a reduction takes: seconds for starting one, and seconds a byte."""
+    """Speed of reductions: seconds to start one, and seconds per byte."""
 
     start: float
     byte: float
 
 
 def measure(reducer: Reducer, device: torch.device) -> Speed:
-    """Time reductions of two sizes while nothing else runs; every replica calls it."""
+    """Time reductions of two sizes while nothing else runs; every replica calls this."""
     seconds = {}
     for size in (_SMALL, _LARGE):
         flat = torch.zeros(size // 4, device=device)
@@ -51,16 +51,16 @@ def measure(reducer: Reducer, device: torch.device) -> Speed:
 
 
 def choose(program: Program, trace: Trace, gradients: Mapping[int, int], speed: Speed) -> dict[int, int]:
-    """The most bytes in a bucket, by stage.
+    """Return the largest bytes in a bucket, by stage.
 
     Args:
-        program: of a step.
-        trace: of this rank in that step.
-        gradients: bytes of the gradients of each of the rank's stages.
-        speed: of reductions.
+        program: program of a step.
+        trace: trace of this rank in that step.
+        gradients: bytes of gradients by stage, for each of the rank's stages.
+        speed: measured speed of reductions.
     """
     seconds = [gradients.get(s, 0) * speed.byte for s in range(program.schedule.stages)]
-    cuts = _OVERHEAD * max(seconds) / speed.start if speed.start else MOST
-    most = 1 << max(0, min(MOST, int(cuts)).bit_length() - 1)  # a power of 2, as the numbers that are tried
-    counts = fewest_buckets(program, trace, seconds, most)
+    affordable = _OVERHEAD * max(seconds) / speed.start if speed.start else MAX_BUCKETS
+    max_buckets = 1 << max(0, min(MAX_BUCKETS, int(affordable)).bit_length() - 1)  # powers of 2 are tried
+    counts = fewest_buckets(program, trace, seconds, max_buckets)
     return {s: max(1, -(-size // counts[s])) for s, size in gradients.items()}

@@ -1,4 +1,4 @@
-"""The parameters and buffers that one process holds, by their names in the whole model."""
+"""Parameters and buffers of one process by their names in the whole model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.stage.layers import Layer
 
 
 class LocalParameters:
-    """What a process holds of the model.
+    """Parameters and buffers of one process.
 
     Args:
-        layers: the whole model's.
-        stages: those built here, by number.
-        placement: which rank holds which stage.
-        ties: the tied weights; each has the first of its names.
-        rank: this process's rank; None if all ranks are threads of this process.
+        layers: layers of the whole model.
+        stages: stages of this process by number.
+        placement: ranks that hold each stage.
+        ties: tied weights; each has the first of its names.
+        rank: rank of this process; None if all ranks are threads of this process.
     """
 
     def __init__(
@@ -43,31 +43,31 @@ class LocalParameters:
         self.rank = rank
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, int]]:
-        """(name, parameter, the rank whose copy counts), each once, in model order."""
-        home = {names[0]: h[0] for names, h in zip(self.ties.groups, self.ties.holders, strict=True)}
+        """Yield (name, parameter, first rank that holds it), each parameter once, in model order."""
+        first_holder = {names[0]: h[0] for names, h in zip(self.ties.groups, self.ties.holders, strict=True)}
         seen = set()
         for index in sorted(self.stages):
-            for own, parameter in self.stages[index].module.whole_model_parameters():
-                name = self.ties.first.get(own, own)
+            for any_name, parameter in self.stages[index].module.whole_model_parameters():
+                name = self.ties.first.get(any_name, any_name)
                 if name not in seen:
                     seen.add(name)
-                    yield name, parameter, home.get(name, self.placement.holders[index][0])
+                    yield name, parameter, first_holder.get(name, self.placement.holders[index][0])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter), in model order."""
+        """Return (name, parameter) pairs in model order."""
         for name, parameter, _ in self._parameters():
             yield name, parameter
 
     def of_rank(self, rank: int) -> list[tuple[str, nn.Parameter]]:
-        """(name, parameter) of those that a rank updates: in threads each of the model's on exactly one rank."""
-        return [(n, p) for n, p, home in self._parameters() if self.rank is not None or home == rank]
+        """Return (name, parameter) pairs that a rank updates; in threads exactly one rank updates each parameter."""
+        return [(n, p) for n, p, holder in self._parameters() if self.rank is not None or holder == rank]
 
     def counted(self) -> list[tuple[str, nn.Parameter, bool]]:
-        """(name, parameter, whether this process's copy is the one that counts in a sum over ranks)."""
-        return [(n, p, self.rank is None or home == self.rank) for n, p, home in self._parameters()]
+        """Return (name, parameter, whether this process's copy counts in a sum over ranks)."""
+        return [(n, p, self.rank is None or holder == self.rank) for n, p, holder in self._parameters()]
 
-    def places(self, world: World | None) -> tuple[dict[str, int], int]:
-        """Every parameter's place in the whole model, and how many there are on all ranks; every rank calls it."""
+    def positions(self, world: World | None) -> tuple[dict[str, int], int]:
+        """Return every parameter's position in the whole model, and the number of parameters; every rank calls this."""
         names = {
             s: [self.ties.first.get(n, n) for n, _ in stage.module.whole_model_parameters()]
             for s, stage in self.stages.items()
@@ -77,9 +77,9 @@ class LocalParameters:
         return {name: n for n, name in enumerate(order)}, len(order)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers, those that tensor parallelism has cut put together (its ranks all call it then).
+        """Return parameters and buffers, sharded ones in full (with tensor parallelism all its ranks call this).
 
-        A tied weight has the first of its names, also where only another rank has the layer of that name.
+        A tied weight has the first of its names, even if only another rank has the layer of that name.
         """
         state: dict[str, Any] = {}
         for index in sorted(self.stages):
@@ -95,44 +95,50 @@ class LocalParameters:
         """Load parameters and buffers; entries of stages held elsewhere are left alone.
 
         Raises:
-            ConfigError: an entry of a stage held here is missing or has another shape, or no layer has the name. Nothing
-                is loaded then.
+            ConfigError: if an entry of a stage held here is missing or has another shape, or no layer has the name;
+                nothing is loaded then.
         """
-        own, state = self.state_dict(), dict(state)
+        state = dict(state)
         for names in self.ties.groups:
-            given_as = [name for name in names if name in state]
-            if given_as:
-                state.setdefault(names[0], state[given_as[0]])
-        prefixes = tuple(f"{layer.name}." for layer in self.layers)
-        problems = [f"{name} is missing" for name in own if name not in state]
+            saved = [name for name in names if name in state]
+            if saved:
+                state.setdefault(names[0], state[saved[0]])
+        if problems := self._problems(state):
+            raise ConfigError("the state does not fit the model: " + "; ".join(problems[:12]))
+        state |= {name: state[first] for name, first in self.ties.first.items() if first in state}
+        for stage in self.stages.values():
+            for name, layer in stage.module.named_layers():
+                layer.load_state_dict(
+                    {
+                        inner: distribute_like(state[f"{name}.{inner}"], value)
+                        for inner, value in layer.state_dict().items()
+                    },
+                    assign=any(p.is_meta for p in layer.parameters()),
+                )
+
+    def _problems(self, state: Mapping[str, Any]) -> list[str]:
+        expected = self.state_dict()
+        problems = [f"{name} is missing" for name in expected if name not in state]
         problems += [
             f"{name} has shape {tuple(state[name].shape)}, not {tuple(value.shape)}"
-            for name, value in own.items()
+            for name, value in expected.items()
             if name in state and isinstance(value, Tensor) and value.shape != state[name].shape
         ]
         here = tuple(f"{n}." for stage in self.stages.values() for n in stage.module.names)
+        anywhere = tuple(f"{layer.name}." for layer in self.layers)
         problems += [
             f"{name} is unknown"
             for name in state
-            if name not in own
+            if name not in expected
             and name not in self.ties.first
-            and (name.startswith(here) or not name.startswith(prefixes))
+            and (name.startswith(here) or not name.startswith(anywhere))
         ]
         problems += [
-            f"{name} differs from {first}, with which it is tied"
+            f"{name} differs from {first}, to which it is tied"
             for name, first in self.ties.first.items()
             if name in state and first in state and not _equal(state[name], state[first])
         ]
-        if problems:
-            raise ConfigError("the state does not fit the model: " + "; ".join(problems[:12]))
-        given = state | {name: state[first] for name, first in self.ties.first.items() if first in state}
-        for stage in self.stages.values():
-            for name, layer in stage.module.named_layers():
-                wanted = layer.state_dict()
-                layer.load_state_dict(
-                    {inner: distribute_like(given[f"{name}.{inner}"], own) for inner, own in wanted.items()},
-                    assign=any(p.is_meta for p in layer.parameters()),
-                )
+        return problems
 
 
 def _equal(one: object, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""How many layers have to be recomputed for a rank to stay below a memory limit."""
+"""Choose the layers that a rank must recompute to stay below a memory limit."""
 
 from __future__ import annotations
 
@@ -13,43 +13,40 @@ from penstock.stage.compute.stage import Stage
 def choose_recompute(schedule: Schedule, rank: int, stages: Mapping[int, Stage], limit: int) -> None:
     """Let a rank's stages recompute as few layers as the limit allows, those first that free the most bytes.
 
-    What the rank will hold at most is what the checker predicts (`schedule.memory.peak`), and the largest
+    The rank's peak memory is the one that the checker predicts (`penstock.schedule.memory.peak`), plus the largest
     recomputed layer, which is back in memory during its backward.
 
     Args:
-        schedule: whose order says how many microbatches are in flight.
-        rank: whose stages they are.
-        stages: after a step in which every layer was recomputed and measured.
-        limit: bytes the rank may hold.
+        schedule: schedule whose order gives the microbatches in flight.
+        rank: rank that runs the stages.
+        stages: stages of the rank by number, after a step in which every layer was recomputed and measured.
+        limit: bytes of activations that the rank may hold.
 
     Raises:
-        ConfigError: even with every layer recomputed the rank holds more; the message says how much it takes.
+        ConfigError: if the rank exceeds the limit with every layer recomputed; says how many bytes it needs.
     """
     kept = {s: [layer.kept for layer in stage.layer_bytes()] for s, stage in stages.items()}
     inputs = {s: [layer.inputs for layer in stage.layer_bytes()] for s, stage in stages.items()}
-    again = {s: [False] * len(kept[s]) for s in stages}
+    recomputed = {s: [False] * len(kept[s]) for s in stages}
 
-    def most() -> int:
+    def peak_bytes() -> int:
         saved = [0] * schedule.stages
-        back = 0
+        largest = 0
         for s in stages:
-            for k, i, recomputed in zip(kept[s], inputs[s], again[s], strict=True):
-                saved[s] += i if recomputed else k
-                back = max(back, k if recomputed else 0)
-        return int(peak(schedule, saved)[rank]) + back
+            for full, few, again in zip(kept[s], inputs[s], recomputed[s], strict=True):
+                saved[s] += few if again else full
+                largest = max(largest, full if again else 0)
+        return int(peak(schedule, saved)[rank]) + largest
 
-    order = sorted(
-        ((s, n) for s in stages for n in range(len(kept[s]))),
-        key=lambda at: (inputs[at[0]][at[1]] - kept[at[0]][at[1]], at),
-    )
-    for s, n in order:
-        if most() <= limit:
+    order = sorted((inputs[s][n] - kept[s][n], s, n) for s in stages for n in range(len(kept[s])))
+    for _, s, n in order:
+        if peak_bytes() <= limit:
             break
-        again[s][n] = True
-    if (least := most()) > limit:
+        recomputed[s][n] = True
+    if (needed := peak_bytes()) > limit:
         raise ConfigError(
-            f"rank {rank} holds {least} bytes of activations even with every layer recomputed, and may hold {limit}; "
+            f"rank {rank} holds {needed} bytes of activations even with every layer recomputed, and may hold {limit}; "
             "use smaller microbatches, more ranks, or a schedule that holds fewer"
         )
     for s, stage in stages.items():
-        stage.set_recompute(again[s])
+        stage.set_recompute(recomputed[s])

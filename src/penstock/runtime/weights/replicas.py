@@ -1,16 +1,16 @@
-"""Replicas of a pipeline: the same ranks several times over, each with its own microbatches of one global batch.
+"""Reduction of one rank's gradients over the replicas of a pipeline, which share a global batch.
 
-A rank's gradients live in buckets, whose reduction over its replicas begins while the backward still runs. When a
-gradient is complete is known in two ways. At the Program's REDUCE of a stage all its gradients are: that is enough for the
-first step, in which the buckets count how many contributions each parameter gets. From then on a parameter is complete
-with its last contribution, in the middle of the stage's last backward. So the second step is the first that shows in which
-order gradients become complete, and by it the buckets are made anew.
+Gradients live in buckets, whose reduction begins while the backward still runs. There are two ways to know that a gradient
+is complete. At the Program's REDUCE of a stage all its gradients are; the first step uses that, while the buckets count
+how many contributions each parameter gets. Later a parameter is complete with its last contribution, in the middle of the
+stage's last backward. So the second step is the first that shows in which order gradients become complete, and the buckets
+are made again in that order.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -36,23 +36,24 @@ BucketBytes = int | Literal["auto"]
 
 
 class Replicas:
-    """One rank's part.
+    """One rank's end of the reduction over replicas.
 
     Args:
-        reducer: to the same rank of the other replicas; None if there is one, whose tensors are cut.
-        exchange: gives the values of all processes with this one's place in their pipeline to each of them; None where
-            the replicas are threads of one process, which knows all of them.
-        modules: of the rank's stages, by number.
-        shared: parameters whose gradients are complete only when those of other ranks are added (see `shared`), by what
-            those ranks have in common. These share no bucket with others: a communicator adds up in an order that depends on
-            the place in the buffer, and every holder's sum has to have the same bits.
-        elsewhere: parameters whose gradients are reduced on another rank.
-        bucket_bytes: the most bytes in a bucket; "auto" has `tune` choose for each stage.
-        zero: the update of the parameters is divided among the replicas, and so are the sums of their gradients.
+        reducer: communicator with the same rank of the other replicas; None if there is one replica, whose tensors are
+            sharded.
+        exchange: gives the values of all processes at this one's place in their pipelines to each of them; None if the
+            replicas are threads of one process.
+        modules: modules of the rank's stages by number.
+        shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
+            those of the other ranks (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
+            communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
+        elsewhere: shared parameters whose gradients another rank reduces.
+        bucket_bytes: bytes in a bucket; with "auto", `tune` chooses for each stage.
+        zero: divide the update of the parameters, and the sums of their gradients, among the replicas (default False).
 
     Attributes:
-        buckets: of the gradients; None if there are none to reduce.
-        shards: what of the parameters is updated here, if that is divided.
+        buckets: buckets of the gradients; None if there are none to reduce.
+        shards: shards of the parameters that are updated here with `zero`; otherwise None.
     """
 
     def __init__(
@@ -66,69 +67,69 @@ class Replicas:
         zero: bool = False,
     ) -> None:
         self.exchange = exchange
-        left_out = {id(p) for p in elsewhere}
-        named = {
-            id(p): (name, p)
-            for s in sorted(modules)
-            for name, p in modules[s].whole_model_parameters()
-            if id(p) not in left_out
-        }
-        # Microbatches were given their share of the whole batch's loss, so the replicas' gradients are only added.
         self.buckets: GradientBuckets | None = None
         self.shards: Shards | None = None
         self._modules = modules
         self._reducer = reducer
-        self._chooses = bucket_bytes == "auto"
-        most = BUCKET_BYTES if bucket_bytes == "auto" else bucket_bytes
-        together = [p for parameters in shared.values() for p in parameters]
+        self._auto = bucket_bytes == "auto"
         self._groups: dict[Tensor, Hashable] = {
             p: ("shared", number) for number, parameters in shared.items() for p in parameters
         }
-        options: dict[str, Any] = {
-            "divisor": 1.0,
-            "missing": "zeros",
-            "bucket_bytes": most,
-            "first_bucket_bytes": most if together else min(most, FIRST_BUCKET_BYTES),
-            "groups": self._groups,
-            "dynamic": True,
+        excluded = {id(p) for p in elsewhere}
+        self._shared = [p for parameters in shared.values() for p in parameters if id(p) not in excluded]
+        self._index_stages()
+        named = {
+            id(p): (name, p)
+            for s in sorted(modules)
+            for name, p in modules[s].whole_model_parameters()
+            if id(p) not in excluded
         }
+        self._dtensors = [p for _, p in named.values() if is_dtensor(p)]
         if reducer is not None and named:
-            if zero:
-                self.shards = Shards(named.values(), reducer, **options)
-                self.buckets = self.shards.buckets
-                for module in modules.values():
-                    module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]
-            else:
-                self.buckets = GradientBuckets(named.values(), reducer, rebuild=False, **options)
-            self.buckets.attach()
-        self._cut = [p for _, p in named.values() if is_dtensor(p)]
-        self._late = [p for p in together if id(p) not in left_out]
-        late = {id(p) for p in together}
-        self._stages: dict[int, list[nn.Parameter]] = {
-            s: [p for p in module.parameters() if id(p) not in late] for s, module in modules.items()
-        }
-        self._of = {
-            id(p): {s for s in modules if any(p is q for q in modules[s].parameters())}
-            for _, p in named.values()
-        }
+            size = BUCKET_BYTES if bucket_bytes == "auto" else bucket_bytes
+            self._make_buckets(reducer, named.values(), size, zero)
         self._expected: dict[Tensor, int] = {}
         self._varying: set[Tensor] = set()
         self._incomplete: dict[int, set[int]] = {}
         self._entries: dict[int, BucketEntry] = {}
         self._reduces = False
 
-    @property
-    def several(self) -> bool:
-        """Whether there are several, whose gradients are added up."""
-        return self._reducer is not None
+    def _index_stages(self) -> None:
+        """Index the parameters by stage, without shared ones, and the stages by parameter."""
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._stages_of: dict[int, set[int]] = {}
+        for s, module in self._modules.items():
+            self._parameters[s] = [p for p in module.parameters() if p not in self._groups]
+            for p in module.parameters():
+                self._stages_of.setdefault(id(p), set()).add(s)
+
+    def _make_buckets(
+        self, reducer: Reducer, named: Collection[tuple[str, nn.Parameter]], size: int, zero: bool
+    ) -> None:
+        options: dict[str, Any] = {
+            "divisor": 1.0,  # the loss of each microbatch has its share of the global batch already
+            "missing": "zeros",
+            "bucket_bytes": size,
+            "first_bucket_bytes": size if self._groups else min(size, FIRST_BUCKET_BYTES),
+            "groups": self._groups,
+            "dynamic": True,
+        }
+        if zero:
+            self.shards = Shards(named, reducer, **options)
+            self.buckets = self.shards.buckets
+            for module in self._modules.values():
+                module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]
+        else:
+            self.buckets = GradientBuckets(named, reducer, rebuild=False, **options)
+        self.buckets.attach()
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a wait for the other replicas may last from now on."""
+        """Set the longest wait for the other replicas in seconds."""
         if self.buckets is not None:
             self.buckets.reducer.set_timeout(seconds)
 
     def detach(self, wait: bool = True) -> None:
-        """Let go of the parameters.
+        """Remove the hooks from the parameters.
 
         Args:
             wait: whether to wait for transfers under way (default True). Give False after a failure, when other processes
@@ -142,25 +143,25 @@ class Replicas:
             module.before = []
 
     def tune(self, program: Program, trace: Trace) -> None:
-        """After the second step: make the buckets anew, by its order; on every replica of the rank.
+        """Make the buckets again after the second step, in its order; every replica of the rank calls it.
 
         Args:
-            program: of the step.
-            trace: what this rank did in it.
+            program: program of the step.
+            trace: trace of this rank in the step.
         """
         if self.buckets is None or not self.buckets.entries:
             return
-        if self.shards is not None:  # what is divided stays where it is
+        if self.shards is not None:  # shards keep their places
             return
-        if not self._chooses:
+        if not self._auto:
             self.buckets.rebuild()
             return
         assert self._reducer is not None, "there are buckets"
         stage_of: dict[Tensor, int] = {
             p: s
-            for s, parameters in self._stages.items()
+            for s, parameters in self._parameters.items()
             for p in parameters
-            if p.requires_grad and len(self._of[id(p)]) == 1
+            if p.requires_grad and len(self._stages_of[id(p)]) == 1
         }
         bytes_of = dict.fromkeys(sorted(set(stage_of.values())), 0)
         for parameter, stage in stage_of.items():
@@ -172,11 +173,11 @@ class Replicas:
 
     @contextlib.contextmanager
     def step(self, number: int, reduces: bool) -> Iterator[None]:
-        """Around a step: `complete` and `finish` come within.
+        """Return a context for one step, in which `complete` and `finish` are called.
 
         Args:
-            number: of the step.
-            reduces: False leaves the gradients as they are, to be reduced with those of a later step.
+            number: number of the step.
+            reduces: False leaves the gradients to be reduced with those of a later step.
         """
         if self.buckets is None:
             yield
@@ -187,25 +188,25 @@ class Replicas:
             with self.buckets.accumulating():
                 yield
             return
-        every = {e.parameter: self._expected.get(e.parameter, _UNKNOWN) for e in self.buckets.entries}
-        self.buckets.begin(every, number)
+        counts = {e.parameter: self._expected.get(e.parameter, _UNKNOWN) for e in self.buckets.entries}
+        self.buckets.begin(counts, number)
         self._entries = {id(e.parameter): e for e in self.buckets.entries}
-        self._incomplete = {key: set(self._of[key]) for key in self._entries}
+        self._incomplete = {key: set(self._stages_of[key]) for key in self._entries}
         try:
             yield
         except Exception as error:
-            # What another rank of this pipeline said, this rank's replicas have not heard; buckets only tell what is no
-            # failure of a transport, which theirs would notice.
-            told = PenstockError(str(error)) if isinstance(error, TransportError) else error
-            self.buckets.abandon(told)
+            # The other replicas of this rank did not hear what another rank of this pipeline reported. Buckets pass on
+            # only errors that are not of the transport, since theirs would notice those.
+            reported = PenstockError(str(error)) if isinstance(error, TransportError) else error
+            self.buckets.abandon(reported)
             raise
-        except BaseException:  # who interrupts does not wait for the other replicas
+        except BaseException:  # an interrupt does not wait for the other replicas
             self.buckets.reset()
             raise
 
     def complete(self, stage: int) -> None:
-        """This rank's gradients of a stage are complete."""
-        for parameter in self._stages.get(stage, ()):
+        """Mark this rank's gradients of a stage complete."""
+        for parameter in self._parameters.get(stage, ()):
             waiting = self._incomplete.get(id(parameter))
             if waiting is not None:
                 waiting.discard(stage)
@@ -218,58 +219,55 @@ class Replicas:
             self.buckets.ready(parameter)
 
     def finish(self) -> None:
-        """All gradients of the rank are complete: wait until they are the sums over the replicas.
+        """Wait until the gradients are sums over the replicas; called once all gradients of the rank are complete.
 
         Raises:
-            PeerError: another replica failed.
+            PeerError: if another replica failed.
         """
         if self.buckets is None:
-            for parameter in self._cut:
+            for parameter in self._dtensors:
                 redistribute_grad(parameter)
         if self.buckets is None or not self._reduces:
             return
-        for parameter in self._late:
+        for parameter in self._shared:
             self._ready(parameter)
         counted = {e.parameter: e.counted for e in self.buckets.entries if e.parameter.requires_grad}
-        late = {id(p) for p in self._late}
         (self.shards or self.buckets).finish()
-        # Of a layer that is not used in every microbatch nobody knows which contribution is the last.
+        # If some microbatches do not use a layer, its last contribution cannot be known by counting.
         self._varying |= {p for p, n in counted.items() if self._expected.get(p, n) != n}
         self._expected.update(
-            (p, n) for p, n in counted.items() if n and id(p) not in late and p not in self._varying
+            (p, n) for p, n in counted.items() if n and p not in self._groups and p not in self._varying
         )
         for varying in self._varying & self._expected.keys():
             del self._expected[varying]
         self._incomplete = {}
 
     def sharded_grads(self, stage: int) -> list[Tensor]:
-        """The gradients of a stage's parameters, where they are divided: those that are here."""
+        """Return the gradients of a stage's parameters that this replica updates with `zero`."""
         if self.shards is None:
             return []
-        parts = [self.shards.find(p) for p in self._modules[stage].parameters()]
-        return [
-            part.shard.grad
-            for part in parts
-            if part is not None and part.shard is not None and part.shard.grad is not None
-        ]
+        sharded = [self.shards.find(p) for p in self._modules[stage].parameters()]
+        shards = [entry.shard for entry in sharded if entry is not None and entry.shard is not None]
+        return [shard.grad for shard in shards if shard.grad is not None]
 
     def gather(
-        self, losses: Losses, finding: Refusal | None, flags: int
+        self, losses: Losses, refusal: Refusal | None, flags: int
     ) -> tuple[Losses, Refusal | None, int]:
-        """End the step on every replica: the losses of all, by microbatch of the global batch, one verdict, all flags."""
+        """Gather from all replicas the losses by microbatch of the global batch, the first refusal, and all flags."""
         if self.exchange is None:
-            return losses, finding, flags
-        parts = self.exchange(
+            return losses, refusal, flags
+        rows = self.exchange(
             (
                 {n: loss.cpu() for n, loss in losses.total.items()},
                 {n: {k: v.cpu() for k, v in part.items()} for n, part in losses.parts.items()},
                 losses.weights,
-                finding,
+                refusal,
                 flags,
             )
         )
-        whole = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
-        for total, named, weights, _, seen in parts:
-            whole.update(Losses(total, named, weights))
-            flags |= seen
-        return whole, min((found for *_, found, _ in parts if found is not None), default=None), flags
+        gathered = Losses(rows_in=losses.rows_in, rows_out=losses.rows_out)
+        for total, parts, weights, _, replica_flags in rows:
+            gathered.update(Losses(total, parts, weights))
+            flags |= replica_flags
+        refusals = [refused for *_, refused, _ in rows if refused is not None]
+        return gathered, min(refusals, default=None), flags

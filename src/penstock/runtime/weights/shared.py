@@ -1,9 +1,9 @@
-"""Parameters that several ranks hold (copies of a stage, tied weights): their gradients become one sum, the same on each.
+"""Sums of gradients of parameters that several ranks hold (copies of a stage, tied weights).
 
-When a rank's gradients are complete (the Program's REDUCE of every stage that adds to them) it sends them to the other
-holders; at the end of the step each holder adds up all of them, in one fixed order of the ranks, so the sums are
-bit-identical. What a parameter's ``.grad`` held before the step is set aside and added last, so that accumulating over
-steps counts nothing twice.
+When a rank's gradients are complete (the Program's REDUCE of every stage that adds to them), it sends them to the other
+holders. At the end of the step each holder adds all of them in one fixed order of the ranks, so the sums are
+bit-identical. The ``.grad`` from before the step is set aside and added last, so that accumulation over steps counts
+nothing twice.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class SharedGroup(NamedTuple):
     """Parameters that the same ranks hold and whose gradients are complete at the same time.
 
     Attributes:
-        number: the bundle's, the same on every rank.
-        holders: the ranks, in the order in which gradients are added.
-        stages: those of this rank that add to the gradients.
-        parameters: this rank's.
-        names: of them in the whole model.
+        number: number of the group, the same on every rank.
+        holders: ranks that hold the parameters, in the order in which gradients are added.
+        stages: stages of this rank that add to the gradients.
+        parameters: parameters of this rank.
+        names: their names in the whole model.
     """
 
     number: int
@@ -43,52 +43,51 @@ class SharedGroup(NamedTuple):
     names: tuple[str, ...]
 
 
-def groups_of_holders(placement: Placement, ties: Ties) -> list[tuple[int, ...]]:
-    """The ranks of every bundle that has several, by the bundle's number: first one a stage, then one a tied weight."""
+def group_holders(placement: Placement, ties: Ties) -> list[tuple[int, ...]]:
+    """Return the holders of every group by its number: first one group per stage, then one per tied weight."""
     return [*placement.holders, *ties.holders]
 
 
 def shared_groups(
     placement: Placement, ties: Ties, modules: Mapping[int, StageModule], rank: int
 ) -> list[SharedGroup]:
-    """A rank's bundles, in the order of their numbers.
+    """Return a rank's groups that other ranks hold, too, in the order of their numbers.
 
     Args:
-        placement: which rank holds which stage.
-        ties: the tied weights.
-        modules: of the rank's stages, by number.
-        rank: which.
+        placement: ranks that hold each stage.
+        ties: tied weights of the model.
+        modules: modules of the rank's stages by number.
+        rank: rank whose groups are returned.
     """
-    groups = groups_of_holders(placement, ties)
     tied = {name for names in ties.groups for name in names}
-    found = []
-    for number, holders in enumerate(groups):
+    groups = []
+    for number, holders in enumerate(group_holders(placement, ties)):
         if len(holders) == 1 or rank not in holders:
             continue
         if number < len(placement.holders):
             stages = frozenset([number])
             named = [(n, p) for n, p in modules[number].whole_model_parameters() if n not in tied]
         else:
-            at = number - len(placement.holders)
-            stages = frozenset(ties.stages[at]) & modules.keys()
-            names = [n for n in ties.groups[at] for s in stages if modules[s].has(n)]
+            tie = number - len(placement.holders)
+            stages = frozenset(ties.stages[tie]) & modules.keys()
+            names = ties.groups[tie]
             owner, inner = next(modules[s].find(n) for n in names for s in stages if modules[s].has(n))
-            named = [(ties.groups[at][0], getattr(owner, inner))]
+            named = [(names[0], getattr(owner, inner))]
         parameters = tuple(p for _, p in named)
-        found.append(SharedGroup(number, holders, stages, parameters, tuple(name for name, _ in named)))
-    return found
+        groups.append(SharedGroup(number, holders, stages, parameters, tuple(name for name, _ in named)))
+    return groups
 
 
 class SharedGradients:
-    """One rank's part in the sums.
+    """One rank's end of the sums.
 
     Args:
-        shared_groups: of this rank.
-        rank: which rank this is.
-        tags: messages are numbered from here.
-        channel: its end of the transport.
-        one_memory: holders share the parameters' memory (threads), so the optimizer sees the first holder's gradients
-            only.
+        shared_groups: groups of this rank that other ranks hold, too.
+        rank: number of this rank.
+        tags: first tag of the messages.
+        channel: this rank's end of the transport.
+        one_memory: whether holders are threads, which share the parameters' memory, so that the optimizer sees the first
+            holder's gradients only.
     """
 
     def __init__(
@@ -103,9 +102,9 @@ class SharedGradients:
         self._before: list[list[Tensor | None]] = []
 
     def begin(self) -> None:
-        """Set aside what the gradients hold from earlier steps."""
+        """Set aside the gradients of earlier steps."""
         self._incomplete = [set(group.stages) for group in self.shared_groups]
-        # Copies, since a gradient may live in a bucket's buffer, which this step's gradients are written to.
+        # Clone, since a gradient may live in a bucket's buffer, which this step's gradients are written to.
         self._before = [
             [None if p.grad is None else p.grad.clone() for p in group.parameters]
             for group in self.shared_groups
@@ -115,7 +114,7 @@ class SharedGradients:
                 parameter.grad = None
 
     def complete(self, stage: int) -> None:
-        """This rank's gradients of a stage are complete: give what is complete with them to the other holders."""
+        """Mark this rank's gradients of a stage complete, and send the groups that now are to the other holders."""
         for group, waiting in zip(self.shared_groups, self._incomplete, strict=True):
             if stage in waiting:
                 waiting.discard(stage)
@@ -136,39 +135,35 @@ class SharedGradients:
                 )
 
     def finish(self) -> None:
-        """Add up every bundle's gradients over its holders.
+        """Add every group's gradients over its holders.
 
         Raises:
-            ReplicaError: a parameter is frozen on some of the holders only.
+            ReplicaError: if a parameter is frozen on some of the holders only.
         """
         for group, before in zip(self.shared_groups, self._before, strict=True):
             if self.one_memory and self.rank != group.holders[0]:
                 for parameter in group.parameters:
                     parameter.grad = None
                 continue
-            parts: list[tuple[Any, ...]] = [
+            rows: list[tuple[Any, ...]] = [
                 (*(None if p.grad is None else local(p.grad) for p in group.parameters), _frozen(group))
                 if peer == self.rank
                 else self.channel.recv(peer, self._tags + group.number).leaves
                 for peer in group.holders
             ]
-            self._require_same(group, [part[-1] for part in parts])
+            self._require_same(group, [row[-1] for row in rows])
             for n, (parameter, old) in enumerate(zip(group.parameters, before, strict=True)):
-                found: list[Tensor] = [part[n] for part in parts if part[n] is not None]
+                grads: list[Tensor] = [row[n] for row in rows if row[n] is not None]
                 parameter.grad = old
-                if found:
-                    total = reduce(torch.add, found[1:], found[0])
-                    parameter.grad = (
-                        from_local_like(total, parameter)
-                        if old is None
-                        else old.add_(from_local_like(total, parameter))
-                    )
+                if grads:
+                    total = from_local_like(reduce(torch.add, grads[1:], grads[0]), parameter)
+                    parameter.grad = total if old is None else old.add_(total)
         self._before = []
 
     def _require_same(self, group: SharedGroup, frozen: Sequence[str]) -> None:
-        for n, told in enumerate(zip(*frozen, strict=True)):
-            if len(set(told)) > 1:
-                ranks = [r for r, flag in zip(group.holders, told, strict=True) if flag == _FROZEN]
+        for n, flags in enumerate(zip(*frozen, strict=True)):
+            if len(set(flags)) > 1:
+                ranks = [r for r, flag in zip(group.holders, flags, strict=True) if flag == _FROZEN]
                 raise ReplicaError(
                     f"parameter {group.names[n]!r} is frozen on rank(s) {ranks} of the ranks {group.holders} "
                     "that hold it; set requires_grad to the same on all of them",
@@ -176,7 +171,7 @@ class SharedGradients:
                 )
 
     def abandon(self) -> None:
-        """After a failed step: the gradients are as before it."""
+        """Restore the gradients from before a failed step."""
         for group, before in zip(self.shared_groups, self._before, strict=False):
             for parameter, grad in zip(group.parameters, before, strict=True):
                 parameter.grad = grad
@@ -187,30 +182,28 @@ _FROZEN, _TRAINED = "01"
 
 
 def _frozen(group: SharedGroup) -> str:
-    """A character a parameter; text, since what is no tensor travels only when it changes."""
+    # One character per parameter: the transport sends a text only when it changes.
     return "".join(_TRAINED if p.requires_grad else _FROZEN for p in group.parameters)
 
 
-def equalise(
+def broadcast_shared(
     shared_groups: Sequence[SharedGroup],
     modules: Mapping[int, StageModule],
     rank: int,
     channel: Channel,
-    stages: int,
 ) -> None:
-    """Give every holder the first one's parameters, and of copied stages the buffers; every rank calls it, before step 1.
+    """Give every holder the first one's parameters and, of copied stages, buffers; every rank calls it before step 1.
 
     Args:
-        shared_groups: of this rank.
-        modules: of its stages, by number.
-        rank: which rank this is.
-        channel: its end of the transport.
-        stages: how many the model has; bundles below are whole stages.
+        shared_groups: groups of this rank that other ranks hold, too.
+        modules: modules of the rank's stages by number.
+        rank: number of this rank.
+        channel: this rank's end of the transport.
     """
     channel.open(0)
 
     def state(group: SharedGroup) -> list[Tensor]:
-        buffers = modules[group.number].buffers() if group.number < stages else ()
+        buffers = modules[group.number].buffers() if group.number in modules else ()  # a tied weight has none
         return [*group.parameters, *buffers]
 
     for group in shared_groups:

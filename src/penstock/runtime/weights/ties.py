@@ -1,4 +1,4 @@
-"""Tied weights in their stages: one parameter a rank, all of them equal, and who holds which."""
+"""Tied weights of a model split into stages: one parameter on each rank, all of them equal."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from penstock.stage.tied import find_ties, owner_of, set_parameter
 
 
 class Ties:
-    """The tied weights of a model cut into stages.
+    """Tied weights of a model split into stages.
 
     Args:
-        layers: the whole model's.
-        runs: the layers of each stage.
-        placement: which rank holds which stage.
+        layers_of_stages: layers of each stage.
+        placement: ranks that hold each stage.
 
     Attributes:
-        groups: names that are one parameter; the first is the parameter's name.
-        first: every other name of a group → its first.
-        stages: for each group the stages it is on.
-        holders: for each group the ranks that hold it, first the one whose copy counts.
+        groups: names of one parameter; the first is the parameter's name.
+        first: first name of a group, by every other name.
+        stages: stages that have each group.
+        holders: ranks that hold each group; the copy of the first one counts.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], runs: Sequence[Sequence[Layer]], placement: Placement
-    ) -> None:
-        stage_of = {layer.name: s for s, run in enumerate(runs) for layer in run}
+    def __init__(self, layers_of_stages: Sequence[Sequence[Layer]], placement: Placement) -> None:
+        layers = [layer for of_stage in layers_of_stages for layer in of_stage]
+        stage_of = {layer.name: s for s, of_stage in enumerate(layers_of_stages) for layer in of_stage}
         self.groups = find_ties(layers)
         self.first = {name: names[0] for names in self.groups for name in names[1:]}
         self._stage = {
@@ -44,13 +42,13 @@ class Ties:
         self._replaced: list[tuple[StageModule, str, nn.Parameter]] = []
 
     def apply(self, modules: Mapping[tuple[int, int], StageModule]) -> None:
-        """Make each group one parameter on every rank; on further ranks of this process it shares the first's memory.
+        """Make each group one parameter on every rank; the ranks of this process share its memory.
 
         Args:
-            modules: (rank, stage) → the module there, for the ranks of this process.
+            modules: stage modules by (rank, stage), for the ranks of this process.
 
         Raises:
-            SplitError: weights that are to be tied differ in shape or dtype.
+            SplitError: if weights to tie differ in shape or dtype.
         """
         for names, holders in zip(self.groups, self.holders, strict=True):
             memory: nn.Parameter | None = None
@@ -61,33 +59,29 @@ class Ties:
                 if not here:
                     continue
                 owner, inner = here[0][0].find(here[0][1])
-                own: nn.Parameter = getattr(owner, inner)
+                parameter: nn.Parameter = getattr(owner, inner)
                 if memory is None:
-                    memory = own
+                    memory = parameter
                 else:
-                    own = nn.Parameter(memory.detach(), requires_grad=memory.requires_grad)
+                    parameter = nn.Parameter(memory.detach(), requires_grad=memory.requires_grad)
                 for module, name in here:
-                    before = set_parameter(module, name, own)
-                    if before is not own:
+                    before = set_parameter(module, name, parameter)
+                    if before is not parameter:
                         self._replaced.append((module, name, before))
 
     def undo(self) -> None:
-        """Give the modules their own parameters back: what was one parameter is one again."""
+        """Give the modules their original parameters back."""
         for module, name, before in reversed(self._replaced):
             owner, inner = module.find(name)
-            before.data = getattr(owner, inner).data  # where the model was converted meanwhile, this was not
+            before.data = getattr(owner, inner).data  # a conversion of the model has not reached the original
             set_parameter(module, name, before)
         self._replaced.clear()
 
     @property
     def over_stages(self) -> list[str]:
         """All names of the weights that several stages have."""
-        return [
-            n
-            for names, stages in zip(self.groups, self.stages, strict=True)
-            if len(stages) > 1
-            for n in names
-        ]
+        groups = zip(self.groups, self.stages, strict=True)
+        return [name for names, stages in groups if len(stages) > 1 for name in names]
 
     def __bool__(self) -> bool:
         return bool(self.groups)
