@@ -44,7 +44,7 @@ class Engine:
     Args:
         local_stages: stages of the ranks.
         local_ranks: ranks of this process.
-        timeout: longest wait between ranks; in processes the world's counts.
+        timeout: longest wait between threads; between processes the timeout of `world` counts.
         world: the pipeline's processes; None if its ranks are threads of one process.
         device: device of the stages; None for the CPU.
         replicas: number of replicas of the pipeline; without other processes, they are threads of this one.
@@ -274,7 +274,6 @@ class Engine:
             self._apply_timeout()
 
     def _apply_timeout(self) -> None:
-        """Give the communicators and the replicas' reducers the current timeout."""
         if self._world is not None:
             self._world.apply_timeout()
         for local_stages in self._all_replicas:

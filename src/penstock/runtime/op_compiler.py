@@ -1,4 +1,4 @@
-"""Compile one rank's Program to a list of functions, one an op, so that a step only walks through the list.
+"""Compile one rank's Program to a list of functions, one per op, so that a step only walks through the list.
 
 Each function receives the op's inputs, computes, records times and memory, and sends the outputs. Two kinds of
 instruction need no function. POST belongs to the transport, which keeps as many receives posted as the edge has slots,

@@ -127,7 +127,7 @@ class Aliases:
 
 
 def require_no_late_hook(name: str, parameter: Tensor) -> None:
-    """Raise if hooks run after the gradient was accumulated: they would see a partial gradient. Penstock's may.
+    """Raise if a hook runs after the gradient was accumulated: it would see a part of it. Hooks of buckets are allowed.
 
     Raises:
         ConfigError: if the parameter has such a hook.

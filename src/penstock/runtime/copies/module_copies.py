@@ -57,7 +57,7 @@ class ModuleCopies:
             module.sync()
 
     def record(self) -> None:
-        """Record the modules after a step: attributes that forwards changed differ between copies, and may."""
+        """Record the modules after a step; attributes that its forwards changed are not copied."""
         for module in self._modules:
             module.record()
 
@@ -103,7 +103,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structure(module: nn.Module) -> dict[str, object]:
-    """Return the properties that copies cannot get, by the words for a change of them."""
+    """Return the properties that cannot be given to copies; the keys are the words for a change in an error."""
     values = vars(module)
     return {
         "another class": type(module),

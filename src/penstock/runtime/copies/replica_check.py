@@ -21,7 +21,7 @@ CHUNKS = 64
 
 
 class CopiedTensor(NamedTuple):
-    """A tensor with copies in other processes.
+    """A tensor that has copies.
 
     Attributes:
         group: name of the tensors compared at once: a stage, or a weight that several stages share.

@@ -79,7 +79,7 @@ def shared_groups(
 
 
 class SharedGradients:
-    """One rank's end of the sums.
+    """Sums of one rank's shared gradients over their holders.
 
     Args:
         shared_groups: groups of this rank that other ranks hold, too.
