@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.ops import Kind
@@ -152,8 +153,10 @@ def test_freed_memory_is_not_used_again_before_every_stream_is_done_with_it():
 
 def test_a_step_in_threads_does_not_wait_for_the_device():
     x, y = (part.cuda() for part in plain.batch(0, 16))
-    options = {"device": "cuda", "check_finite": False}  # to look for NaN is to wait
-    with Pipeline(plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, **options) as pipe:
+    execution = ExecutionOptions(check_finite=False)  # checking for NaN synchronizes
+    with Pipeline(
+        plain.model(8), nn.functional.mse_loss, microbatches=8, ranks=4, device="cuda", execution=execution
+    ) as pipe:
         pipe.step(x, y)
         torch.cuda.set_sync_debug_mode("error")
         try:

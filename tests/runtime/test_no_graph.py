@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.errors import PenstockError, StageError
 from penstock.parallel.mesh import MeshShape
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
@@ -61,8 +62,8 @@ def test_a_loss_without_a_graph_is_refused_and_the_next_step_is_sound(ranks, fam
     def sometimes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return loss(output, target) if cut else nn.functional.mse_loss(output, target)
 
-    options = {"microbatches": 4, "ranks": ranks, "schedule": family, "check_finite": check_finite}
-    with Pipeline(net, sometimes, **options) as pipe:
+    execution = ExecutionOptions(check_finite=check_finite)
+    with Pipeline(net, sometimes, microbatches=4, ranks=ranks, schedule=family, execution=execution) as pipe:
         with pytest.raises(StageError, match="no microbatch's loss has a graph"):
             pipe.step(*plain.batch(0, 8))
         assert pipe.steps == 0
