@@ -129,8 +129,8 @@ def test_where_the_processes_meet_is_asked_for_by_name(environment: dict[str, st
         (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID='4' and SLURM_STEP_NUM_TASKS='4' are not a rank below"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK='x'"),
         (SRUN | {"SLURM_HET_SIZE": "2"}, "heterogeneous job"),
-        (SRUN | {"MASTER_PORT": "eighty"}, "MASTER_PORT='eighty' is no port"),
-        (SRUN | {"SLURM_LOCALID": "-1"}, "SLURM_LOCALID='-1' is not a whole number"),
+        (SRUN | {"MASTER_PORT": "eighty"}, "MASTER_PORT must be a port number from 1 to 65535, got 'eighty'"),
+        (SRUN | {"SLURM_LOCALID": "-1"}, "SLURM_LOCALID must be a whole number, got '-1'"),
     ],
 )  # fmt: skip
 def test_variables_that_contradict_one_another_are_refused(environment: dict[str, str], said: str):

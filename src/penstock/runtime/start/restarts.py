@@ -1,11 +1,11 @@
-"""Names of its own for each start of torchrun's processes in the store that outlives them.
+"""A name for each start of torchrun's processes, unique in the store that outlives them.
 
-torchrun's agent keeps one store over restarts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), and in it the addresses of
-processes that are gone, which torch 2.13 would connect to. TORCHELASTIC_RESTART_COUNT does not tell the starts apart: each
-host's agent counts for itself, and only the restarts for which a process of its own had failed.
+torchrun's agent keeps one store over restarts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), with the addresses of processes
+that are gone, to which torch 2.13 would connect. TORCHELASTIC_RESTART_COUNT does not identify a start: each host's agent
+counts for itself, and only restarts after a failure of its own process.
 
-So rank 0 makes a name and publishes it, each process leaves a word of its own below the name, and rank 0 answers with all
-the words. A process that found the name of an earlier start does not find its word in that answer, and looks for the next.
+So rank 0 makes a name and publishes it, each other process writes a token below that name, and rank 0 answers with all
+tokens. A process that read the name of an earlier start does not find its token in the answer, and reads the name again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from uuid import uuid4
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not annotate it
 
 _NEWEST = "penstock/newest"
-_LOOK = 0.05  # seconds
+_POLL_INTERVAL = 0.05  # seconds
 
 
 def store_of_this_start(rank: int, size: int, timeout: timedelta) -> PrefixStore | None:
-    """What torchrun's processes meet through; None where the store is new for each start, and torch makes it.
+    """Return the store through which torchrun's processes meet; None if torch makes a new one for each start.
 
     Raises:
-        RuntimeError: as torch's stores raise, or not all processes came in time.
+        RuntimeError: if a store of torch raises it, or not all processes come in time.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -35,45 +35,45 @@ def store_of_this_start(rank: int, size: int, timeout: timedelta) -> PrefixStore
 
 
 def name_of_this_start(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """A name that the processes of this start have in common, and those of no other start; each of them calls it.
+    """Return a name that only the processes of this start share; each of them calls it.
 
     Args:
-        store: of ``torch.distributed``, with whatever earlier starts left in it.
-        rank, size: of this process, and how many there are.
-        timeout: the longest that this may take.
+        store: store of ``torch.distributed``, with the keys of earlier starts.
+        rank, size: rank of this process and number of processes.
+        timeout: longest time that this may take.
 
     Raises:
-        RuntimeError: not all processes came in time.
+        RuntimeError: if not all processes come in time.
     """
-    word = uuid4().hex
+    token = uuid4().hex
     if rank == 0:
-        name = f"penstock/{word}"
+        name = f"penstock/{token}"
         store.set(_NEWEST, name)
-        answers = [f"{name}/{other}" for other in range(1, size)]
-        if answers:
-            store.wait(answers, timeout)
-        store.set(f"{name}/all", " ".join(store.get(answer).decode() for answer in answers))
+        keys = [f"{name}/{other}" for other in range(1, size)]
+        if keys:
+            store.wait(keys, timeout)
+        store.set(f"{name}/all", " ".join(store.get(key).decode() for key in keys))
         return name
-    until = monotonic() + timeout.total_seconds()
+    deadline = monotonic() + timeout.total_seconds()
     store.wait([_NEWEST], timeout)
     while True:
         name = str(store.get(_NEWEST).decode())
-        store.set(f"{name}/{rank}", word)
-        if _is_answered(store, name, word, until):
+        store.set(f"{name}/{rank}", token)
+        if _is_answered(store, name, token, deadline):
             return name
 
 
-def _is_answered(store: Any, name: str, word: str, until: float) -> bool:
-    """Whether rank 0 answers to a word below a name; not, if it has made another name."""
+def _is_answered(store: Any, name: str, token: str, deadline: float) -> bool:
+    """Wait until rank 0 answers to a token below a name; return False if it has published another name."""
     answer = f"{name}/all"
     while store.get(_NEWEST).decode() == name:
-        if monotonic() > until:
-            raise RuntimeError("rank 0 did not come in time, or not all the others did")
+        if monotonic() > deadline:
+            raise RuntimeError("rank 0 did not come in time, or not all the other ranks did")
         try:
-            store.wait([answer], timedelta(seconds=_LOOK))
+            store.wait([answer], timedelta(seconds=_POLL_INTERVAL))
         except DistStoreError:
             continue  # not yet
-        if word in store.get(answer).decode().split():
+        if token in store.get(answer).decode().split():
             return True
-        sleep(_LOOK)  # of an earlier start; this one's rank 0 has yet to come
+        sleep(_POLL_INTERVAL)  # the answer is an earlier start's; rank 0 of this one has yet to come
     return False

@@ -1,7 +1,7 @@
-"""When ops start and end: on the host's clock, or where they run on a GPU by events on its stream.
+"""Start and end of ops: on the host's clock, or for ops on a GPU by events on its stream.
 
-A GPU works off its stream later than the host fills it, so the host's clock would tell when ops were asked for. Events
-tell when they ran, and nobody waits for them until they are read.
+A GPU works off its stream later than the host fills it, so on the host's clock an op would start when it is queued. Events
+mark when it ran, and the host does not wait for them until they are read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 
 def clock(device: torch.device | None, moments: int) -> Callable[[], Any]:
-    """A function that returns the present moment: seconds of ``time.perf_counter``, or an event that marks it.
+    """Return a function that returns the current moment: seconds of ``time.perf_counter``, or an event that marks it.
 
     Args:
-        device: the CUDA device whose moments are meant; None for the host's.
-        moments: how many are kept at a time. After as many the first event is used again, so that a step
-            makes no events of its own.
+        device: CUDA device whose time is read; None for the host.
+        moments: number of moments kept at a time. After that many the first event is reused, so that a step makes no new
+            events.
     """
     if device is None:
         return perf_counter
@@ -37,29 +37,29 @@ def clock(device: torch.device | None, moments: int) -> Callable[[], Any]:
 
 
 class Readings:
-    """Moments of any clock of this process as seconds on the host's; waits for the devices on which they were taken.
+    """Moments of any clock of this process, in seconds on the host's clock; waits for the devices of the moments.
 
-    The events of a device are set against one of them, and that one against the host's clock: the device is idle then,
-    so an event is reached as it is recorded. The device's ranks thus share one clock to the event's resolution, about
-    half a microsecond, and devices agree to within what the host needs to notice an event, some ten microseconds.
+    The events of a device are compared with one of them, and that one with the host's clock: the device is idle then, so an
+    event is reached as it is recorded. The ranks on one device thus share a clock to the event's resolution, about half a
+    microsecond. Devices agree to within the time in which the host notices an event, some ten microseconds.
     """
 
     def __init__(self) -> None:
-        self._known: dict[torch.device, tuple[Any, float]] = {}
+        self._first: dict[torch.device, tuple[Any, float]] = {}
 
     def seconds(self, device: torch.device | None, moments: Sequence[Any]) -> npt.NDArray[np.float64]:
-        """The moments of one rank, of which there is at least one.
+        """Convert the moments of one rank to seconds.
 
         Args:
-            device: as for `clock`.
-            moments: what that clock returned.
+            device: CUDA device of the moments; None for the host.
+            moments: return values of that device's `clock`, at least one.
         """
         if device is None:
             return np.array(moments, np.float64)
-        if device not in self._known:
-            self._known[device] = moments[0], _on_host_clock(device, moments[0])
-        first, at = self._known[device]
-        return np.array([at + first.elapsed_time(moment) / 1e3 for moment in moments], np.float64)
+        if device not in self._first:
+            self._first[device] = moments[0], _on_host_clock(device, moments[0])
+        first, seconds = self._first[device]
+        return np.array([seconds + first.elapsed_time(moment) / 1e3 for moment in moments], np.float64)
 
 
 def _on_host_clock(device: torch.device, moment: Any) -> float:

@@ -1,4 +1,4 @@
-"""The trace of all ranks from those of the processes, by one clock."""
+"""One trace of all ranks, from the traces of the processes, on one clock."""
 
 from __future__ import annotations
 
@@ -15,37 +15,41 @@ from penstock.trace.join import join
 
 MEETINGS = 12
 
-sendable(Trace)  # marked here, since `trace` knows no torch, and the encoding does
+sendable(Trace)  # marked here, since `trace` must not import torch, and the encoding does
 
 
 def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Alignment:
-    """Find by how much the clocks of the processes differ; every rank calls it, with the same clock.
+    """Measure the offsets between the clocks of the processes; every rank calls it, with the same clock.
 
-    Each of the meetings is one sum over all ranks, which nobody has before everybody has given its part.
+    Each meeting is one sum over all ranks, which no rank has before all ranks have contributed.
+
+    Args:
+        world: connected processes.
+        clock: function that returns seconds (default ``time.perf_counter``).
 
     Returns:
-        The same on every rank: what to add to each clock to read rank 0's, and how far that can be off. The error is half
-        of the quickest meeting: 0.3 ms among four processes on two busy cores, less where every process has a core.
+        Alignment, the same on every rank: the offset from each clock to rank 0's, and its error. The error is half of the
+        quickest meeting: 0.3 ms among four processes on two busy cores, less where every process has a core.
     """
     token = torch.zeros(1)
-    met = []
+    meetings = []
     for _ in range(MEETINGS):
-        came = clock()
+        arrival = clock()
         world.add_up(token)
-        met.append((came, clock()))
-    return align(world.exchange(met))
+        meetings.append((arrival, clock()))
+    return align(world.exchange(meetings))
 
 
 def gather_trace(world: World, part: Trace) -> Trace:
-    """Join what the processes recorded of a step, with their clocks aligned; every rank calls it, after the step.
+    """Join the processes' traces of a step, with their clocks aligned; every rank calls it, after the step.
 
     Args:
-        world: connected.
-        part: what this process recorded, as `measured_trace` makes it.
+        world: connected processes.
+        part: trace of this process, from `measured_trace`.
 
     Returns:
-        The whole step, the same on every rank; ``info["clock_error"]`` is how far the times of two ranks can be off, in
-        seconds.
+        The trace of the step, the same on every rank; ``info["clock_error"]`` is the largest error between the times of two
+        ranks, in seconds.
     """
     clocks = align_clocks(world)
     return join(world.exchange(part), clocks)

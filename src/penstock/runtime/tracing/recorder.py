@@ -1,4 +1,4 @@
-"""A measured step as a Trace."""
+"""The trace of a measured step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.trace.events import Trace
 
 
 def measured_trace(executors: Sequence[Executor]) -> Trace:
-    """Join what the executors of one process recorded, on one clock. Waits for the GPUs on which they computed.
+    """Join the records of the executors of one process, on one clock; waits for their GPUs.
 
     Args:
-        executors: of ranks that have run the same step.
+        executors: executors of ranks that have run the same step.
 
     Returns:
-        Times in seconds from the first op's start; ``info["origin"]`` is that moment on ``time.perf_counter``'s clock.
-        ``info["whole_backward"]`` names the layers whose backward could not be split, if there are any.
+        The trace, with times in seconds from the first op's start; ``info["origin"]`` is that moment in seconds of
+        ``time.perf_counter``. ``info["whole_backward"]`` names the layers whose backward could not be split, if any.
     """
     program = executors[0].program
     schedule = program.schedule
@@ -32,9 +32,9 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
     end = np.concatenate([readings.seconds(e.device, e.records.end) for e in executors])
     held = np.concatenate([_held(e) for e in executors])
     origin = start.min()
-    whole = [
+    unsplit = {
         name for e in executors for stage in e.stages.values() for name in stage.split_checks.unsplit_layers
-    ]
+    }
     return Trace(
         schedule.ranks,
         program.rank[rows],
@@ -50,19 +50,18 @@ def measured_trace(executors: Sequence[Executor]) -> Trace:
             "schedule": schedule.name,
             "ranks_present": [e.rank for e in executors],
             "origin": float(origin),
-            **({"whole_backward": sorted(set(whole))} if whole else {}),
+            **({"whole_backward": sorted(unsplit)} if unsplit else {}),
         },
     )
 
 
 def _held(executor: Executor) -> npt.NDArray[np.int64]:
-    """Bytes a rank holds after each of its ops: the op's stage as recorded, the rank's others as they were last."""
+    """Return the bytes a rank holds after each of its ops, summed over its stages; each record is of the op's stage."""
     rows = executor.program.schedule.rows(executor.rank)
     stages = executor.program.schedule.stage[rows]
-    own = np.array(executor.records.held, np.int64)
-    total = np.zeros(len(own), np.int64)
+    held = np.array(executor.records.held, np.int64)
+    changes = np.zeros(len(held), np.int64)
     for stage in np.unique(stages):
-        at = np.flatnonzero(stages == stage)
-        change = np.diff(own[at], prepend=0)
-        total[at] += change
-    return np.cumsum(total)
+        ops = np.flatnonzero(stages == stage)
+        changes[ops] += np.diff(held[ops], prepend=0)
+    return np.cumsum(changes)
