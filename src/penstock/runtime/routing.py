@@ -1,4 +1,4 @@
-"""Which named values go where: from the batch, or from the layer that gives one to the layers that take it."""
+"""Routes of named values: from the batch, or from the layer that produces a value to the layers that take it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.stage.module import StageModule
 
 @sendable
 class LayerNames(NamedTuple):
-    """What a layer takes and gives.
+    """Names of the values that a layer takes and produces.
 
     Attributes:
-        layer: its name.
-        takes: named value → whether it must have it.
-        gives: named values.
+        layer: name of the layer.
+        takes: named values it takes; True for those it requires.
+        gives: named values it produces.
     """
 
     layer: str
@@ -27,7 +27,7 @@ class LayerNames(NamedTuple):
 
 
 def names_of(module: StageModule) -> list[LayerNames]:
-    """What each layer of a stage takes and gives."""
+    """Return the names that each layer of a stage takes and produces."""
     return [
         LayerNames(name, takes, gives)
         for name, takes, gives in zip(module.names, module.takes, module.gives_by_layer, strict=True)
@@ -35,78 +35,85 @@ def names_of(module: StageModule) -> list[LayerNames]:
 
 
 class ValueRoutes:
-    """The named values of a whole model.
+    """The routes of a model's named values.
 
     Args:
-        stages: for every stage what its layers take and give.
+        stages: names of the layers of each stage.
 
     Attributes:
-        stages: for every stage what it hands on.
-        skips: (source stage, target stage) of the values that travel past the stages between.
+        stages: routes of the values that each stage sends on.
+        skips: (source stage, target stage) of the values that skip the stages between.
 
     Raises:
-        SplitError: a value that two layers give, or that a layer takes before it is given.
+        SplitError: if two layers produce a value, or a layer takes it before it is produced.
     """
 
     def __init__(self, stages: Sequence[Sequence[LayerNames]]) -> None:
-        flat = [(s, names) for s, run in enumerate(stages) for names in run]
-        givers: dict[str, int] = {}
-        for at, (_, names) in enumerate(flat):
-            for name in names.gives:
-                if name in givers:
-                    raise SplitError(
-                        f"both {flat[givers[name]][1].layer!r} and {names.layer!r} give {name!r}; one layer gives a name"
-                    )
-                givers[name] = at
+        layers = [(s, names) for s, stage_layers in enumerate(stages) for names in stage_layers]
+        producers = _producers([names for _, names in layers])
         onward: list[set[str]] = [set() for _ in stages]
-        straight: dict[tuple[int, int], set[str]] = {}
-        self._needed: dict[str, list[str]] = {}
-        self._taken: dict[str, list[str]] = {}
-        for at, (stage, names) in enumerate(flat):
-            for name, must in names.takes.items():
-                if name not in givers:
-                    self._taken.setdefault(name, []).append(names.layer)
-                    if must:
-                        self._needed.setdefault(name, []).append(names.layer)
+        skips: dict[tuple[int, int], set[str]] = {}
+        self._inputs: dict[str, list[str]] = {}  # layers that take a value from the batch, by its name
+        self._required: dict[str, list[str]] = {}
+        for index, (stage, names) in enumerate(layers):
+            for name, required in names.takes.items():
+                if name not in producers:
+                    self._inputs.setdefault(name, []).append(names.layer)
+                    if required:
+                        self._required.setdefault(name, []).append(names.layer)
                     for before in range(stage):
                         onward[before].add(name)
                     continue
-                source = flat[givers[name]][0]
-                if givers[name] >= at:
+                source, producer = layers[producers[name]]
+                if producers[name] >= index:
                     raise SplitError(
-                        f"layer {names.layer!r} takes {name!r}, which only the later layer "
-                        f"{flat[givers[name]][1].layer!r} gives; a value travels forwards"
+                        f"layer {names.layer!r} takes {name!r}, which only the later layer {producer.layer!r} gives; move "
+                        "it behind that layer, since a value travels forwards"
                     )
                 if source + 1 == stage:
                     onward[source].add(name)
                 elif source < stage:
-                    straight.setdefault((source, stage), set()).add(name)
-        self.skips = tuple(sorted(straight))
+                    skips.setdefault((source, stage), set()).add(name)
+        self.skips = tuple(sorted(skips))
         self.stages = [
             StageRoutes(
                 frozenset(onward[s]),
-                tuple(tuple(sorted(straight[skip])) for skip in self.skips if skip[0] == s),
+                tuple(tuple(sorted(skips[skip])) for skip in self.skips if skip[0] == s),
             )
             for s in range(len(stages))
         ]
 
     def check_given(self, names: Iterable[str]) -> None:
-        """Refuse keyword inputs that no layer takes, and a step without one that a layer must have.
+        """Check the names of the keyword inputs of a step.
 
         Raises:
-            BatchError: names the layer and the value.
+            BatchError: if no layer takes an input, or a layer requires one that is missing; names the layer and the value.
         """
-        given = set(names)
-        for name in given - self._taken.keys():
+        names = set(names)
+        for name in names - self._inputs.keys():
             raise BatchError(
-                f"no layer takes {name!r}{nearest(name, list(self._taken))}; a layer takes a keyword input by listing it "
+                f"no layer takes {name!r}{nearest(name, list(self._inputs))}; a layer takes a keyword input by listing it "
                 "in its forward, after the first parameter"
             )
-        for name, layers in self._needed.items():
-            if name not in given:
+        for name, layers in self._required.items():
+            if name not in names:
                 raise BatchError(f"layer {layers[0]!r} needs {name!r}; pass it to the step as {name}=...")
 
 
+def _producers(layers: Sequence[LayerNames]) -> dict[str, int]:
+    """Return the index of the layer that produces each value."""
+    producers: dict[str, int] = {}
+    for index, names in enumerate(layers):
+        for name in names.gives:
+            if name in producers:
+                raise SplitError(
+                    f"both {layers[producers[name]].layer!r} and {names.layer!r} give {name!r}; only one layer may give a "
+                    "name: rename one of the two values"
+                )
+            producers[name] = index
+    return producers
+
+
 def gathered(parts: Mapping[int, list[LayerNames]]) -> list[list[LayerNames]]:
-    """By stage, what `World.gather_dict` or this process alone has found."""
+    """Return the layers' names by stage, from those of this process or of all (`World.gather_dict`)."""
     return [[LayerNames(*names) for names in parts[s]] for s in sorted(parts)]
