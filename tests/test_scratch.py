@@ -105,26 +105,26 @@ def test_processes_that_start_at_once_leave_each_others_alone(place: Path):
 
 
 @pytest.mark.skipif(not supported(), reason="no shared memory of this kind here")
-def test_a_wake_socket_needs_no_file_and_may_outlive_its_reader(place: Path):
+def test_a_wake_socket_needs_no_file_and_may_wake_a_process_that_is_gone(place: Path):
     one, other = WakeSocket(PeerRegistry()), WakeSocket(PeerRegistry())
-    one.meet(other.host)
+    one.connect(other.host)
     for _ in range(70_000):  # more than a pipe holds
-        one.ring(other.host)
-    assert os.read(other.host.bell, 3) == b"111"
+        one.wake(other.host)
+    assert os.read(other.host.pipe, 3) == b"111"
     assert list(place.iterdir()) == []
     other.close()
     for _ in range(70_000):
-        one.ring(other.host)
+        one.wake(other.host)
     one.close()
     one.close()
 
 
 @pytest.mark.skipif(not supported(), reason="no shared memory of this kind here")
-def test_only_wake_sockets_are_written_to(tmp_path: Path):
-    bell = WakeSocket(PeerRegistry())
+def test_a_file_that_is_not_a_pipe_is_not_written_to(tmp_path: Path):
+    wake_socket = WakeSocket(PeerRegistry())
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    with pytest.raises(OSError, match="it is no bell"):
-        bell.meet(bell.host._replace(bell=file))
-    bell.close()
+    with pytest.raises(OSError, match="not a pipe"):
+        wake_socket.connect(wake_socket.host._replace(pipe=file))
+    wake_socket.close()
     os.close(file)
     assert (tmp_path / "file").read_bytes() == b""

@@ -191,7 +191,7 @@ def dies(rank: int) -> str:
 
 
 def test_a_rank_that_dies_is_named_by_the_ranks_that_wait_for_it():
-    with LocalProcesses(2) as pool, pytest.raises(PenstockError, match="rank 1 ended without a word"):
+    with LocalProcesses(2) as pool, pytest.raises(PenstockError, match="rank 1 ended without a result"):
         pool.run(2, dies)
 
 

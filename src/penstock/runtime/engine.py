@@ -99,7 +99,7 @@ class Engine:
         local_stages, rank = self.local_stages, world.rank
         gpu = None if device is None or device.type == "cpu" else device
         channel = world.connect(local_stages.program, local_stages.holders, gpu)
-        detector = HangDetector(self.timeout, [channel.words], [f"rank {rank}"], local_stages.program)
+        detector = HangDetector(self.timeout, [channel.progress], [f"rank {rank}"], local_stages.program)
         self._watch = Watchdog(world.peer_registry, detector)
         modules = {s: stage.module for s, stage in local_stages.stages_by_number.items()}
         broadcast_shared(local_stages.shared_groups[rank], modules, rank, channel)
@@ -129,7 +129,7 @@ class Engine:
             for n, replica in enumerate(replicas)
             for rank in self.local_ranks
         ]
-        rank_threads.run(jobs, _nothing)
+        rank_threads.run(jobs, _idle)
 
     def _copy_grads(self, reduces: bool) -> None:
         """Copy the first replica's gradients, which the user may have changed, to the others if they were reduced."""
@@ -235,7 +235,7 @@ class Engine:
         reducing = [(e, e.replicas) for e in executors if e.replicas is not None]
         jobs = [partial(replicas.tune, e.program, measured_trace([e])) for e, replicas in reducing]
         if self._rank_threads is not None and self.thread_replicas:
-            self._rank_threads.run(jobs, _nothing)
+            self._rank_threads.run(jobs, _idle)
         else:
             for job in jobs:
                 job()
@@ -253,7 +253,7 @@ class Engine:
         ranks = len(self.local_ranks)
         of_replica = " of replica {}" if self.thread_replicas else ""
         names = [f"rank {e.rank}{of_replica.format(n // ranks)}" for n, e in enumerate(executors)]
-        detector = HangDetector(self.timeout, [e.words for e in executors], names, executors[0].program)
+        detector = HangDetector(self.timeout, [e.progress for e in executors], names, executors[0].program)
         jobs = [partial(e.run, self._step, w) for e, w in zip(executors, works, strict=True)]
         try:
             self._rank_threads.run(jobs, stop, detector)
@@ -338,7 +338,7 @@ class Engine:
 
         jobs = [partial(run, rank) for rank in self.local_ranks]
         idle = len(self.local_ranks) * len(self.thread_replicas)
-        self._rank_threads.run([*jobs, *[_nothing] * idle], _nothing)
+        self._rank_threads.run([*jobs, *[_idle] * idle], _idle)
         return [results[rank] for rank in self.local_ranks]
 
     def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
@@ -391,5 +391,5 @@ class Engine:
             self._world.disconnect(failed=self._failed)
 
 
-def _nothing(why: str = "") -> None:
+def _idle(why: str = "") -> None:
     """Do nothing, on the threads of other replicas while those of the first one run jobs."""

@@ -26,8 +26,8 @@ from penstock.runtime.consensus import (
     marks_of,
 )
 from penstock.runtime.copies.fixed import FixedModules
-from penstock.runtime.health.failure_report import explained
-from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_words
+from penstock.runtime.health.failure_report import explain_error
+from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_progress
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.tracing.clocks import clock
 from penstock.runtime.transport.channel import Channel, Failure
@@ -54,7 +54,7 @@ class Executor:
     Attributes:
         ops: rows and functions of the ops, in order.
         records: times and memory of the last step's ops.
-        words: what the rank is doing, for other threads and processes; see `penstock.runtime.health.rank_progress`.
+        progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Executor:
         self.trains = bool((program.schedule.kind != Kind.F).any())
         self.device = device_of([stage.module for stage in stages.values()])
         self.records = OpRecords(count, clock(self.device, 2 * count))
-        self.words = channel.words if channel is not None else new_words()
+        self.progress = channel.progress if channel is not None else new_progress()
         self._state = StepState()
         gradients = [each for each in (shared, replicas) if each is not None]
         compiler = OpCompiler(
@@ -115,7 +115,7 @@ class Executor:
             self._fail(step, error)
         if self.channel is not None:
             self.channel.finish()
-        self.words[STEP] = 0
+        self.progress[STEP] = 0
         self._state.clear()
         if refusal is not None:
             raise explain(refusal, work.losses, self.program.schedule.stages - 1, step)
@@ -128,9 +128,9 @@ class Executor:
             self.channel.fail(Failure(self.rank, step, str(error)))
 
     def _begin(self, step: int, work: Work) -> None:
-        words = self.words
+        progress = self.progress
         self._state.work = work
-        words[STEP], words[ROW], words[WAITS] = step, self.first_row, 0
+        progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
         for stage in self.stages.values():
             stage.begin(work.options.number, work.batch.first)
         if self.channel is not None:
@@ -141,10 +141,10 @@ class Executor:
             self.fixed.check(self.trains)
         if self.shared is not None:
             self.shared.begin()
-        words = self.words
-        for words[ROW], op in self.ops:
+        progress = self.progress
+        for progress[ROW], op in self.ops:
             op()
-        words[ROW] = END
+        progress[ROW] = END
 
     def _finish_gradients(self) -> None:
         for stage in self.stages.values() if self.trains else ():
@@ -156,7 +156,9 @@ class Executor:
 
     def _fail(self, step: int, error: BaseException) -> NoReturn:
         # The progress words stay: other ranks may still ask which rank this one was waiting for.
-        report = explained(error, self.rank, self.program, self.channel, self.words, self._state.inputs)
+        report = explain_error(
+            error, self.rank, self.program, self.channel, self.progress, self._state.inputs
+        )
         self._state.clear()
         for stage in self.stages.values():
             stage.drop()

@@ -187,7 +187,7 @@ def test_a_host_that_is_frozen_before_the_norm_is_taken_is_named_by_all(tmp_path
 def test_a_host_that_is_gone_before_the_norm_is_taken_is_named_by_all(tmp_path):
     for text in said(run(tmp_path, 2, "kill", "clip", **APART), 2):
         assert text.startswith(
-            f"PeerError: rank 2 on host {socket.gethostname()} did not come, when they were to add up"
+            f"PeerError: rank 2 on host {socket.gethostname()} did not come, when the processes were to add up"
         )
 
 

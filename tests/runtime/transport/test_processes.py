@@ -162,7 +162,7 @@ def failing(rank: int, way: str) -> list[str]:
 
 
 @both_ways
-def test_word_of_a_failure_arrives_and_what_it_left_behind_is_dropped(processes: LocalProcesses, way):
+def test_the_notice_of_a_failure_arrives_and_what_it_left_behind_is_dropped(processes: LocalProcesses, way):
     assert processes.run(2, failing, way)[1] == ["ok", "it failed", "ok"]
 
 
@@ -179,7 +179,7 @@ def dying(rank: int, way: str) -> str:
 @both_ways
 def test_the_end_of_a_process_is_noticed_long_before_the_limit(way):
     # The pool waits less long than the channel would.
-    with LocalProcesses(2) as pool, pytest.raises(PenstockError, match="rank 1 ended without a word"):
+    with LocalProcesses(2) as pool, pytest.raises(PenstockError, match="rank 1 ended without a result"):
         pool.run(2, dying, way, timeout=290)
 
 

@@ -102,7 +102,7 @@ def run(rank_threads: RankThreads, *jobs) -> None:
 
 @pytest.fixture
 def ranks(device):
-    """(crew, channels) of two ranks on the modelled device."""
+    """(rank threads, channels) of two ranks on the modelled device."""
     streams = Streams([DEVICE, DEVICE], [DEVICE, OTHER])
     rank_threads = RankThreads(2, Timeout(5.0), streams)
     yield rank_threads, thread_channels(lower(build_schedule("1f1b", 2, 4)), Timeout(5.0), streams=streams)

@@ -1,4 +1,4 @@
-"""What a failed rank says: where it was, what it waited for, and who keeps everybody waiting."""
+"""The error that a failed rank raises: where it was, what it waited for, and which rank keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from penstock.runtime.health.rank_progress import (
     STEP,
     WAITS,
     RankProgress,
-    awaited,
-    culprit,
-    place_of,
+    awaited_output,
+    blocking_rank,
+    describe_progress,
     rows_of,
 )
 from penstock.runtime.transport.channel import Channel
@@ -21,54 +21,56 @@ from penstock.stage.compute.runner import Messages
 from penstock.stage.values import describe
 
 
-def explained(
+def explain_error(
     error: BaseException,
     rank: int,
     program: Program,
     channel: Channel | None,
-    words: RankProgress,
+    progress: RankProgress,
     inputs: Messages | None,
 ) -> BaseException:
-    """The error to raise: it names rank, stage, microbatch and op, unless another rank has named its own.
+    """Return the error to raise: it names rank, stage, microbatch and op, unless it comes from another rank.
 
     Args:
-        error: what stopped the rank.
-        rank: which.
-        program: of the step.
-        channel: its end of the transport.
-        words: what it was doing.
-        inputs: what its last forward took; None if there was none.
+        error: error that stopped the rank.
+        rank: number of the rank.
+        program: program of the step.
+        channel: the rank's end of the transport; None if there is one rank.
+        progress: numbers of the rank.
+        inputs: inputs of its last forward; None if there was none.
     """
     if isinstance(error, TransportError) and channel is not None and not channel.one_process:
-        _show(error, rank, channel)
+        _show_stacks(error, rank, channel)
     if not isinstance(error, Exception) or (isinstance(error, PeerError) and error.failure is not None):
         return error
-    if isinstance(error, ReplicaError):  # no rank's own fault
+    if isinstance(error, ReplicaError):  # no single rank is at fault
         return error
-    where, given = _where(rank, program, words), ""
+    where = _where(rank, program, progress)
     if isinstance(error, TransportError):
-        text = f"{error}{_awaited(program, words)} (at {where})"
+        output = awaited_output(program, progress[ROW], progress[WAITS] - 1)
+        awaited = f"; it was to send the output of {output}" if output else ""
+        text = f"{error}{awaited} (at {where})"
         if channel is not None:
-            # Where a connection broke, somebody is gone, or will be in a moment.
-            gone = channel.guilty(1.0 if isinstance(error, PeerError) else 0.0)
-            text += _blame(program, channel, words, str(error), gone)
+            # A connection may break a moment before its process has ended.
+            failed = channel.find_failed(1.0 if isinstance(error, PeerError) else 0.0)
+            text += _describe_blocker(program, channel, progress, str(error), failed)
         return type(error)(text)
-    row = words[ROW]
+    row, shapes = progress[ROW], ""
     if inputs is not None and row >= 0 and program.schedule.kind[row] == Kind.F:
-        given = f" (the stage's input was {describe(inputs[0])})"
+        shapes = f" (the stage's input was {describe(inputs[0])})"
     kind = type(error) if isinstance(error, StageError) else StageError
-    return kind(f"{where}: {type(error).__name__}: {error}{given}")
+    return kind(f"{where}: {type(error).__name__}: {error}{shapes}")
 
 
-def _show(error: TransportError, rank: int, channel: Channel) -> None:
-    """Show what this process was doing, if it waited in vain, or somebody is stopped for whom all wait."""
+def _show_stacks(error: TransportError, rank: int, channel: Channel) -> None:
+    """Write this process's stacks if its wait timed out, or another process is stopped."""
     late = isinstance(error, WaitTimeoutError) and not error.shown
-    if late or " is stopped " in (channel.guilty() or ""):
+    if late or " is stopped " in (channel.find_failed() or ""):
         dump_stacks(f"rank {rank}: {error}")
 
 
-def _where(rank: int, program: Program, words: RankProgress) -> str:
-    step, row, schedule = words[STEP], words[ROW], program.schedule
+def _where(rank: int, program: Program, progress: RankProgress) -> str:
+    step, row, schedule = progress[STEP], progress[ROW], program.schedule
     if row < 0:
         return f"rank {rank}, at the end of step {step}"
     op = schedule.op(row)
@@ -76,18 +78,15 @@ def _where(rank: int, program: Program, words: RankProgress) -> str:
     return f"rank {rank}, stage {op.stage}, microbatch {op.microbatch}, op {ops} of step {step}"
 
 
-def _awaited(program: Program, words: RankProgress) -> str:
-    found = awaited(program, words[ROW], words[WAITS] - 1)
-    return f"; it was to send what {found}" if found else ""
-
-
-def _blame(program: Program, channel: Channel, words: RankProgress, said: str, gone: str | None) -> str:
-    """Who it is that the others wait for, and what that rank does."""
-    if gone is not None:
-        return "" if gone in said else f". {gone[:1].upper()}{gone[1:]}"
-    first = words[WAITS] - 1
-    if not 0 <= first < len(channel.others):
+def _describe_blocker(
+    program: Program, channel: Channel, progress: RankProgress, text: str, failed: str | None
+) -> str:
+    """Describe the failed process, or else the rank that keeps the others waiting; empty if `text` names it already."""
+    if failed is not None:
+        return "" if failed in text else f". {failed[:1].upper()}{failed[1:]}"
+    awaited = progress[WAITS] - 1
+    if not 0 <= awaited < len(channel.all_progress):
         return ""
-    rank = culprit(first, channel.others)
-    theirs = channel.others[rank]
-    return "" if theirs is None else f". Rank {rank} is {place_of(program, theirs)}"
+    rank = blocking_rank(awaited, channel.all_progress)
+    blocker = channel.all_progress[rank]
+    return "" if blocker is None else f". Rank {rank} is {describe_progress(program, blocker)}"

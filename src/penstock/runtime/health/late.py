@@ -1,4 +1,4 @@
-"""Ranks that are still at work when a failed or interrupted step returns to the caller, whose gradients they may change."""
+"""Ranks still at work when a failed or interrupted step returns to the caller, whose gradients they may change."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ class LateRanks:
     """The ranks that were at work when the last training step failed, and the op each was in."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Executor, int]] = []
+        self._late: list[tuple[Executor, int]] = []
 
     def note(self, executors: Sequence[Executor], ranks: Iterable[int]) -> None:
-        """Remember where ranks are, before the caller can zero their gradients."""
-        self._found += [(executors[n], executors[n].words[ROW]) for n in ranks]
+        """Remember the ops that ranks are in, before the caller can zero their gradients."""
+        self._late += [(executors[n], executors[n].progress[ROW]) for n in ranks]
 
     def require_no_gradients(self) -> None:
-        """Refuse one step if any of them ran a backward since; call it once they have ended.
+        """Refuse one step if a late rank has run a backward since; call it once all of them have ended.
 
         Raises:
-            PenstockError: some did.
+            PenstockError: if a late rank has added to gradients.
         """
-        found, self._found = self._found, []
-        if ranks := sorted({executor.rank for executor, row in found if _added(executor, row)}):
+        late, self._late = self._late, []
+        if ranks := sorted({executor.rank for executor, row in late if _changed_gradients(executor, row)}):
             raise PenstockError(
                 f"rank {', '.join(map(str, ranks))} was still in the backward when an earlier step had failed or was "
                 "interrupted, and added to gradients after that; it has ended now. Call zero_grad() and repeat the step"
             )
 
 
-def _added(executor: Executor, row: int) -> bool:
-    """Whether a rank added to gradients from the op of a row on; one that waits has not begun its op."""
-    words, program = executor.words, executor.program
-    last = words[ROW]
+def _changed_gradients(executor: Executor, row: int) -> bool:
+    """Return whether a rank has added to gradients since the op at `row`."""
+    progress, program = executor.progress, executor.program
+    last = progress[ROW]
     if last == END:
         if executor.shared is not None or executor.replicas is not None:
-            return True  # they add up what ranks and replicas have
+            return True  # the step's end sums gradients over ranks and replicas
         stop = program.schedule.rows(executor.rank).stop
     else:
-        stop = last if words[WAITS] else rows_of(program, last).stop
+        stop = (
+            last if progress[WAITS] else rows_of(program, last).stop
+        )  # a rank that waits has not begun its op
     kinds = program.schedule.kind[row:stop] if row != END else ()
     return any(kind not in (Kind.F, Kind.R) for kind in kinds)

@@ -1,8 +1,8 @@
-"""What the processes of this machine do, visible to each other: a page of shared memory each.
+"""Progress and state of the processes of this machine, visible to each other: one page of shared memory a process.
 
-A page holds the words of its process's rank (see `status`), whether it has ended in order, and what it said when it failed.
-Processes that are stopped or gone leave theirs behind as it was, so that others can say what they were doing. A page is
-written without a lock by one process, and read only when something is wrong.
+A page has the progress of its process's rank (see `rank_progress`), whether the process has closed its pipeline, and its
+error if it failed. The page of a process that is stopped or gone stays as it was, so that others can say what it was doing.
+One process writes a page, without a lock; the others read it only when something is wrong.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import NamedTuple
 
 from penstock.encoding import sendable
 from penstock.errors import PeerError
-from penstock.runtime.health.rank_progress import WORDS, RankProgress, new_words
+from penstock.runtime.health.rank_progress import FIELDS, RankProgress, new_progress
 
-_BYTES, _TEXT = 4096, 512
-_CLOSED, _LENGTH = WORDS - 1, WORDS - 2
+_BYTES, _TEXT = 4096, 512  # size of a page, and the offset of the error in it
+_CLOSED, _LENGTH = FIELDS - 1, FIELDS - 2  # indices in the progress: a flag, and the bytes of the error
 
 
 @sendable
 class PeerEntry(NamedTuple):
-    """One process.
+    """One process of the run.
 
     Attributes:
-        name: what to call it in messages.
-        rank: of its pipeline.
-        place: equal for the processes of one pipeline.
-        machine: equal for processes that can see each other's memory; empty if not supported.
-        pid, descriptor: where its page is.
-        host: the machine's name.
+        name: its name in messages.
+        rank: its rank in its pipeline.
+        pipeline: number that the processes of one pipeline share.
+        machine: text that processes share if they can see each other's memory; empty if not supported.
+        pid, descriptor: process id and file descriptor of its page.
+        host: name of its machine.
     """
 
     name: str
     rank: int
-    place: int
+    pipeline: int
     machine: str
     pid: int
     descriptor: int
@@ -52,130 +52,127 @@ class PeerEntry(NamedTuple):
 class _Page:
     def __init__(self, descriptor: int) -> None:
         self.memory = memoryview(mmap.mmap(descriptor, _BYTES))
-        self.words = self.memory[: 8 * WORDS].cast("q")
-
-    def say(self, text: str) -> None:
-        data = text.encode()[: _BYTES - _TEXT]
-        self.memory[_TEXT : _TEXT + len(data)] = data
-        self.words[_LENGTH] = len(data)
+        self.progress = self.memory[: 8 * FIELDS].cast("q")
 
     @property
-    def said(self) -> str:
-        return bytes(self.memory[_TEXT : _TEXT + self.words[_LENGTH]]).decode(errors="replace")
+    def error(self) -> str:
+        return bytes(self.memory[_TEXT : _TEXT + self.progress[_LENGTH]]).decode(errors="replace")
+
+    @error.setter
+    def error(self, text: str) -> None:
+        data = text.encode()[: _BYTES - _TEXT]
+        self.memory[_TEXT : _TEXT + len(data)] = data
+        self.progress[_LENGTH] = len(data)
 
 
 class PeerRegistry:
-    """This process's page, and those of the others.
+    """The pages of this process and of the others on this machine.
 
     Attributes:
-        words: of this process.
-        place: says in words where words are.
-        gone: once another process has ended without having closed its pipeline: who.
+        progress: numbers of this process's rank.
+        describe: function that describes the progress of a rank.
+        failed: description of the first other process seen to end without closing its pipeline; None if there is none.
     """
 
     def __init__(self) -> None:
-        self.words: RankProgress = new_words()
-        self.place: Callable[[RankProgress], str] = lambda words: ""
-        self.gone: str | None = None
+        self.progress: RankProgress = new_progress()
+        self.describe: Callable[[RankProgress], str] = lambda progress: ""
+        self.failed: str | None = None
         self._page: _Page | None = None
         self._descriptor = -1
         self._others: list[tuple[PeerEntry, _Page]] = []
-        self._ends: dict[int, _Page] = {}
+        self._processes: dict[int, _Page] = {}  # by the descriptor that is ready once the process has ended
         self._poll = select.poll()
         if supported():
             self._descriptor = os.memfd_create("penstock-page")
             os.ftruncate(self._descriptor, _BYTES)
             self._page = _Page(self._descriptor)
-            self.words = self._page.words
+            self.progress = self._page.progress
 
-    def entry(self, name: str, rank: int, place: int) -> PeerEntry:
-        """What the others need to know of this process."""
-        seen = machine() if self._page is not None else ""
-        return PeerEntry(name, rank, place, seen, os.getpid(), self._descriptor, socket.gethostname())
+    def entry(self, name: str, rank: int, pipeline: int) -> PeerEntry:
+        """Return the entry of this process, by which the others open its page."""
+        shared = machine() if self._page is not None else ""
+        return PeerEntry(name, rank, pipeline, shared, os.getpid(), self._descriptor, socket.gethostname())
 
-    def meet(self, entries: Sequence[PeerEntry]) -> None:
-        """Find the pages of the others that are on this machine; they must not have closed theirs yet."""
-        own = machine() if self._page is not None else ""
+    def open_pages(self, entries: Sequence[PeerEntry]) -> None:
+        """Open the pages of the other processes on this machine, before any of them closes its own."""
+        here = machine() if self._page is not None else ""
         for entry in entries:
-            if not own or entry.machine != own or entry.pid == os.getpid():
+            if not here or entry.machine != here or entry.pid == os.getpid():
                 continue
-            with suppress(OSError):  # another container or user hides it
+            with suppress(OSError):  # hidden by another container or user
                 descriptor = os.open(f"/proc/{entry.pid}/fd/{entry.descriptor}", os.O_RDWR)
                 page = _Page(descriptor)
                 os.close(descriptor)
-                end = os.pidfd_open(entry.pid)
+                process = os.pidfd_open(entry.pid)
                 self._others.append((entry, page))
-                self._ends[end] = page
-                self._poll.register(end, select.POLLIN)
+                self._processes[process] = page
+                self._poll.register(process, select.POLLIN)
 
-    def sees(self, entries: Sequence[PeerEntry]) -> bool:
-        """Whether `meet` found the pages of all of them, and this process's own among them."""
+    def sees_all(self, entries: Sequence[PeerEntry]) -> bool:
+        """Return whether `open_pages` opened the pages of all other processes."""
         return len(self._others) == len(entries) - 1
 
-    def of_pipeline(self, place: int) -> Mapping[int, RankProgress]:
-        """The words of the other ranks of a pipeline, as far as they can be seen."""
-        return {entry.rank: page.words for entry, page in self._others if entry.place == place}
+    def progress_of(self, pipeline: int) -> Mapping[int, RankProgress]:
+        """Return the progress of the other ranks of a pipeline whose pages are open."""
+        return {entry.rank: page.progress for entry, page in self._others if entry.pipeline == pipeline}
 
-    def say(self, text: str) -> None:
-        """Leave word of what went wrong here; an empty text takes it back."""
+    def report_error(self, text: str) -> None:
+        """Write this process's error for the others to read; an empty text clears it."""
         if self._page is not None:
-            self._page.say(text)
+            self._page.error = text
 
     def watch(self, seconds: float) -> str | None:
-        """Wait for the end of another process, for some time; says who has ended and had not closed its pipeline."""
+        """Wait up to `seconds` for other processes to end, and return `failed`."""
         for descriptor, _ in self._poll.poll(1000 * seconds):
             self._poll.unregister(descriptor)
             os.close(descriptor)
-            page = self._ends.pop(descriptor)
-            if not page.words[_CLOSED]:
-                self.gone = self.gone or self.guilty()
-        return self.gone
+            page = self._processes.pop(descriptor)
+            if not page.progress[_CLOSED]:
+                self.failed = self.failed or self.find_failed()
+        return self.failed
 
     def require_all(self) -> None:
-        """See to it that nobody has ended.
+        """Raise PeerError if another process has ended without closing its pipeline."""
+        if self.failed is not None:
+            raise PeerError(self.failed)
 
-        Raises:
-            PeerError: somebody has, and had not closed its pipeline.
-        """
-        if self.gone is not None:
-            raise PeerError(self.gone)
-
-    def guilty(self, patience: float = 0.0) -> str | None:
-        """Who is stopped or gone, and what it said, as far as that can be seen; None if nobody is.
+    def find_failed(self, patience: float = 0.0) -> str | None:
+        """Describe the process that is stopped or gone, and its error; None if none is seen to be.
 
         Args:
-            patience: seconds to look for; connections break a moment before their process has ended.
+            patience: seconds to keep checking, since connections break a moment before their process has ended (default 0).
         """
-        until = monotonic() + patience
-        while (found := self._guilty()) is None and monotonic() < until:
+        deadline = monotonic() + patience
+        while (failed := self._first_failed()) is None and monotonic() < deadline:
             sleep(0.02)
-        return found
+        return failed
 
-    def _guilty(self) -> str | None:
-        found: list[tuple[int, str]] = []
+    def _first_failed(self) -> str | None:
+        failed: list[tuple[bool, str]] = []
         for entry, page in self._others:
-            said, closed = page.said, page.words[_CLOSED]
+            error, closed = page.error, page.progress[_CLOSED]
             state = _state_of(entry.pid) or ("has closed its pipeline" if closed else "")
-            if not state or (closed and not said):
+            if not state or (closed and not error):
                 continue
-            # Who ended because of somebody else has said so; who has said nothing was first.
-            text = f"{entry.name} {state} (process id {entry.pid}), {self.place(page.words)}"
-            found.append((bool(said), f"{text}; it said: {said}" if said else text))
-        return min(found)[1] if found else None
+            # A process that ended because of another one has written an error; the first to fail has not.
+            text = f"{entry.name} {state} (process id {entry.pid}), {self.describe(page.progress)}"
+            failed.append((bool(error), f"{text}; its error: {error}" if error else text))
+        return min(failed)[1] if failed else None
 
     def close(self) -> None:
-        """End in order; may be called twice."""
-        if self._page is not None and not self._page.words[_CLOSED]:
-            self._page.words[_CLOSED] = 1
+        """Mark the pipeline as closed; may be called twice."""
+        if self._page is not None and not self._page.progress[_CLOSED]:
+            self._page.progress[_CLOSED] = 1
             os.close(self._descriptor)
-        for descriptor in self._ends:
+        for descriptor in self._processes:
             self._poll.unregister(descriptor)
             os.close(descriptor)
-        self._ends.clear()
+        self._processes.clear()
 
 
 def _state_of(pid: int) -> str:
-    """What is wrong with a process; empty if it lives and runs."""
+    """Describe a process that is stopped or has ended; empty if it runs."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -186,18 +183,18 @@ def _state_of(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine is stopped, and so cannot end by itself."""
+    """Return whether a process of this machine is stopped, so that it cannot end by itself."""
     return _state_of(pid).startswith("is stopped")
 
 
 def supported() -> bool:
-    """Whether this machine's shared memory can be used as described above."""
+    """Return whether pages and edges in shared memory work here: on Linux and x86-64."""
     linux = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
     return linux and platform.machine() in ("x86_64", "AMD64")
 
 
 def machine() -> str:
-    """The same text for two processes exactly if they can share memory and see each other's process ids."""
+    """Return a text that is equal for two processes if they can share memory and see each other's process ids."""
     if not supported():
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

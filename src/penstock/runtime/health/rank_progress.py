@@ -1,7 +1,7 @@
-"""What every rank is doing, for whoever waits for it in vain.
+"""Numbers that tell what every rank is doing; they are read when something is wrong.
 
-A rank writes a few numbers as it goes: the step, the row of its op, and the rank whose message it waits for. That costs a
-store an op and two a wait; they are read only when something is wrong, and then tell who keeps all others waiting.
+A rank writes its step, the row of its op, and the rank whose message it waits for. That costs one store an op and two a
+wait. When a wait times out, the numbers of all ranks show which one keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Protocol
 
 from penstock.schedule.program import Program
 
-STEP, ROW, WAITS, WORDS = 0, 1, 2, 16
-"""Places: the step, 0 between steps; the row of the op that runs; 1 + the rank that is waited for, or 0."""
+STEP, ROW, WAITS, FIELDS = 0, 1, 2, 16
+"""Indices of the step (0 between steps), the row of the running op, and 1 + the awaited rank (0 if none); their number."""
 END = -1
-"""The row where all ops are done, and the step ends."""
+"""Row after the last op, while the step ends."""
 
 
 class RankProgress(Protocol):
-    """The numbers of one rank: a list, or memory that other processes see."""
+    """The numbers of one rank: a list, or memory shared with other processes."""
 
-    def __getitem__(self, at: int) -> int: ...
-    def __setitem__(self, at: int, value: int) -> None: ...
-
-
-def new_words() -> list[int]:
-    """The numbers of a rank that only this process looks at."""
-    return [0] * WORDS
+    def __getitem__(self, index: int) -> int: ...
+    def __setitem__(self, index: int, value: int) -> None: ...
 
 
-def place_of(program: Program, words: RankProgress) -> str:
-    """Where a rank is, in words: its step, and the op with its stage and microbatch."""
-    step, row = words[STEP], words[ROW]
+def new_progress() -> list[int]:
+    """Return the numbers of a rank, visible to this process alone."""
+    return [0] * FIELDS
+
+
+def describe_progress(program: Program, progress: RankProgress) -> str:
+    """Describe where a rank is: its step, and the op with its stage and microbatch."""
+    step, row = progress[STEP], progress[ROW]
     if not step:
         return "between two steps"
     schedule = program.schedule
@@ -42,34 +42,34 @@ def place_of(program: Program, words: RankProgress) -> str:
 
 
 def rows_of(program: Program, row: int) -> range:
-    """The rows of the op that begins with one: two, if it is a fused pair."""
+    """Return the rows of the op that begins at `row`: two for a fused pair, else one."""
     return range(row, row + 1 + bool(program.schedule.paired[row]))
 
 
-def awaited(program: Program, row: int, peer: int) -> str:
-    """What an op takes from another rank, in words; empty if it is nothing of a stage's."""
+def awaited_output(program: Program, row: int, peer: int) -> str:
+    """Name the op of rank `peer` whose output the op at `row` takes; empty if there is none."""
     if not 0 <= row < len(program.rank):
         return ""
     for producer, _ in [sender for r in rows_of(program, row) for sender in program.producers(r)]:
         if int(program.rank[producer]) == peer:
             op = program.schedule.op(producer)
-            return f"op {op} hands over (stage {op.stage}, microbatch {op.microbatch})"
+            return f"op {op} (stage {op.stage}, microbatch {op.microbatch})"
     return ""
 
 
-def culprit(rank: int, words: Sequence[RankProgress | None]) -> int:
-    """Follow who waits for whom, from a rank that is waited for in vain, to the one that waits for nobody.
+def blocking_rank(rank: int, progress: Sequence[RankProgress | None]) -> int:
+    """Follow the waits from an awaited rank to the rank that does not wait itself.
 
     Args:
-        rank: who is waited for.
-        words: by rank; None where they cannot be seen.
+        rank: rank that another rank waits for.
+        progress: numbers by rank; None where they cannot be read.
     """
     seen: set[int] = set()
     while rank not in seen:
         seen.add(rank)
-        here = words[rank]
-        following = here[WAITS] - 1 if here is not None else -1
-        if not 0 <= following < len(words):
+        current = progress[rank]
+        awaited = current[WAITS] - 1 if current is not None else -1
+        if not 0 <= awaited < len(progress):
             return rank
-        rank = following
+        rank = awaited
     return rank

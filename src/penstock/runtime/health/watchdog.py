@@ -1,4 +1,4 @@
-"""The thread beside a process's rank that sees what the rank, inside an op or a wait, cannot."""
+"""A thread beside the rank of a process, which sees what the rank cannot see inside an op or a wait."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import sys
 import threading
 import weakref
 
-from penstock.runtime.health.hang import HUNG, TICK, HangDetector, dump_stacks
+from penstock.runtime.health.hang import HUNG, POLL_INTERVAL, HangDetector, dump_stacks
 from penstock.runtime.health.peers import PeerRegistry
-from penstock.runtime.health.rank_progress import place_of
+from penstock.runtime.health.rank_progress import describe_progress
 
 
 class Watchdog:
-    """Learns at once that another process has ended, and ends this one if its rank hangs.
+    """A thread that notices at once when another process ends, and ends this process if its rank hangs.
 
-    A rank that hangs cannot raise anything, and its process would stay for good; so its stacks are shown, the others are
-    told, and the process ends with the code `HUNG`.
+    A rank that hangs cannot raise an error, and its process would never end. So the watchdog writes the stacks, tells the
+    other processes, and ends this one with the exit code `HUNG`.
 
     Args:
-        peer_registry: of all processes.
-        detector: of this process's rank.
+        peer_registry: registry of all processes.
+        detector: detector for this process's rank.
     """
 
     def __init__(self, peer_registry: PeerRegistry, detector: HangDetector) -> None:
         self.detector = detector
-        peer_registry.place = lambda words: place_of(detector.program, words)
+        peer_registry.describe = lambda progress: describe_progress(detector.program, progress)
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=_look, args=(peer_registry, detector, self._stop), name="penstock-watch", daemon=True
+            target=_watch, args=(peer_registry, detector, self._stop), name="penstock-watch", daemon=True
         )
-        # The thread does not hold the watch, so one that nobody has any more ends it.
+        # The thread has no reference to this object, so a watchdog that is dropped ends its thread.
         weakref.finalize(self, self._stop.set).atexit = False
         self._thread.start()
 
@@ -40,16 +40,16 @@ class Watchdog:
         self._thread.join()
 
 
-def _look(peer_registry: PeerRegistry, detector: HangDetector, stop: threading.Event) -> None:
+def _watch(peer_registry: PeerRegistry, detector: HangDetector, stop: threading.Event) -> None:
     while not stop.is_set():
-        peer_registry.watch(TICK)
+        peer_registry.watch(POLL_INTERVAL)
         if detector.hung():
             _end(peer_registry, detector)
 
 
 def _end(peer_registry: PeerRegistry, detector: HangDetector) -> None:
-    text = f"{detector.where(0)}, which is longer than the limit of {detector.timeout.seconds:g} s"
-    peer_registry.say(text)
+    text = f"{detector.describe(0)}, which is longer than the timeout of {detector.timeout.seconds:g} s"
+    peer_registry.report_error(text)
     dump_stacks(text)
     sys.stdout.flush()
     os._exit(HUNG)

@@ -1,8 +1,8 @@
-"""What the executor asks of a transport: one rank's end of the directed edges between ranks.
+"""The interface that the executor needs of a transport: one rank's end of the directed edges between ranks.
 
-A message is known by the row of the op that takes it (its `tag`: stage, microbatch and direction in one number), so
-that no two can be confused. On an edge messages travel in the order in which they are sent; a message that is
-taken later than one behind it is kept aside until then.
+A message is identified by the row of the op that takes it (its `tag`: stage, microbatch and direction in one number), so no
+two can be confused. Messages travel on an edge in the order in which they are sent. A message that arrives before the one
+that is awaited is kept until its turn.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from penstock.stage.values import Message
 
 
 class Failure(NamedTuple):
-    """Word that a rank failed, passed on until every rank knows.
+    """Notice that a rank failed, passed on until every rank has it.
 
     Attributes:
-        rank: who failed first.
-        step: in which step.
-        message: what it said, with stage, op and microbatch.
+        rank: rank that failed first.
+        step: number of the step.
+        message: text of its error, with stage, op and microbatch.
     """
 
     rank: int
@@ -29,48 +29,48 @@ class Failure(NamedTuple):
 
 
 class Channel(Protocol):
-    """One rank's end.
+    """One rank's end of its edges.
 
     Attributes:
-        one_process: whether the ranks are threads of one process, so that what one has found the others have, too.
-        words: what the rank is doing (see `status`); the channel writes for whom it waits.
-        others: the words of all ranks; None where they cannot be seen.
+        one_process: whether the ranks are threads of one process, so that what one rank learns the others know too.
+        progress: numbers of the rank (see `rank_progress`); the channel writes the rank it waits for.
+        all_progress: numbers by rank; None where they cannot be read.
     """
 
     one_process: bool
-    words: RankProgress
-    others: Sequence[RankProgress | None]
+    progress: RankProgress
+    all_progress: Sequence[RankProgress | None]
 
-    def guilty(self, patience: float = 0.0) -> str | None:
-        """Whose process is stopped or has ended, and where it was; None if that is nobody's, as far as can be seen.
+    def find_failed(self, patience: float = 0.0) -> str | None:
+        """Describe the process that is stopped or has ended, and where it was; None if none is seen to be.
 
         Args:
-            patience: seconds to look for.
+            patience: seconds to keep checking (default 0).
         """
 
     def open(self, step: int) -> None:
-        """Begin a step; whatever a failed earlier step left behind is dropped."""
+        """Begin a step, and drop the messages that a failed step left."""
 
     def send(self, peer: int, tag: int, message: Message) -> None:
-        """Send to a rank; waits only if more than the edge's capacity were under way.
+        """Send a message to a rank; waits only while as many as the edge's capacity are under way.
 
         Raises:
             PeerError, WaitTimeoutError: as `recv`.
         """
 
     def recv(self, peer: int, tag: int) -> Message:
-        """Wait for the message with this tag from a rank, for `timeout` seconds at the most.
+        """Wait for the message with this tag from a rank.
 
         Raises:
-            PeerError: a rank failed.
-            WaitTimeoutError: nothing came in time.
+            PeerError: if a rank failed.
+            WaitTimeoutError: if no message arrives within the timeout.
         """
 
     def fail(self, failure: Failure) -> None:
-        """Tell every rank that the step failed, in place of what it still waits for."""
+        """Tell every rank that the step failed, in place of the messages it waits for."""
 
     def finish(self) -> None:
-        """End a step: let go of what was sent."""
+        """End a step, and release the messages that were sent."""
 
     def close(self) -> None:
         """Release everything; may be called twice."""

@@ -1,4 +1,4 @@
-"""How a message looks between processes: a small frame, and for large values a payload behind it.
+"""Format of a message between processes: a small frame, followed for large values by a payload.
 
 A frame is a header, the layout of the value if the receiver does not know it yet, and the value itself if it is small:
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import TransportError
+from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.strides import Strided
 from penstock.stage import structures
 from penstock.stage.values import Message
@@ -28,14 +29,14 @@ from penstock.stage.values import Message
 FRAME_BYTES = 1 << 16
 HEADER_BYTES = 64
 INLINE, FAILURE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
-MOST_LAYOUTS = 256
+MAX_LAYOUTS = 256
 
 _HEADER = struct.Struct("<4sIqqqqq")
 _MAGIC = b"PNS1"
 
 
 class Header(NamedTuple):
-    """A frame's first bytes; all counts in bytes."""
+    """The first bytes of a frame; all sizes in bytes."""
 
     flags: int
     step: int
@@ -44,20 +45,22 @@ class Header(NamedTuple):
     layout_bytes: int
     payload_bytes: int
 
-    def write(self, buffer: memoryview) -> None:
-        """Put the header at the start of a frame."""
+    def write(self, buffer: memoryview, layout: bytes = b"") -> None:
+        """Write the header to the start of a frame, and an encoded layout behind it if there is one."""
         _HEADER.pack_into(buffer, 0, _MAGIC, *self)
+        if layout:
+            buffer[HEADER_BYTES : HEADER_BYTES + len(layout)] = layout
 
     @staticmethod
     def read(buffer: memoryview) -> Header:
-        """Take the header from a frame.
+        """Read the header of a frame.
 
         Raises:
-            TransportError: these bytes are no frame.
+            TransportError: if the bytes are not a frame.
         """
         magic, *fields = _HEADER.unpack_from(buffer, 0)
         if magic != _MAGIC:
-            raise TransportError(f"a message that is no Penstock frame arrived (it starts with {magic!r})")
+            raise TransportError(f"a message that is not a Penstock frame arrived (it starts with {magic!r})")
         return Header(*fields)
 
 
@@ -66,13 +69,35 @@ def aligned(size: int) -> int:
     return (size + 63) & ~63
 
 
+def write_failure(buffer: memoryview, failure: Failure) -> int:
+    """Write a frame with the notice of a failure, cut off at the frame's end, and return its size in bytes."""
+    text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
+    Header(FAILURE, failure.step, failure.rank, 0, len(text), 0).write(buffer, text)
+    return HEADER_BYTES + len(text)
+
+
+def read_failure(header: Header, buffer: memoryview) -> Failure:
+    """Read the notice of a failure from a frame."""
+    text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + header.layout_bytes])
+    return Failure(header.tag, header.step, text.decode(errors="replace"))
+
+
+def require_fits(peer: int, layout_bytes: int, available: int) -> None:
+    """Raise TransportError if the description of a value for rank `peer` is larger than `available` bytes."""
+    if layout_bytes > available:
+        raise TransportError(
+            f"the description of a value for rank {peer} takes {layout_bytes} bytes; at most {available} fit: hand over "
+            "fewer or shorter plain values"
+        )
+
+
 class Leaf(NamedTuple):
     """A tensor among the leaves of a value.
 
     Attributes:
-        dtype, shape: of the tensor.
-        needs_grad: whether a gradient for it is to come back.
-        strided: how it lies in memory; None for the usual way.
+        dtype, shape: dtype and shape of the tensor.
+        needs_grad: whether the receiver sends back a gradient for it.
+        strided: its memory layout; None if contiguous.
     """
 
     dtype: torch.dtype
@@ -86,9 +111,9 @@ class Layout:
     """The shape of a value.
 
     Attributes:
-        tensors: per leaf what it is, or None where the leaf is plain.
-        plain: the plain leaves in order.
-        structure: the pytree spec, or None.
+        tensors: for each leaf its tensor's description, or None if the leaf is plain.
+        plain: plain leaves in order.
+        structure: pytree spec, or None.
     """
 
     tensors: tuple[Leaf | None, ...]
@@ -97,15 +122,15 @@ class Layout:
 
     @cached_property
     def places(self) -> tuple[tuple[int, int, torch.dtype, tuple[int, ...]], ...]:
-        """(offset, bytes, dtype, shape) of what travels of every tensor, in the payload."""
-        found, at = [], 0
+        """(offset, bytes, dtype, shape) of every tensor in the payload."""
+        places, offset = [], 0
         for leaf in self.tensors:
             if leaf is not None:
-                shape = leaf.shape if leaf.strided is None else leaf.strided.travels
+                shape = leaf.shape if leaf.strided is None else leaf.strided.sent_shape
                 size = torch.Size(shape).numel() * leaf.dtype.itemsize
-                found.append((at, size, leaf.dtype, shape))
-                at = aligned(at + size)
-        return tuple(found)
+                places.append((offset, size, leaf.dtype, shape))
+                offset = aligned(offset + size)
+        return tuple(places)
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -117,40 +142,42 @@ class Layout:
         tensors = [leaf for leaf in self.tensors if leaf is not None]
         return tuple((n, leaf.strided) for n, leaf in enumerate(tensors) if leaf.strided is not None)
 
-    def leave(self, message: Message) -> list[Tensor]:
-        """What travels of a message's tensors, in order."""
+    def sent_tensors(self, message: Message) -> list[Tensor]:
+        """Return the tensors to send for a message, in order: its own, or views of their memory."""
         tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
         for n, strided in self._strided:
-            tensors[n] = strided.leave(tensors[n])
+            tensors[n] = strided.sent_tensor(tensors[n])
         return tensors
 
     def views(self, payload: Tensor) -> list[Tensor]:
-        """What travels of the tensors, in a payload, as views.
+        """Return the tensors in a payload, as views.
 
         Args:
-            payload: uint8, at least `payload_bytes` long, starting at a multiple of 64.
+            payload: uint8 tensor of at least `payload_bytes`, which starts at a multiple of 64.
         """
         return [
-            payload[at : at + size].view(dtype).view(shape) if size else payload.new_empty(shape, dtype=dtype)
-            for at, size, dtype, shape in self.places
+            payload[offset : offset + size].view(dtype).view(shape)
+            if size
+            else payload.new_empty(shape, dtype=dtype)
+            for offset, size, dtype, shape in self.places
         ]
 
     def join(self, tensors: list[Tensor]) -> Message:
-        """What has travelled and plain leaves as a message; the tensors' memory is the message's from now on."""
+        """Make a message of received tensors, whose memory it takes over, and the plain leaves."""
         for n, strided in self._strided:
-            tensors[n] = strided.arrive(tensors[n])
+            tensors[n] = strided.restore(tensors[n])
         if len(self.tensors) == 1 and tensors:
             assert self.tensors[0] is not None
             return Message((tensors[0],), self.structure, (self.tensors[0].needs_grad,))
-        moving, resting = iter(tensors), iter(self.plain)
+        received, plain = iter(tensors), iter(self.plain)
         return Message(
-            tuple(next(resting) if leaf is None else next(moving) for leaf in self.tensors),
+            tuple(next(plain) if leaf is None else next(received) for leaf in self.tensors),
             self.structure,
             tuple(leaf is not None and leaf.needs_grad for leaf in self.tensors),
         )
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Encode the layout as JSON."""
         leaves = [
             None
             if leaf is None
@@ -167,10 +194,10 @@ class Layout:
 
     @staticmethod
     def from_bytes(data: bytes) -> Layout:
-        """From JSON.
+        """Decode a layout from JSON.
 
         Raises:
-            TransportError: it names a dtype or a class that there is not, or a module that this process has not loaded.
+            TransportError: if it names an unknown dtype or class, or a module that this process has not loaded.
         """
         fields = json.loads(data)
         return Layout(
@@ -188,14 +215,14 @@ def _leaf(
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise TransportError(f"a value has the dtype {name!r:.80}, which torch does not know here")
-    return found
+    return dtype
 
 
 def layout_of(message: Message) -> Layout:
-    """The layout of a message."""
+    """Return the layout of a message."""
     leaves = message.leaves
     return Layout(
         tuple(
@@ -208,7 +235,7 @@ def layout_of(message: Message) -> Layout:
 
 
 def signature(message: Message) -> tuple[Any, ...]:
-    """What two messages of the same layout have in common; cheap to make and to compare."""
+    """Return a key that messages of one layout share; cheap to make and to compare."""
     leaves = message.leaves
     if len(leaves) == 1 and isinstance(x := leaves[0], Tensor):
         return (x.dtype, x.shape, x.stride(), x.is_conj(), message.needs_grad, message.structure)
@@ -222,39 +249,55 @@ def signature(message: Message) -> tuple[Any, ...]:
     )
 
 
-class LayoutBook:
-    """The sender's numbering of the layouts that have gone over an edge."""
+class SentLayouts:
+    """The sender's numbering of the layouts on an edge."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[int, Layout]] = {}
 
     def enter(self, message: Message) -> tuple[int, Layout, bytes]:
-        """The layout's number, the layout, and what the receiver must be told of it (nothing if it knows it)."""
+        """Return the layout's number, the layout, and its encoding if the receiver does not know it (else empty)."""
         key = signature(message)
         known = self._known.get(key)
         if known is not None:
             return *known, b""
-        if len(self._known) >= MOST_LAYOUTS:
+        if len(self._known) >= MAX_LAYOUTS:
             self._known.clear()
         layout = layout_of(message)
         self._known[key] = len(self._known), layout
         return *self._known[key], layout.to_bytes()
 
 
+class ReceivedLayouts:
+    """The receiver's numbering of the layouts on an edge."""
+
+    def __init__(self) -> None:
+        self._known: list[Layout] = []
+
+    def read(self, header: Header, frame: memoryview) -> Layout:
+        """Return the layout of a frame, which it contains or an earlier one did."""
+        if header.flags & LAYOUT:
+            if header.layout == 0:  # the sender numbers from 0 again after `MAX_LAYOUTS`
+                self._known.clear()
+            end = HEADER_BYTES + header.layout_bytes
+            self._known.append(Layout.from_bytes(bytes(frame[HEADER_BYTES:end])))
+        return self._known[header.layout]
+
+
 class Views:
-    """The tensors that layouts find in one frame's memory, made once for each layout."""
+    """The tensors of layouts in one frame's memory, made once for each layout."""
 
     def __init__(self, frame: Tensor) -> None:
         self._frame = frame
         self._known: dict[tuple[int, int], tuple[Layout, list[Tensor]]] = {}
 
     def of(self, start: int, layout: Layout) -> list[Tensor]:
-        """The tensors of a payload that begins at byte `start`."""
+        """Return the tensors of a payload that begins at byte `start`."""
         key = (start, id(layout))
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= MOST_LAYOUTS:
+            if len(self._known) >= MAX_LAYOUTS:
                 self._known.clear()
-            # The layout is kept so that its id stays its own.
+            # The layout is kept so that no other object gets its id.
             known = self._known[key] = layout, layout.views(self._frame[start:])
         return known[1]

@@ -1,4 +1,4 @@
-"""One process's end of all its edges: shared memory to ranks on this machine, ``torch.distributed`` to the others."""
+"""One process's end of its edges: shared memory to ranks on this machine, ``torch.distributed`` to all other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
 
 SWITCH = "PENSTOCK_SHARED_MEMORY"
-"""Environment variable; ``0`` sends everything through ``torch.distributed``."""
+"""Environment variable; ``0`` sends all messages through ``torch.distributed``."""
 
 
 class _Sender(Protocol):
@@ -35,18 +35,15 @@ class _Receiver(Protocol):
 
 
 class ProcessChannel:
-    """One process's end of all its edges.
-
-    Every rank makes one at the same time.
+    """One process's end of all its edges; every rank makes its own at the same time.
 
     Args:
-        group: the communicator for messages between ranks, used for nothing else.
-        exchange: gives every rank's value to every rank, by rank.
-        incoming, outgoing: peer → (slots, capacity) of the edge from and to it.
-        timeout: of any wait.
-        bulk: (sender, receiver) → the communicator of that edge for values on a device; empty where stages are on
-            the CPU.
-        peer_registry: of the processes of this machine, with this one in it.
+        group: communicator for messages between ranks, used for nothing else.
+        exchange: function that returns the values of all ranks, by rank.
+        incoming, outgoing: (slots, capacity) of the edge from and to each peer.
+        timeout: timeout of every wait.
+        bulk: communicators for values on a device by (sender, receiver); None if stages are on the CPU (default).
+        peer_registry: registry of the processes of this machine (default: a new one).
     """
 
     one_process = False
@@ -63,14 +60,14 @@ class ProcessChannel:
     ) -> None:
         shares = not bulk and supported() and os.environ.get(SWITCH, "1") != "0"
         self._peer_registry = peer_registry if peer_registry is not None else PeerRegistry()
-        self._bell = WakeSocket(self._peer_registry) if shares else None
-        self.words = self._peer_registry.words
-        self.others: Sequence[RankProgress | None] = ()
+        self._wake_socket = WakeSocket(self._peer_registry) if shares else None
+        self.progress = self._peer_registry.progress
+        self.all_progress: Sequence[RankProgress | None] = ()
         rank = dist.get_rank(group)
         communicators = bulk or {}
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
-        self._share(exchange, incoming, outgoing, timeout)
+        self._open_shared(exchange, incoming, outgoing, timeout)
         for peer, (slots, capacity) in sorted(outgoing.items()):
             if peer not in self._out:
                 self._out[peer] = GroupOutgoing(
@@ -82,7 +79,7 @@ class ProcessChannel:
         self._step = 0
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
 
-    def _share(
+    def _open_shared(
         self,
         exchange: Callable[[Any], list[Any]],
         incoming: Mapping[int, tuple[int, int]],
@@ -90,26 +87,26 @@ class ProcessChannel:
         timeout: Timeout,
     ) -> None:
         """Open the edges that can go through shared memory; both ends must be able to."""
-        bell = self._bell
-        hosts: list[Host | None] = exchange(bell.host if bell is not None else None)
+        wake_socket = self._wake_socket
+        hosts: list[Host | None] = exchange(wake_socket.host if wake_socket is not None else None)
         offered: dict[int, SharedOutgoing] = {}
-        if bell is not None:
-            mates = [h for h in hosts if h is not None and h.machine == bell.host.machine]
-            if len(mates) > len(os.sched_getaffinity(0)):
-                bell.looks = 0
+        if wake_socket is not None:
+            near = [host is not None and host.machine == wake_socket.host.machine for host in hosts]
+            if sum(near) > len(os.sched_getaffinity(0)):
+                wake_socket.spins = 0
             for peer, (_, capacity) in sorted(outgoing.items()):
                 host = hosts[peer]
-                if host is not None and host.machine == bell.host.machine:
+                if host is not None and near[peer]:
                     # Another container or user may hide its files; then the edge goes through the group.
                     with contextlib.suppress(OSError):
-                        offered[peer] = SharedOutgoing(peer, capacity, timeout, bell, host)
+                        offered[peer] = SharedOutgoing(peer, capacity, timeout, wake_socket, host)
         offers = exchange({peer: edge.offer() for peer, edge in offered.items()})
-        rank = hosts.index(bell.host) if bell is not None else -1
+        rank = hosts.index(wake_socket.host) if wake_socket is not None else -1
         for peer in sorted(incoming):
             host = hosts[peer]
-            if bell is not None and host is not None and rank in offers[peer]:
+            if wake_socket is not None and host is not None and rank in offers[peer]:
                 with contextlib.suppress(OSError):  # as above
-                    self._in[peer] = SharedIncoming(peer, timeout, bell, host, offers[peer][rank])
+                    self._in[peer] = SharedIncoming(peer, timeout, wake_socket, host, offers[peer][rank])
         opened: list[set[int]] = exchange(set(self._in))
         for peer, edge in offered.items():
             if rank in opened[peer]:
@@ -119,7 +116,7 @@ class ProcessChannel:
 
     @property
     def ways(self) -> dict[int, str]:
-        """How messages to every peer travel: "shared memory" or "process group"."""
+        """Transport to each peer: "shared memory" or "process group"."""
         return {
             peer: "shared memory" if isinstance(edge, SharedOutgoing) else "process group"
             for peer, edge in self._out.items()
@@ -128,43 +125,40 @@ class ProcessChannel:
     def open(self, step: int) -> None:
         self._step = step
         self._aside.clear()
-        self._peer_registry.say("")
+        self._peer_registry.report_error("")
 
-    def guilty(self, patience: float = 0.0) -> str | None:
-        """Who is stopped or gone, as far as that can be seen from here."""
-        return self._peer_registry.guilty(patience)
+    def find_failed(self, patience: float = 0.0) -> str | None:
+        return self._peer_registry.find_failed(patience)
 
     def send(self, peer: int, tag: int, message: Message) -> None:
-        words = self.words
-        words[WAITS] = peer + 1
+        self.progress[WAITS] = peer + 1
         self._out[peer].send(self._step, tag, message)
-        words[WAITS] = 0
+        self.progress[WAITS] = 0
 
     def recv(self, peer: int, tag: int) -> Message:
         if (peer, tag) in self._aside:
             return self._aside.pop((peer, tag))
-        words = self.words
-        words[WAITS] = peer + 1
+        self.progress[WAITS] = peer + 1
         while True:
             step, arrived, content = self._in[peer].next()
             if step != self._step:
-                continue  # left over from a step that failed
+                continue  # a message of a step that failed
             if isinstance(content, Failure):
                 raise PeerError(content.message, content)
             if arrived == tag:
-                words[WAITS] = 0
+                self.progress[WAITS] = 0
                 return content
             self._aside[peer, arrived] = content
 
     def fail(self, failure: Failure) -> None:
-        self._peer_registry.say(failure.message)
+        self._peer_registry.report_error(failure.message)
         for edge in self._out.values():
-            # A peer that is gone cannot be told, and the others must be.
+            # A peer that is gone must not keep the notice from the other ranks.
             with contextlib.suppress(TransportError, RuntimeError):
                 edge.fail(failure)
 
     def finish(self) -> None:
-        assert not self._aside, f"messages nobody took: {sorted(self._aside)}"
+        assert not self._aside, f"messages that were never taken: {sorted(self._aside)}"
         for edge in self._out.values():
             edge.wait_sent()
 
@@ -176,5 +170,5 @@ class ProcessChannel:
             sender.close()
         self._in.clear()
         self._out.clear()
-        if self._bell is not None:
-            self._bell.close()
+        if self._wake_socket is not None:
+            self._wake_socket.close()

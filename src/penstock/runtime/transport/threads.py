@@ -1,11 +1,11 @@
-"""Ranks that are threads of one process: values are handed over without a copy, through bounded channels.
+"""Ranks that are threads of one process: values are passed on without a copy, through bounded channels.
 
-A channel is two queues: one of messages, one of free places. A sender takes a place first, and waits if there is
-none; the receiver gives it back. There are as many places as the Program's edge has capacity, so a training step
-never waits for one and an evaluation cannot run ahead of its slowest rank.
+A channel is two queues: one of messages, one of free places. A sender takes a place first, and waits if there is none; the
+receiver returns it. There are as many places as the Program's edge has capacity, so a training step never waits for one, and
+an evaluation cannot run far ahead of its slowest rank.
 
-On GPUs it is the host's side that is bounded so. The taker's thread goes on as soon as the message is there; its stream
-waits for the value (see `streams`).
+On GPUs only the host's side is bounded: the receiving thread continues as soon as the message arrives, and its stream waits
+for the value (see `streams`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import queue
 from collections.abc import Sequence
 
 from penstock.errors import PeerError, WaitTimeoutError
-from penstock.runtime.health.rank_progress import WAITS, RankProgress, new_words
+from penstock.runtime.health.rank_progress import WAITS, RankProgress, new_progress
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.workers.streams import Events, Streams
 from penstock.runtime.workers.timeout import Timeout
@@ -35,14 +35,14 @@ class ThreadChannel:
     ) -> None:
         self.rank = rank
         self.timeout = timeout
-        self.words: RankProgress = new_words()
-        self.others: Sequence[RankProgress | None] = [self.words]
+        self.progress: RankProgress = new_progress()
+        self.all_progress: Sequence[RankProgress | None] = [self.progress]
         self._out = {dst: edge for (src, dst), edge in edges.items() if src == rank}
         self._in = {src: edge for (src, dst), edge in edges.items() if dst == rank}
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
 
-    def guilty(self, patience: float = 0.0) -> str | None:
-        """No thread is gone: they end with their process."""
+    def find_failed(self, patience: float = 0.0) -> str | None:
+        """Return None, since threads end only with their process."""
         return None
 
     def open(self, step: int) -> None:
@@ -50,13 +50,12 @@ class ThreadChannel:
 
     def send(self, peer: int, tag: int, message: Message) -> None:
         messages, places = self._out[peer]
-        words = self.words
-        words[WAITS] = peer + 1
+        self.progress[WAITS] = peer + 1
         try:
             place = places.get(timeout=self.timeout.seconds)
         except queue.Empty:
-            raise self._too_late(f"rank {peer} to take what was sent") from None
-        words[WAITS] = 0
+            raise self._timeout_error(f"rank {peer} to take what was sent") from None
+        self.progress[WAITS] = 0
         if place is not None:
             raise PeerError(place.message, place)
         messages.put((tag, message))
@@ -65,18 +64,17 @@ class ThreadChannel:
         if (peer, tag) in self._aside:
             return self._aside.pop((peer, tag))
         messages, places = self._in[peer]
-        words = self.words
-        words[WAITS] = peer + 1
+        self.progress[WAITS] = peer + 1
         while True:
             try:
                 arrived, content = messages.get(timeout=self.timeout.seconds)
             except queue.Empty:
-                raise self._too_late(f"a message from rank {peer}") from None
+                raise self._timeout_error(f"a message from rank {peer}") from None
             if isinstance(content, Failure):
                 raise PeerError(content.message, content)
             places.put(None)
             if arrived == tag:
-                words[WAITS] = 0
+                self.progress[WAITS] = 0
                 return content
             self._aside[peer, arrived] = content
 
@@ -87,20 +85,20 @@ class ThreadChannel:
             places.put(failure)
 
     def finish(self) -> None:
-        assert not self._aside, f"messages nobody took: {sorted(self._aside)}"
+        assert not self._aside, f"messages that were never taken: {sorted(self._aside)}"
 
     def close(self) -> None:
         self._aside.clear()
 
-    def _too_late(self, what: str) -> WaitTimeoutError:
-        return WaitTimeoutError(f"rank {self.rank} waited {self.timeout.seconds:g} s for {what}")
+    def _timeout_error(self, awaited: str) -> WaitTimeoutError:
+        return WaitTimeoutError(f"rank {self.rank} waited {self.timeout.seconds:g} s for {awaited}")
 
 
 class StreamChannel(ThreadChannel):
-    """The same where ranks compute on CUDA streams of their own.
+    """One rank's end of the edges where each rank computes on its own CUDA stream.
 
-    An event is recorded before its message is put, and the next time a step later, when its waits have been queued; so
-    the taker finds the event of its own message, and one event a message is enough for all steps.
+    An event is recorded before its message is put, and again only a step later, when its waits have been queued. So the
+    receiver always waits for its own message, and one event for each message of a step is enough for all steps.
     """
 
     def __init__(
@@ -116,12 +114,12 @@ class StreamChannel(ThreadChannel):
         self._events = events
 
     def send(self, peer: int, tag: int, message: Message) -> None:
-        self._streams.ready(self._events, self.rank, peer, tag, message)
+        self._streams.record_event(self._events, self.rank, peer, tag, message)
         super().send(peer, tag, message)
 
     def recv(self, peer: int, tag: int) -> Message:
         message = super().recv(peer, tag)
-        self._streams.arrive(self._events, peer, self.rank, tag, message)
+        self._streams.wait_event(self._events, peer, self.rank, tag, message)
         return message
 
 
@@ -131,16 +129,16 @@ def thread_channels(
     holders: Sequence[Sequence[int]] = (),
     streams: Streams | None = None,
 ) -> Sequence[ThreadChannel]:
-    """The connected ends of a Program's ranks.
+    """Return the connected channels of a Program's ranks.
 
-    Every rank is connected with every other: besides the Program's edges there is a place for the step's result, and
-    one for the gradients of whatever both hold.
+    Every rank is connected with every other: besides the places of the Program's edges there is one for the step's result,
+    and one for the gradients of each group that both ranks are in.
 
     Args:
-        program: whose edges they are.
-        timeout: of what a send or receive waits.
-        holders: ranks that hold the same parameters and add up their gradients, by what they hold.
-        streams: on which the ranks compute; None on the CPU.
+        program: program of the step.
+        timeout: timeout of a send or receive.
+        holders: groups of ranks that have the same parameters and sum their gradients (default none).
+        streams: CUDA streams of the ranks; None on the CPU (default).
     """
     ranks = range(program.schedule.ranks)
     edges: dict[tuple[int, int], tuple[_Messages, _Places]] = {}
@@ -149,8 +147,8 @@ def thread_channels(
             if source != target:
                 edge = program.edges.get((source, target))
                 places: _Places = queue.SimpleQueue()
-                both = sum(source in group and target in group for group in holders)
-                for _ in range((edge.capacity if edge else 0) + both + 1):
+                common = sum(source in group and target in group for group in holders)
+                for _ in range((edge.capacity if edge else 0) + common + 1):
                     places.put(None)
                 edges[source, target] = (queue.SimpleQueue(), places)
     events: Events = {}
@@ -161,5 +159,5 @@ def thread_channels(
         for rank in ranks
     ]
     for channel in channels:
-        channel.others = [one.words for one in channels]
+        channel.all_progress = [other.progress for other in channels]
     return channels

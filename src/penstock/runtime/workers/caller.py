@@ -1,4 +1,4 @@
-"""Give the settings of the thread that calls `Pipeline.step` to the rank threads, or refuse those that cannot be given."""
+"""Settings of the thread that calls `Pipeline.step`, passed on to the rank threads."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ Job = Callable[[], Any]
 
 
 def with_settings(jobs: Sequence[Job]) -> list[Job]:
-    """Give each job what belongs to the caller's thread: its context variables, and autocast, which torch keeps itself.
+    """Run each job with the caller's context variables, and its autocast, which torch keeps per thread.
 
     Raises:
-        ConfigError: the caller has set modes or hooks on saved tensors, which other threads would not see.
+        ConfigError: if the caller has set modes or hooks on saved tensors, which other threads would not see.
     """
     _require_no_modes()
-    states = [
+    autocasts = [
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
 
     def run(job: Job) -> None:
         with ExitStack() as stack:
-            for kind, dtype in states:
+            for kind, dtype in autocasts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             job()
 
-    # A context for each job, since two threads cannot be in one at a time.
+    # One context a job, since two threads cannot be in the same context at once.
     return [partial(contextvars.copy_context().run, run, job) for job in jobs]
 
 
 def _require_no_modes() -> None:
-    """Refuse modes and hooks on saved tensors, which torch keeps for one thread."""
     functions: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # not annotated in torch
     modes = [*functions, *_get_current_dispatch_mode_stack()]
-    # A default device is for layers that make tensors; those that mind the device say it.
-    found = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    # A default device matters only to layers that make tensors; those that need it raise their own error.
+    names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # no public reader
-        found.append("torch.autograd.graph.saved_tensors_hooks")
-    if found:
+        names.append("torch.autograd.graph.saved_tensors_hooks")
+    if names:
         raise ConfigError(
-            f"{', '.join(found)} is set around a step whose ranks are threads of their own, which it would not reach; set "
-            "it within the layers, or run one process a rank (torchrun)"
+            f"{', '.join(names)} is set around a step whose ranks are separate threads, which it would not reach; set it "
+            "within the layers, or run one process a rank (torchrun)"
         )

@@ -1,4 +1,4 @@
-"""Collectives of ``torch.distributed``: waits with a limit, cut short when a process is gone, that say which one it is."""
+"""Collectives of ``torch.distributed`` with a timeout, which end early and name the process if one has ended."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import distributed as dist
 from penstock.errors import PeerError, WaitTimeoutError
 from penstock.parallel.data.attendance import Attendance, Visit
 from penstock.parallel.data.exchange import gather_values
-from penstock.runtime.health.hang import TICK, dump_stacks
+from penstock.runtime.health.hang import POLL_INTERVAL, dump_stacks
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.workers.timeout import Timeout
 
-ANSWERED = 3.0
-"""Seconds in which those that wait have said so, once a connection is broken."""
+REPORT_SECONDS = 3.0
+"""Seconds in which processes that wait report it in the attendance, once a connection is broken."""
 
 
 class Collectives:
-    """What processes do together outside a step's messages.
+    """Collectives of the run's processes, apart from the messages of a step.
 
     Args:
-        timeout: of a wait for the others.
-        peer_registry: of the processes of this machine.
+        timeout: timeout of a wait for the other processes.
+        peer_registry: registry of the processes of this machine.
 
     Attributes:
-        attendance: of processes that the registry does not show; None if it shows all.
+        attendance: attendance of processes whose pages cannot all be read; None if the registry shows all.
     """
 
     def __init__(self, timeout: Timeout, peer_registry: PeerRegistry) -> None:
@@ -39,99 +39,105 @@ class Collectives:
         self.attendance: Attendance | None = None
 
     def enter(self, group: dist.ProcessGroup | None) -> Visit | None:
-        """Begin the next collective of a group, where processes cannot see each other; all of the group call it."""
+        """Begin the next collective in the attendance, if there is one; every process of the group calls it."""
         return None if self.attendance is None else self.attendance.enter(group)
 
     def exchange(
-        self, value: Any, group: dist.ProcessGroup | None, what: str, patient: bool = False
+        self, value: Any, group: dist.ProcessGroup | None, action: str, patient: bool = False
     ) -> list[Any]:
-        """The values of all processes of a group, by rank; all of them call it.
+        """Return the values of all processes of a group, by rank; every process of the group calls it.
 
         Args:
-            value: as `penstock.encoding.encode` takes it.
-            group: None for all processes.
-            what: they do, for the error.
-            patient: whether to wait for as long as for a first step; some write files before they come.
+            value: value that `penstock.encoding.encode` accepts.
+            group: process group, or None for all processes.
+            action: what the processes do, as an infinitive, for the error.
+            patient: whether to wait as long as for a first step, since some processes write files first (default False).
 
         Raises:
             PeerError, WaitTimeoutError: as `finish`.
-            TypeError: it cannot be sent; nothing has been, then.
+            TypeError: if the value cannot be encoded; nothing has been sent then.
         """
         if "cpu:" not in dist.get_backend_config(group):
             return gather_values(value, group)
-        return gather_values(value, group, lambda work: self.finish(work, what, patient, self.enter(group)))
+        return gather_values(value, group, lambda work: self.finish(work, action, patient, self.enter(group)))
 
-    def add_up(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
-        """Sum a tensor over the processes of a group, in place; all of them call it.
+    def add_up(self, values: Tensor, group: dist.ProcessGroup | None, action: str) -> None:
+        """Sum a tensor over the processes of a group, in place; every process of the group calls it.
 
         Raises:
             PeerError, WaitTimeoutError: as `finish`.
         """
-        self.begin_add_up(values, group, what)()
+        self.begin_add_up(values, group, action)()
 
-    def begin_add_up(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> Callable[[], None]:
-        """Begin `add_up`, and return what waits for it; all processes of the group call both."""
+    def begin_add_up(
+        self, values: Tensor, group: dist.ProcessGroup | None, action: str
+    ) -> Callable[[], None]:
+        """Begin `add_up`, and return a function that waits for it; every process of the group calls both."""
         visit = self.enter(group)
         try:
             work = dist.all_reduce(values, group=group, async_op=True)
         except RuntimeError as error:  # the connection was broken already
-            raise self._broken(what, error, visit) from error
-        if values.is_cuda:  # with a limit the host would wait for NCCL; NCCL's own watchdog has the group's
+            raise self._connection_error(action, error, visit) from error
+        if (
+            values.is_cuda
+        ):  # with a timeout the host would wait for NCCL; NCCL's own watchdog has the group's timeout
             return lambda: _wait(work)
-        return lambda: self.finish(work, what, visit=visit)
+        return lambda: self.finish(work, action, visit=visit)
 
-    def meet(self, group: dist.ProcessGroup | None, what: str) -> None:
-        """Go on once all processes of a group are here.
+    def barrier(self, group: dist.ProcessGroup | None, action: str) -> None:
+        """Wait until all processes of a group call it.
 
         Raises:
             PeerError, WaitTimeoutError: as `finish`.
         """
-        self.add_up(torch.zeros(1), group, what)
+        self.add_up(torch.zeros(1), group, action)
 
-    def finish(self, work: dist.Work, what: str, patient: bool = False, visit: Visit | None = None) -> None:
-        """Wait for something that all processes of a group have begun, on the CPU.
+    def finish(self, work: dist.Work, action: str, patient: bool = False, visit: Visit | None = None) -> None:
+        """Wait for a collective on the CPU.
 
         Args:
-            work: what was begun.
-            what: they do, for the error.
-            patient: as `exchange`.
-            visit: what `enter` gave for it.
+            work: handle of the collective.
+            action: what the processes do, as an infinitive, for the error.
+            patient: whether to wait as long as for a first step (default False).
+            visit: return value of `enter` for this collective (default None).
 
         Raises:
-            PeerError: a process is gone; names it.
-            WaitTimeoutError: not all came in time; names who is stopped, if that can be seen, or who has not come.
+            PeerError: if a process has ended; names it.
+            WaitTimeoutError: if the timeout is exceeded; names the processes that are stopped or missing, where known.
         """
         seconds = self.timeout.longest if patient else self.timeout.seconds
-        until = monotonic() + seconds
+        deadline = monotonic() + seconds
         try:
             while True:
                 try:
-                    work.wait(timedelta(seconds=TICK))
+                    work.wait(timedelta(seconds=POLL_INTERVAL))
                     return
                 except RuntimeError as error:
                     if "imed out" not in str(error):
-                        raise self._broken(what, error, visit) from error
-                    if monotonic() > until:
-                        raise self._late(what, seconds, visit) from error
+                        raise self._connection_error(action, error, visit) from error
+                    if monotonic() > deadline:
+                        raise self._timeout_error(action, seconds, visit) from error
                 self.peer_registry.require_all()
                 if visit is not None:
                     visit.waits(seconds)
         except (PeerError, WaitTimeoutError) as error:
-            self.peer_registry.say(str(error))
+            self.peer_registry.report_error(str(error))
             raise
 
-    def _broken(self, what: str, error: RuntimeError, visit: Visit | None) -> PeerError:
-        who = self.peer_registry.guilty(patience=1.0)
-        if who:
-            return PeerError(f"{who}, while the others were to {what}")
-        missing = visit.missing(patience=ANSWERED) if visit is not None else ""
-        who = missing or "another process broke off"
-        return PeerError(f"{who}, when they were to {what}: {str(error).splitlines()[0]}")
+    def _connection_error(self, action: str, error: RuntimeError, visit: Visit | None) -> PeerError:
+        failed = self.peer_registry.find_failed(patience=1.0)
+        if failed:
+            return PeerError(f"{failed}, while the other processes were to {action}")
+        missing = visit.missing(patience=REPORT_SECONDS) if visit is not None else ""
+        missing = missing or "another process closed the connection"
+        return PeerError(f"{missing}, when the processes were to {action}: {str(error).splitlines()[0]}")
 
-    def _late(self, what: str, seconds: float, visit: Visit | None) -> WaitTimeoutError:
-        who = self.peer_registry.guilty() or (visit.missing() if visit is not None else "")
-        text = f"waited {seconds:g} s for the other processes, to {what}"
-        error = WaitTimeoutError(f"{text}: {who}" if who else f"{text}; one of them failed, or is slow")
+    def _timeout_error(self, action: str, seconds: float, visit: Visit | None) -> WaitTimeoutError:
+        missing = self.peer_registry.find_failed() or (visit.missing() if visit is not None else "")
+        text = f"waited {seconds:g} s for the other processes, to {action}"
+        error = WaitTimeoutError(
+            f"{text}: {missing}" if missing else f"{text}; one of them failed, or is slow"
+        )
         dump_stacks(str(error))
         error.shown = True
         return error

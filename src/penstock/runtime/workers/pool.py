@@ -1,7 +1,7 @@
-"""Processes on this machine that wait for functions to run as ranks of a group.
+"""Worker processes on this machine that run functions as ranks of a group.
 
-Starting a process costs seconds of importing torch, so they are started once and used again: by ``penstock verify``,
-by the benchmarks and by the tests. Each call gets a process group of its own, over a file, on the loopback interface.
+A process takes seconds to start, mostly to import torch, so ``penstock verify``, the benchmarks and the tests start workers
+once and reuse them. Each call gets a new process group, over a file, on the loopback interface.
 """
 
 from __future__ import annotations
@@ -21,24 +21,21 @@ from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutEr
 from penstock.scratch import Scratch
 
 PROCESS_BYTES = 100_000_000
-"""Of memory that a process has for itself once it has loaded PyTorch, at the least."""
+"""Least private memory of a process that has loaded PyTorch, in bytes."""
 
 
 def require_processes(count: int, memory: int | None = None) -> None:
-    """Refuse more processes than this machine has memory for.
+    """Raise ConfigError if this machine does not have the memory for so many processes.
 
     Args:
-        count: how many are to be started.
-        memory: bytes there are; by default those of this machine or container.
-
-    Raises:
-        ConfigError: there are too many.
+        count: number of processes.
+        memory: memory in bytes (default: the memory of this machine or container).
     """
     if memory is None:
-        here = host.memory()
-        if here is None:
+        limits = host.memory()
+        if limits is None:
             return
-        memory = here.total
+        memory = limits.total
     if count * PROCESS_BYTES > memory:
         raise ConfigError(
             f"{count:,} processes take at least {count * PROCESS_BYTES / 1e9:,.0f} GB of memory, and this machine has "
@@ -47,14 +44,14 @@ def require_processes(count: int, memory: int | None = None) -> None:
 
 
 class LocalProcesses:
-    """Worker processes, started at once.
+    """A pool of worker processes, started together at the first call.
 
     Args:
-        count: how many; the most ranks a call can have.
-        threads: intra-op threads a worker.
+        count: number of processes, and the largest number of ranks of a call.
+        threads: intra-op threads of each worker (default 1).
 
     Raises:
-        ConfigError: this machine has not the memory for so many.
+        ConfigError: if this machine does not have the memory for so many.
     """
 
     def __init__(self, count: int, threads: int = 1) -> None:
@@ -71,29 +68,25 @@ class LocalProcesses:
         """Run ``function(rank, *args)`` in `ranks` processes that form one group.
 
         Args:
-            ranks: how many, at most `count`.
-            function: importable by name; its result and arguments must be picklable.
-            timeout: seconds until the workers are ended and the call fails.
+            ranks: number of ranks, at most `count`.
+            function: function that can be imported by name, with picklable arguments and result.
+            timeout: seconds after which the workers are ended and the call fails (default 600).
 
         Returns:
             The results by rank.
 
         Raises:
-            Exception: what the rank that failed first raised, with that process's traceback as a note.
-            WaitTimeoutError: a rank did not end in time.
+            Exception: the error of the rank that failed first, with that process's traceback as a note.
+            WaitTimeoutError: if a rank does not end in time.
         """
         if not 1 <= ranks <= self.count:
-            raise PenstockError(f"{ranks} ranks asked for, but there are {self.count} worker processes")
+            raise PenstockError(
+                f"ranks must be from 1 to {self.count}, the worker processes there are, got {ranks}"
+            )
         self._start()
-        self._calls += 1
-        store = str(self._scratch.path / f"store-{self._calls}")
+        running = self._send(ranks, function, args)
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
-        running: dict[Connection, int] = {}
-        for rank in range(ranks):
-            connection = self._workers[rank][1]
-            connection.send((function, rank, ranks, store, args))
-            running[connection] = rank
         deadline = time.monotonic() + timeout
         while running:
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
@@ -105,17 +98,28 @@ class LocalProcesses:
             for connection in [c for c in running if c in ready]:
                 rank = running.pop(connection)
                 try:
-                    good, value = connection.recv()
+                    succeeded, value = connection.recv()
                 except EOFError:
-                    errors[rank] = PenstockError(f"the process of rank {rank} ended without a word")
+                    errors[rank] = PenstockError(
+                        f"the process of rank {rank} ended without a result or an error"
+                    )
                     continue
-                (results if good else errors)[rank] = value
+                (results if succeeded else errors)[rank] = value
         if errors:
-            if any("ended without a word" in str(e) for e in errors.values()):
+            if any("ended without a result" in str(e) for e in errors.values()):
                 self.close()
             in_order = list(errors.values())
             raise next((e for e in in_order if not isinstance(e, PeerError)), in_order[0])
         return [results[rank] for rank in range(ranks)]
+
+    def _send(
+        self, ranks: int, function: Callable[..., Any], args: tuple[object, ...]
+    ) -> dict[Connection, int]:
+        self._calls += 1
+        store = str(self._scratch.path / f"store-{self._calls}")
+        for rank, (_, connection) in enumerate(self._workers[:ranks]):
+            connection.send((function, rank, ranks, store, args))
+        return {connection: rank for rank, (_, connection) in enumerate(self._workers[:ranks])}
 
     def close(self) -> None:
         """End the processes; may be called twice, and `run` starts new ones."""
@@ -161,7 +165,7 @@ def _serve(connection: Connection, threads: int) -> None:
             return
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-            dist.barrier()  # one that is done at once must not close what another one is still connecting to
+            dist.barrier()  # a quick rank must not close connections that another one is still opening
             answer = (True, function(rank, *args))
         except BaseException as error:
             error.add_note(f"in the process of rank {rank}:\n{traceback.format_exc()}")
@@ -170,8 +174,8 @@ def _serve(connection: Connection, threads: int) -> None:
             dist.destroy_process_group()
         try:
             connection.send(answer)
-        except (TypeError, AttributeError, ValueError):  # something in it cannot be pickled
+        except (TypeError, AttributeError, ValueError):  # the answer cannot be pickled
             connection.send((False, PenstockError(f"rank {rank}: {answer[1]!r}")))
-        # A communicator that is part of a cycle keeps a thread of gloo's, which wakes up a hundred times a second.
+        # A communicator in a reference cycle keeps a thread of gloo's, which wakes up a hundred times a second.
         del answer
         gc.collect()

@@ -1,4 +1,4 @@
-"""The threads that are the ranks of a one-process pipeline: started once, given one job each a step."""
+"""The threads that are the ranks of a one-process pipeline: started once, with one job each a step."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from time import monotonic
 import torch
 
 from penstock.errors import HangError, PeerError, WaitTimeoutError
-from penstock.runtime.health.hang import GRACE, RANK_THREAD, SHORT_GRACE, TICK, HangDetector, dump_stacks
+from penstock.runtime.health.hang import (
+    GRACE,
+    POLL_INTERVAL,
+    RANK_THREAD,
+    SHORT_GRACE,
+    HangDetector,
+    dump_stacks,
+)
 from penstock.runtime.workers.caller import Job, with_settings
 from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.timeout import Timeout
 
 
-class _Ends:
-    """How the jobs of one run end: `told` with what they raised, and `ranks`, which an interrupt cannot lose."""
+class _JobEnds:
+    """Ends of the jobs of one run: `reports` with their errors, and `ranks`, which an interrupt cannot lose."""
 
     def __init__(self) -> None:
-        self.told: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
         self.ranks: set[int] = set()
 
 
-_Inbox = queue.SimpleQueue[tuple[Job, _Ends] | None]
+_Inbox = queue.SimpleQueue[tuple[Job, _JobEnds] | None]
 
 
 class RankThreads:
     """One thread a rank.
 
     Args:
-        ranks: how many.
-        timeout: how long a rank may keep the others waiting.
-        streams: on which the ranks compute; None on the CPU.
+        ranks: number of ranks.
+        timeout: timeout after which a rank that keeps the others waiting hangs.
+        streams: CUDA streams of the ranks; None on the CPU (default).
     """
 
     def __init__(self, ranks: int, timeout: Timeout, streams: Streams | None = None) -> None:
         self.timeout = timeout
         self._streams = streams
-        self._jobs: list[_Inbox] = [queue.SimpleQueue() for _ in range(ranks)]
-        self._ends = _Ends()
+        self._inboxes: list[_Inbox] = [queue.SimpleQueue() for _ in range(ranks)]
+        self._ends = _JobEnds()
         self._running: set[int] = set()
         self._hung: set[int] = set()
-        # Ranks compute side by side, so each gets its share of the cores; torch keeps this per thread.
+        # Ranks compute side by side, so each gets its share of the cores; torch keeps this setting per thread.
         share = max(1, torch.get_num_threads() // ranks)
         self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(r, share, self._jobs[r]),
-                name=f"{RANK_THREAD}{r}",
-                daemon=True,
-            )
-            for r in range(ranks)
+            threading.Thread(target=_serve, args=(r, share, inbox), name=f"{RANK_THREAD}{r}", daemon=True)
+            for r, inbox in enumerate(self._inboxes)
         ]
-        # The threads do not hold this object, so one that is dropped ends them, closed or not.
-        weakref.finalize(self, _dismiss, self._jobs).atexit = False
+        # The threads have no reference to this object, so dropping it ends them even if it was not closed.
+        weakref.finalize(self, _dismiss, self._inboxes).atexit = False
         for thread in self._threads:
             thread.start()
 
@@ -71,16 +73,17 @@ class RankThreads:
         """Run one job a rank and wait for all.
 
         Args:
-            jobs: by rank.
-            stop: called with the reason if the jobs are to end before they are done; must make every one end that waits.
-            detector: tells who hangs; without one a job hangs that takes longer than a first step may wait.
+            jobs: jobs by rank.
+            stop: function called with the reason if the jobs must end early; it must end every wait of theirs.
+            detector: detector of hanging ranks; without one a job hangs if it takes longer than the first timeout (default
+                None).
 
         Raises:
-            BaseException: what the rank that failed first raised (another rank's word of it comes second). Ranks that are
-                still at work a few seconds later are named in a note, and waited for before the next jobs. What interrupts
+            BaseException: the error of the rank that failed first; errors that only report another rank's come second. Ranks
+                still at work a few seconds later are named in a note, and waited for before the next jobs. An interrupt of
                 the caller (KeyboardInterrupt) stops the ranks and is raised once they have ended, in the same way; a
                 second interrupt ends that wait.
-            HangError: a rank hangs, as `HangDetector` says it, or did not stop when a wait for it had run out.
+            HangError: if a rank hangs, by `detector`, or does not stop after a wait for it has timed out.
         """
         self.wait_stopped()
         torch.clear_autocast_cache()  # see _serve
@@ -97,12 +100,12 @@ class RankThreads:
         """Wait for ranks that are still at work on jobs that failed.
 
         Raises:
-            HangError: they do not end.
+            HangError: if they do not end.
         """
-        until = monotonic() + (0.0 if self._hung else self.timeout.seconds)
+        deadline = monotonic() + (0.0 if self._hung else self.timeout.seconds)
         self._running = self.at_work
         while self._running:
-            if not self._collect(max(0.0, until - monotonic())):
+            if not self._collect(max(0.0, deadline - monotonic())):
                 self._hung |= self._running
                 raise HangError(
                     f"{_named(self._running)} still at work on an earlier step; build a new pipeline"
@@ -110,150 +113,146 @@ class RankThreads:
         self._hung.clear()
 
     def _run(self, jobs: Sequence[Job], stop: Callable[[str], None], detector: HangDetector | None) -> None:
-        failures: list[BaseException] = []
+        errors: list[BaseException] = []
         began = failed = monotonic()
         try:
             self._hand_out(with_settings(jobs))
         except BaseException as error:
-            self._interrupted(error, stop, detector)
+            self._interrupt(error, stop, detector)
             raise
         while self._running:
             try:
-                found = self._collect(TICK)
-                hung = set() if found else self._who_hangs(detector, began)
+                end = self._collect(POLL_INTERVAL)
+                hung = set() if end else self._find_hung(detector, began)
             except BaseException as error:
-                self._interrupted(error, stop, detector)
+                self._interrupt(error, stop, detector)
                 raise
-            if found and found[0] is not None:
-                failed = failed if failures else monotonic()
-                failures.append(found[0])
-            if not found:
-                if failures:
-                    self._give_up(failures, monotonic() - failed, hung, detector)
+            if end and end[0] is not None:
+                failed = failed if errors else monotonic()
+                errors.append(end[0])
+            if not end:
+                if errors:
+                    self._give_up(errors, monotonic() - failed, hung, detector)
                 elif hung:
-                    self._end(hung, stop, detector)
-        if failures:
-            raise _first(failures)
+                    self._end_hung(hung, stop, detector)
+        if errors:
+            raise _first(errors)
 
     def _hand_out(self, jobs: Sequence[Job]) -> None:
-        self._ends = ends = _Ends()
-        for rank, (inbox, job) in enumerate(zip(self._jobs, jobs, strict=True)):
+        self._ends = ends = _JobEnds()
+        for rank, (inbox, job) in enumerate(zip(self._inboxes, jobs, strict=True)):
             self._running.add(rank)
             inbox.put((job, ends))
 
-    def _interrupted(
+    def _interrupt(
         self, error: BaseException, stop: Callable[[str], None], detector: HangDetector | None
     ) -> None:
-        """Stop the ranks and wait until they have ended: they add to gradients as long as they compute."""
+        """Stop the ranks and wait until they have ended, since they add to gradients as long as they compute."""
         stop("the step was interrupted")
-        until = monotonic() + min(self.timeout.seconds, GRACE)
-        while self.at_work and monotonic() < until:
-            self._collect(TICK)
+        grace = min(self.timeout.seconds, GRACE)
+        deadline = monotonic() + grace
+        while self.at_work and monotonic() < deadline:
+            self._collect(POLL_INTERVAL)
         self._running = self.at_work
         if self._running:
             error.add_note(
-                f"{self._doing(self._running, detector)}; it did not stop within {min(self.timeout.seconds, GRACE):g} s "
-                "of the interrupt, and may still add to gradients"
+                f"{self._describe(self._running, detector)}; it did not stop within {grace:g} s of the interrupt, and may "
+                "still add to gradients"
             )
 
     def _collect(self, seconds: float) -> tuple[BaseException | None] | None:
-        """The end of a job, with what it raised; None if none ends in time."""
+        """Wait for the end of a job, and return its error in a tuple; None if no job ends in time."""
         try:
-            rank, error = self._ends.told.get(timeout=seconds)
+            rank, error = self._ends.reports.get(timeout=seconds)
         except queue.Empty:
             return None
         self._running.discard(rank)
         return (error,)
 
-    def _who_hangs(self, detector: HangDetector | None, began: float) -> set[int]:
+    def _find_hung(self, detector: HangDetector | None, began: float) -> set[int]:
         if detector is not None:
             return self._running.intersection(detector.hung())
         return set(self._running) if monotonic() - began > self.timeout.first else set()
 
     def _give_up(
-        self, failures: Sequence[BaseException], since: float, hung: set[int], detector: HangDetector | None
+        self, errors: Sequence[BaseException], since: float, hung: set[int], detector: HangDetector | None
     ) -> None:
-        """Once some have failed: leave those behind that do not stop."""
-        first = _first(failures)
-        waited = isinstance(first, WaitTimeoutError)
-        if since < min(self.timeout.seconds, SHORT_GRACE if waited else GRACE):
+        """Raise the first error without the ranks still at work, once they have had time to stop."""
+        first = _first(errors)
+        timed_out = isinstance(first, WaitTimeoutError)
+        if since < min(self.timeout.seconds, SHORT_GRACE if timed_out else GRACE):
             return
-        doing = self._doing(self._running, detector)
-        if waited or hung:
+        description = self._describe(self._running, detector)
+        if timed_out or hung:
             self._hung = set(self._running)
-            dump_stacks(doing)
+            dump_stacks(description)
             raise HangError(
-                f"{doing}; it did not stop within {since:.1f} s of the failure: {first}. The stacks of all threads are on "
-                "stderr; only the end of the process ends this thread"
+                f"{description}; it did not stop within {since:.1f} s of the failure: {first}. The stacks of all threads "
+                "are on stderr; only the end of the process ends this thread"
             ) from first
-        first.add_note(f"{doing}; it was left behind after {since:.1f} s")
+        first.add_note(f"{description}; it was left behind after {since:.1f} s")
         raise first
 
-    def _end(self, hung: set[int], stop: Callable[[str], None], detector: HangDetector | None) -> None:
-        """End the jobs of all but those that hang."""
-        doing = self._doing(hung, detector)
-        dump_stacks(doing)
-        stop(f"{doing}, which is longer than {self.timeout.seconds:g} s")
-        until = monotonic() + min(self.timeout.seconds, SHORT_GRACE)
-        while self._running - hung and monotonic() < until:
-            self._collect(TICK)
+    def _end_hung(self, hung: set[int], stop: Callable[[str], None], detector: HangDetector | None) -> None:
+        """Stop the ranks that do not hang, and raise HangError."""
+        description = self._describe(hung, detector)
+        dump_stacks(description)
+        stop(f"{description}, which is longer than {self.timeout.seconds:g} s")
+        deadline = monotonic() + min(self.timeout.seconds, SHORT_GRACE)
+        while self._running - hung and monotonic() < deadline:
+            self._collect(POLL_INTERVAL)
         self._hung = set(self._running)
         raise HangError(
-            f"{doing}, which is longer than the limit of {self.timeout.seconds:g} s. All stacks are on stderr; "
+            f"{description}, which is longer than the timeout of {self.timeout.seconds:g} s. All stacks are on stderr; "
             "only the end of the process ends this thread"
         )
 
-    def _doing(self, ranks: set[int], detector: HangDetector | None) -> str:
+    def _describe(self, ranks: set[int], detector: HangDetector | None) -> str:
         if detector is None:
             return f"{_named(ranks)} still at work"
-        return "; ".join(detector.where(n) for n in sorted(ranks))
+        return "; ".join(detector.describe(n) for n in sorted(ranks))
 
     def close(self) -> None:
-        """End the threads, but for those that hang; may be called twice."""
-        _dismiss(self._jobs)
-        until = monotonic() + self.timeout.seconds
+        """End the threads, except those that hang; may be called twice."""
+        _dismiss(self._inboxes)
+        deadline = monotonic() + self.timeout.seconds
         for rank, thread in enumerate(self._threads):
             if rank in self._hung:
                 continue
-            thread.join(
-                min(GRACE, self.timeout.seconds) if rank in self._running else max(0.0, until - monotonic())
-            )
+            late = rank in self._running
+            thread.join(min(GRACE, self.timeout.seconds) if late else max(0.0, deadline - monotonic()))
         self._threads = []
 
 
-def _serve(
-    rank: int,
-    share: int,
-    jobs: _Inbox,
-) -> None:
-    """What a rank's thread does until it is dismissed."""
+def _serve(rank: int, share: int, inbox: _Inbox) -> None:
+    """Run the jobs of a rank's inbox until it is dismissed."""
     torch.set_num_threads(share)
     # Autocast casts a weight once and keeps the cast until a thread leaves its outermost autocast, which drops the
-    # casts of all threads: whether a weight used twice is cast once or twice, and so its gradient's bits, would be
-    # left to chance. No rank's thread ever leaves the outermost one; `run` drops the casts when all are idle.
+    # casts of all threads. A weight used twice would be cast once or twice by chance, which changes the bits of its
+    # gradient. No rank's thread ever leaves the outermost autocast; `run` drops the casts when all are idle.
     torch.autocast_increment_nesting()
-    while (given := jobs.get()) is not None:
-        (job, ends), given = given, None
+    while (entry := inbox.get()) is not None:
+        (job, ends), entry = entry, None
         error: BaseException | None = None
         try:
             job()
-        except BaseException as caught:  # handed to the caller of run
+        except BaseException as caught:  # raised again by `run`, in the caller's thread
             error = caught
         del job
         ends.ranks.add(rank)
-        ends.told.put((rank, error))
+        ends.reports.put((rank, error))
         del error, ends
 
 
-def _dismiss(jobs: Sequence[_Inbox]) -> None:
-    """Let the threads end once they have done what they were given; waits for nothing."""
-    for inbox in jobs:
+def _dismiss(inboxes: Sequence[_Inbox]) -> None:
+    """Let the threads end after the jobs they have, without waiting for them."""
+    for inbox in inboxes:
         inbox.put(None)
 
 
-def _first(failures: Sequence[BaseException]) -> BaseException:
-    """The failure that the others follow from."""
-    return next((e for e in failures if not isinstance(e, PeerError)), failures[0])
+def _first(errors: Sequence[BaseException]) -> BaseException:
+    """Return the error that caused the others."""
+    return next((e for e in errors if not isinstance(e, PeerError)), errors[0])
 
 
 def _named(ranks: set[int]) -> str:

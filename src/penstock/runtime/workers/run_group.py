@@ -1,6 +1,6 @@
-"""The processes of a run as the trainer needs them: one that leads, what it decides, sums over all.
+"""Processes of a run as the trainer uses them: one leads and decides, and sums go over all of them.
 
-With threads there is one process, and everything here is what it seems.
+With threads there is one process, and every function is local.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ T = TypeVar("T")
 
 
 class RunGroup:
-    """This process among those of the run.
+    """This process among the processes of the run.
 
     Args:
-        together: how they talk; None for a single process.
+        collectives: collectives over the processes; None for a single process.
 
     Attributes:
         size: number of processes.
-        rank: this one's number.
+        rank: rank of this process.
     """
 
-    def __init__(self, together: Collectives | None) -> None:
-        self.size, self.rank = (1, 0) if together is None else (dist.get_world_size(), dist.get_rank())
-        self._together = together
+    def __init__(self, collectives: Collectives | None) -> None:
+        self.size, self.rank = (1, 0) if collectives is None else (dist.get_world_size(), dist.get_rank())
+        self._collectives = collectives
 
     @staticmethod
     def of(pipe: Pipeline) -> RunGroup:
-        """All processes of a pipeline's run, those of the pipelines beside it included."""
-        return RunGroup(None if pipe.world is None else pipe.world.together)
+        """Return the group of all processes of a pipeline's run, including those of its replicas."""
+        return RunGroup(None if pipe.world is None else pipe.world.collectives)
 
     @property
     def leads(self) -> bool:
@@ -44,22 +44,24 @@ class RunGroup:
         return self.rank == 0
 
     def each(self, job: Callable[[], T]) -> list[T]:
-        """Let every process do something of its own; every process calls it.
+        """Run a job on every process; every process calls it.
 
         Returns:
-            What the jobs returned, by rank, on every process; it is such as `penstock.encoding.encode` takes.
+            The results of the jobs by rank, on every process; `penstock.encoding.encode` must accept them.
 
         Raises:
-            PenstockError: on every process, if a job raised one, or an OSError, on any; a `ConfigError` stays one.
-            PeerError, WaitTimeoutError: a process is gone, or has not come.
+            PenstockError: on every process, if any job raises it or an OSError; a `ConfigError` stays one.
+            PeerError, WaitTimeoutError: if a process has ended or does not come.
         """
-        together = self._together
-        if together is None:
+        collectives = self._collectives
+        if collectives is None:
             return run_each(job, None)
-        return run_each(job, lambda report: together.exchange(report, None, "tell how it went", patient=True))
+        return run_each(
+            job, lambda report: collectives.exchange(report, None, "report on a job", patient=True)
+        )
 
     def decide(self, choose: Callable[[], T]) -> T:
-        """Let the leader do something, and tell all the others what came of it; every process calls it.
+        """Call a function on the leader, and return its result on all processes; every process calls it.
 
         Raises:
             PenstockError: as `each`, if `choose` raises on the leader.
@@ -67,16 +69,15 @@ class RunGroup:
         return cast(T, self.each(lambda: choose() if self.leads else None)[0])
 
     def total(self, value: float) -> float:
-        """The sum over all processes; every process calls it."""
+        """Return the sum over all processes; every process calls it."""
         return self.begin_total(value)()
 
     def begin_total(self, value: float) -> Callable[[], float]:
-        """Begin the sum over all processes, and return what waits for it; every process calls both."""
-        together = self._together
-        if together is None:
+        """Begin the sum over all processes, and return a function that waits for it; every process calls both."""
+        if self._collectives is None:
             return lambda: value
         values = torch.tensor([value], dtype=torch.float64)
-        finish = together.begin_add_up(values, None, "add up over the run")
+        finish = self._collectives.begin_add_up(values, None, "add up over the run")
 
         def wait() -> float:
             finish()

@@ -1,23 +1,23 @@
 """CUDA streams for ranks that are threads of one process.
 
-On one stream ranks would run one after the other, in the order in which their threads happen to ask. So each rank has
-a stream of its own (on every device in use, since a rank may get values from another device), and whatever crosses from
-one stream to another waits for an event. These are all the crossings:
+On one stream ranks would run one after the other, in the order in which their threads launch kernels. So each rank has its
+own stream on every device in use (since it may get values from another device), and a value that crosses from one stream to
+another waits for an event. The crossings are:
 
-- a step begins: the ranks' streams wait for the caller's, on which inputs were made, parameters updated and
-  gradients zeroed;
-- a value is handed from one rank to another, forward or back: `Streams.ready` and `Streams.arrive`;
-- a step ends, or fails: the caller's stream waits for the ranks'.
+- A step begins: the ranks' streams wait for the caller's, on which inputs were made, parameters updated and gradients
+  zeroed.
+- A rank sends a value to another, forward or backward: `Streams.record_event` and `Streams.wait_event`.
+- A step ends, or fails: the caller's stream waits for the ranks'.
 
-Within a rank everything runs on its one stream. That holds for its backward, too: autograd runs a node on the stream of
-its forward, starts from the stream on which ``backward`` is called, and lets that stream wait for the gradients at the
-end (PyTorch's notes on CUDA semantics, "Stream semantics of backward passes"). A rank's streams stay the
-same as long as the pipeline, as graphs that are kept from step to step are tied to them.
+Within a rank everything runs on its one stream, its backward included: autograd runs a node on the stream of its forward,
+starts from the stream on which ``backward`` is called, and lets that stream wait for the gradients at the end (PyTorch's
+notes on CUDA semantics, "Stream semantics of backward passes"). A rank's streams stay the same as long as the pipeline,
+since graphs that are kept from step to step depend on them.
 
-Memory belongs to the stream that it was allocated on, and may be used again there once it is freed. A value that is used
-on another stream is therefore marked (``record_stream``) before the last reference to it can go. Inputs need no mark: the
-caller holds them until its stream has waited for the ranks'. Nor do results and gradients: freed, they go back to a
-rank's stream, and that waits for the caller's before it runs anything again.
+Memory belongs to the stream on which it was allocated, which may reuse it once it is freed. A value used on another stream
+is therefore marked (``record_stream``) before its last reference can go. Inputs need no mark: the caller keeps them until
+its stream has waited for the ranks'. Nor do results and gradients: when freed, they return to a rank's stream, which waits
+for the caller's before it runs anything.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from torch import Tensor, nn
 from penstock.stage.values import Message
 
 Events = dict[tuple[int, int, int, torch.device], Any]
-"""The events of values on their way: by sender, receiver, tag and device."""
+"""The events of messages that are under way, by sender, receiver, tag and device."""
 
 
 def device_of(modules: Sequence[nn.Module]) -> torch.device | None:
-    """The CUDA device of the first parameter or buffer that is on one; None if none is."""
+    """Return the CUDA device of the first parameter or buffer on one; None if all are on the CPU."""
     return next(iter(_devices(modules)), None)
 
 
 class Streams:
-    """The ranks' streams.
+    """The CUDA streams of the ranks.
 
     Args:
-        devices: by rank, the device on which it computes; None on the CPU.
-        used: every CUDA device on which there are values.
+        devices: device of each rank; None for a rank on the CPU.
+        used: every CUDA device that has values.
     """
 
     def __init__(self, devices: Sequence[torch.device | None], used: Sequence[torch.device]) -> None:
         self.devices = devices
-        self._of: list[Mapping[torch.device, Any]] = [
+        self._by_rank: list[Mapping[torch.device, Any]] = [
             {device: torch.cuda.Stream(device) for device in used}  # type: ignore[no-untyped-call]
             for _ in devices
         ]
@@ -59,32 +59,32 @@ class Streams:
 
     @staticmethod
     def of(modules: Sequence[Sequence[nn.Module]]) -> Streams | None:
-        """The streams for ranks that hold these modules; None if all are on the CPU."""
-        used = sorted({d for held in modules for d in _devices(held)}, key=str)
-        return Streams([device_of(held) for held in modules], used) if used else None
+        """Return the streams for ranks with these modules; None if all modules are on the CPU."""
+        used = sorted({d for of_rank in modules for d in _devices(of_rank)}, key=str)
+        return Streams([device_of(of_rank) for of_rank in modules], used) if used else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Between the caller's work before and the caller's work after."""
+        """Return a context for one step, which orders it after the caller's earlier work and before its later work."""
         before = self._callers
         self._callers = {device: torch.cuda.current_stream(device) for device in before}
-        for streams in self._of:
+        for streams in self._by_rank:
             for device, stream in streams.items():
-                # What the last step returned was used on its caller's stream; freed, it may be memory of this one again.
+                # Results of the last step were used on that caller's stream; freed, their memory may be reused by this one.
                 for caller in {self._callers[device], before[device]}:
                     stream.wait_stream(caller)
         try:
             yield
         finally:
-            for streams in self._of:
+            for streams in self._by_rank:
                 for device, stream in streams.items():
                     self._callers[device].wait_stream(stream)
 
     def on_rank(self, rank: int, job: Callable[[], Any]) -> Callable[[], Any]:
-        """The job on a rank's streams, to be called by its thread: torch keeps the current stream per thread."""
-        own = self.devices[rank]
-        # The last one entered says which device is current.
-        order = sorted(self._of[rank].items(), key=lambda pair: pair[0] == own)
+        """Return the job on a rank's streams; the rank's thread must call it, since torch keeps streams per thread."""
+        rank_device = self.devices[rank]
+        # The stream entered last decides which device is current.
+        order = sorted(self._by_rank[rank].items(), key=lambda pair: pair[0] == rank_device)
 
         def run() -> None:
             with ExitStack() as stack:
@@ -94,21 +94,21 @@ class Streams:
 
         return run
 
-    def ready(self, events: Events, source: int, target: int, tag: int, message: Message) -> None:
-        """Mark on the source's stream that a message is made: all that makes it was queued there before."""
-        for device in _places(message):
+    def record_event(self, events: Events, source: int, target: int, tag: int, message: Message) -> None:
+        """Record on the source's stream that a message is made, once all work that makes it is queued there."""
+        for device in _message_devices(message):
             event = events.get((source, target, tag, device))
             if event is None:
                 event = events[source, target, tag, device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._of[source][device])
+            event.record(self._by_rank[source][device])
 
-    def arrive(self, events: Events, source: int, target: int, tag: int, message: Message) -> None:
-        """Let the target's stream wait until the message is made, and keep its memory until that stream is done with it.
+    def wait_event(self, events: Events, source: int, target: int, tag: int, message: Message) -> None:
+        """Make the target's stream wait for a message, and keep its memory until that stream has used it.
 
-        To be called while the message is held, before anything uses it.
+        Call it before anything uses the message.
         """
-        streams = self._of[target]
-        for device in _places(message):
+        streams = self._by_rank[target]
+        for device in _message_devices(message):
             streams[device].wait_event(events[source, target, tag, device])
         for leaf in message.leaves:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
@@ -122,5 +122,5 @@ def _devices(modules: Sequence[nn.Module]) -> Iterator[torch.device]:
                 yield tensor.device
 
 
-def _places(message: Message) -> set[torch.device]:
+def _message_devices(message: Message) -> set[torch.device]:
     return {leaf.device for leaf in message.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}

@@ -1,4 +1,4 @@
-"""How long a wait may last: one number for all waits of a run, longer in the first step of its kind."""
+"""Timeout of every wait of a run, with a longer one for the first step of each kind."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from datetime import timedelta
 from penstock.errors import ConfigError
 
 FIRST_TIMEOUT = 600.0
-"""Seconds; the first steps compile, import and allocate, and not every rank takes equally long for that."""
+"""Seconds; the first steps compile, import and allocate, and ranks take different times for that."""
 
 
 YEAR = 365 * 24 * 3600
-"""Seconds; the longest limit. Clocks and locks count in 64 bits, and sums of limits must not overflow."""
+"""Seconds; the longest timeout. Clocks and locks count in 64 bits, and sums of timeouts must not overflow."""
 
 
 def require_timeout(timeout: object, name: str = "timeout") -> float:
@@ -26,14 +26,14 @@ def require_timeout(timeout: object, name: str = "timeout") -> float:
 
 
 class Timeout:
-    """What every wait asks when it begins.
+    """The timeout that every wait reads when it begins.
 
     Args:
-        timeout: the longest a wait may last, in seconds.
-        first: the same until the first training step is done, and during the first evaluation; as `timeout` if None.
+        timeout: seconds that a wait may last.
+        first: the same until the first training step ends, and during the first evaluation (default: `timeout`).
 
     Attributes:
-        seconds: what counts now.
+        seconds: seconds that a wait may last now.
     """
 
     def __init__(self, timeout: float, first: float | None = None) -> None:
@@ -44,17 +44,21 @@ class Timeout:
 
     @property
     def delta(self) -> timedelta:
-        """`seconds`, as torch takes it."""
+        """`seconds` as a timedelta, for torch."""
         return timedelta(seconds=self.seconds)
 
     @property
     def longest(self) -> float:
-        """Of the two, for what takes long beside the steps, such as writing files."""
+        """The longer timeout in seconds, for slow work beside the steps, such as writing files."""
         return max(self.timeout, self.first)
 
     @contextlib.contextmanager
     def step(self, trains: bool) -> Iterator[None]:
-        """Around a step: the first one that ends well of each kind, training and evaluation, has the longer limit."""
+        """Return a context for one step, with the `first` timeout until a step of its kind has succeeded.
+
+        Args:
+            trains: whether the step trains; otherwise it evaluates.
+        """
         self.seconds = self.timeout if trains in self._done else self.first
         try:
             yield
