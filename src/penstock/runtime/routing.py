@@ -77,8 +77,7 @@ class ValueRoutes:
         self.skips = tuple(sorted(skips))
         self.stages = [
             StageRoutes(
-                frozenset(onward[s]),
-                tuple(tuple(sorted(skips[skip])) for skip in self.skips if skip[0] == s),
+                frozenset(onward[s]), tuple(tuple(sorted(skips[skip])) for skip in self.skips if skip[0] == s)
             )
             for s in range(len(stages))
         ]

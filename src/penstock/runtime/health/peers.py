@@ -176,7 +176,7 @@ def _state_of(pid: int) -> str:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "has ended"
+        state = "X"
     if state in "ZX":
         return "has ended"
     return "is stopped (by SIGSTOP, or by a debugger)" if state in "Tt" else ""

@@ -1,4 +1,4 @@
-"""Numbers that tell what every rank is doing; they are read when something is wrong.
+"""Progress of every rank in a few numbers, for the report when something goes wrong.
 
 A rank writes its step, the row of its op, and the rank whose message it waits for. That costs one store an op and two a
 wait. When a wait times out, the numbers of all ranks show which one keeps the others waiting.

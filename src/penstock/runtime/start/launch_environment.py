@@ -158,15 +158,11 @@ def host_advice(environment: Environment | None = None) -> str:
 
 def _open_mpi(env: Environment) -> Launch | None:
     prefix = "OMPI_COMM_WORLD_"
-    if f"{prefix}RANK" not in env or f"{prefix}SIZE" not in env:
-        return None
-    rank, size = _pair(env, f"{prefix}RANK", f"{prefix}SIZE")
-    if size == 1:
+    if (pair := _several(env, f"{prefix}RANK", f"{prefix}SIZE")) is None:
         return None
     return Launch(
         "Open MPI",
-        rank,
-        size,
+        *pair,
         _optional(env, f"{prefix}LOCAL_RANK"),
         _optional(env, f"{prefix}LOCAL_SIZE"),
         advice="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 hands them on",
@@ -174,18 +170,14 @@ def _open_mpi(env: Environment) -> Launch | None:
 
 
 def _pmi(env: Environment) -> Launch | None:
-    if "PMI_RANK" not in env or "PMI_SIZE" not in env:
-        return None
-    rank, size = _pair(env, "PMI_RANK", "PMI_SIZE")
-    if size == 1:
+    if (pair := _several(env, "PMI_RANK", "PMI_SIZE")) is None:
         return None
     step = _slurm(env)
-    if step is not None and (step.rank, step.size) == (rank, size):
+    if step is not None and (step.rank, step.size) == pair:
         return step  # srun --mpi=pmi2 sets both; a launcher started by srun has other numbers
     return Launch(
         "PMI",
-        rank,
-        size,
+        *pair,
         _optional(env, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         _optional(env, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         advice="mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 hands them on",
@@ -193,10 +185,7 @@ def _pmi(env: Environment) -> Launch | None:
 
 
 def _slurm(env: Environment) -> Launch | None:
-    if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
-        return None
-    rank, size = _pair(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    if size == 1:
+    if (pair := _several(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")) is None:
         return None
     name = f"Slurm step {env.get('SLURM_JOB_ID', '?')}.{env.get('SLURM_STEP_ID', '?')}"
     if int(env.get("SLURM_HET_SIZE") or 1) > 1:
@@ -221,8 +210,7 @@ def _slurm(env: Environment) -> Launch | None:
         port = _LOWEST_PORT + (int(job) * _STEPS + int(step) % _STEPS) % _PORTS
     return Launch(
         name,
-        rank,
-        size,
+        *pair,
         _optional(env, "SLURM_LOCALID"),
         _tasks_here(env),
         address,
@@ -258,6 +246,12 @@ def _with_address(launch: Launch, env: Environment) -> Launch:
     return replace(
         launch, address=env.get("MASTER_ADDR") or launch.address, port=int(port) if port else launch.port
     )
+
+
+def _several(env: Environment, rank: str, size: str) -> tuple[int, int] | None:
+    """Return the rank and size in two variables; None if they are not set, or there is one process."""
+    pair = _pair(env, rank, size) if rank in env and size in env else (0, 1)
+    return None if pair[1] == 1 else pair
 
 
 def _pair(env: Environment, rank: str, size: str) -> tuple[int, int]:

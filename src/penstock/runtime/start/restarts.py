@@ -2,7 +2,7 @@
 
 torchrun's agent keeps one store over restarts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), with the addresses of processes
 that are gone, to which torch 2.13 would connect. TORCHELASTIC_RESTART_COUNT does not identify a start: each host's agent
-counts for itself, and only restarts after a failure of its own process.
+counts for itself, and only restarts after a failure of its processes.
 
 So rank 0 makes a name and publishes it, each other process writes a token below that name, and rank 0 answers with all
 tokens. A process that read the name of an earlier start does not find its token in the answer, and reads the name again.

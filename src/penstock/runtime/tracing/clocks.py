@@ -39,9 +39,9 @@ def clock(device: torch.device | None, moments: int) -> Callable[[], Any]:
 class Readings:
     """Moments of any clock of this process, in seconds on the host's clock; waits for the devices of the moments.
 
-    The events of a device are compared with one of them, and that one with the host's clock: the device is idle then, so an
-    event is reached as it is recorded. The ranks on one device thus share a clock to the event's resolution, about half a
-    microsecond. Devices agree to within the time in which the host notices an event, some ten microseconds.
+    The events of a device are compared with one of them, and that one with the host's clock while the device is idle and
+    reaches an event at once. The ranks on one device thus share a clock to the event's resolution, about half a microsecond.
+    Devices agree to within the time in which the host notices an event, some ten microseconds.
     """
 
     def __init__(self) -> None:

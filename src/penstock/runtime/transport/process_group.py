@@ -111,16 +111,7 @@ class _Sent(NamedTuple):
 
 
 class GroupOutgoing:
-    """The sending end of an edge.
-
-    Args:
-        group: communicator of the ranks.
-        peer: rank of the receiver in it.
-        slots: number of receives that the receiver keeps posted.
-        capacity: number of messages that can be under way.
-        timeout: timeout of a wait for the receiver.
-        bulk: communicator for values on a device; None on the CPU (default).
-    """
+    """The sending end of an edge, with at most `capacity` messages under way to a receiver that posts `slots` receives."""
 
     def __init__(
         self,
@@ -225,23 +216,10 @@ class _Posted(NamedTuple):
 
 
 class GroupIncoming:
-    """The receiving end of an edge.
-
-    Args:
-        group: communicator of the ranks.
-        peer: rank of the sender in it.
-        slots: number of receives to keep posted.
-        timeout: timeout of a wait for a message.
-        bulk: communicator for values on a device; None on the CPU (default).
-    """
+    """The receiving end of an edge, with `slots` receives posted."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        slots: int,
-        timeout: Timeout,
-        bulk: Bulk | None = None,
+        self, group: dist.ProcessGroup, peer: int, slots: int, timeout: Timeout, bulk: Bulk | None = None
     ) -> None:
         self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._stream: Any = None

@@ -132,7 +132,7 @@ class WakeSocket:
             host: address of the other process.
             timeout: timeout in seconds.
             peer: rank of the other process.
-            action: what that rank is to do, as an infinitive, for the error.
+            action: action awaited from that rank, as an infinitive, for the error.
 
         Raises:
             PeerError: if that process has ended, or another one without closing its pipeline.
@@ -190,16 +190,22 @@ class WakeSocket:
         return self._processes[pid]
 
 
+def _memory_file(name: str, size: int, path: str | None) -> tuple[int, mmap.mmap]:
+    """Return a new memory file, or the one at `path`: its descriptor and its memory."""
+    descriptor = os.memfd_create(name) if path is None else os.open(path, os.O_RDWR)
+    if path is None:
+        os.ftruncate(descriptor, size)
+    return descriptor, mmap.mmap(descriptor, size)
+
+
 class _Ring:
     """The memory of an edge: counters and slots."""
 
     def __init__(self, slots: int, path: str | None = None) -> None:
         self.slots = slots
         size = _RING_HEAD + slots * _SLOT
-        self.descriptor = os.memfd_create("penstock-ring") if path is None else os.open(path, os.O_RDWR)
-        if path is None:
-            os.ftruncate(self.descriptor, size)
-        memory = memoryview(mmap.mmap(self.descriptor, size))
+        self.descriptor, file = _memory_file("penstock-ring", size, path)
+        memory = memoryview(file)
         self.counters = memory[:_RING_HEAD].cast("Q")
         starts = range(_RING_HEAD, size, _SLOT)
         self.numbers = [memory[s : s + 8].cast("Q") for s in starts]
@@ -217,10 +223,7 @@ class _Segment:
 
     def __init__(self, size: int, path: str | None = None) -> None:
         self.size = size
-        self.descriptor = os.memfd_create("penstock-payload") if path is None else os.open(path, os.O_RDWR)
-        if path is None:
-            os.ftruncate(self.descriptor, HEADER_BYTES + size)
-        self.map = mmap.mmap(self.descriptor, HEADER_BYTES + size)
+        self.descriptor, self.map = _memory_file("penstock-payload", HEADER_BYTES + size, path)
         if path is not None:
             os.close(self.descriptor)
         self._lent: weakref.ref[Any] | None = None
@@ -245,15 +248,7 @@ class _Segment:
 
 
 class SharedOutgoing:
-    """The sending end of an edge.
-
-    Args:
-        peer: rank of the receiver.
-        capacity: number of messages that can be under way.
-        timeout: timeout of a wait for a free slot.
-        wake_socket: wake socket of this process.
-        host: address of the receiver.
-    """
+    """The sending end of an edge to rank `peer`, with at most `capacity` messages under way."""
 
     def __init__(
         self, peer: int, capacity: int, timeout: Timeout, wake_socket: WakeSocket, host: Host
@@ -332,15 +327,7 @@ class SharedOutgoing:
 
 
 class SharedIncoming:
-    """The receiving end of an edge.
-
-    Args:
-        peer: rank of the sender.
-        timeout: timeout of a wait for a message.
-        wake_socket: wake socket of this process.
-        host: address of the sender.
-        offer: descriptor and slots of the sender's ring.
-    """
+    """The receiving end of an edge from rank `peer`, on the ring that the sender offers."""
 
     def __init__(
         self, peer: int, timeout: Timeout, wake_socket: WakeSocket, host: Host, offer: tuple[int, int]

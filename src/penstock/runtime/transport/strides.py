@@ -1,7 +1,7 @@
 """Memory layout of a tensor that is not contiguous, so that another process can restore it.
 
 Kernels choose by strides in which order they add, so a value has plain PyTorch's bits in another process only if it has the
-same strides there. Therefore the memory that a tensor spans is sent as it is. For one without gaps (transposed, channels
+same strides there. Therefore the memory that a tensor spans is sent unchanged. For one without gaps (transposed, channels
 last, expanded) that is at most its elements, without a copy. If more than half of that memory is gaps, only the elements are
 sent, and the receiver restores the gaps.
 """
@@ -46,7 +46,7 @@ class Strided(NamedTuple):
 
     @property
     def mostly_gaps(self) -> bool:
-        """Whether gaps are more than half of that memory, so that only the elements are sent."""
+        """True if gaps are more than half of that memory, so that only the elements are sent."""
         return self.extent > 2 * torch.Size(self.shape).numel()
 
     @property

@@ -124,10 +124,7 @@ class StreamChannel(ThreadChannel):
 
 
 def thread_channels(
-    program: Program,
-    timeout: Timeout,
-    holders: Sequence[Sequence[int]] = (),
-    streams: Streams | None = None,
+    program: Program, timeout: Timeout, holders: Sequence[Sequence[int]] = (), streams: Streams | None = None
 ) -> Sequence[ThreadChannel]:
     """Return the connected channels of a Program's ranks.
 

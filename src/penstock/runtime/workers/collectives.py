@@ -50,7 +50,7 @@ class Collectives:
         Args:
             value: value that `penstock.encoding.encode` accepts.
             group: process group, or None for all processes.
-            action: what the processes do, as an infinitive, for the error.
+            action: purpose of the collective, as an infinitive, for the error.
             patient: whether to wait as long as for a first step, since some processes write files first (default False).
 
         Raises:
@@ -71,7 +71,7 @@ class Collectives:
 
     def begin_add_up(
         self, values: Tensor, group: dist.ProcessGroup | None, action: str
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """Begin `add_up`, and return a function that waits for it; every process of the group calls both."""
         visit = self.enter(group)
         try:
@@ -80,8 +80,8 @@ class Collectives:
             raise self._connection_error(action, error, visit) from error
         if (
             values.is_cuda
-        ):  # with a timeout the host would wait for NCCL; NCCL's own watchdog has the group's timeout
-            return lambda: _wait(work)
+        ):  # NCCL's own watchdog has the group's timeout; with one here the host would wait for NCCL
+            return lambda: work.wait()
         return lambda: self.finish(work, action, visit=visit)
 
     def barrier(self, group: dist.ProcessGroup | None, action: str) -> None:
@@ -97,7 +97,7 @@ class Collectives:
 
         Args:
             work: handle of the collective.
-            action: what the processes do, as an infinitive, for the error.
+            action: purpose of the collective, as an infinitive, for the error.
             patient: whether to wait as long as for a first step (default False).
             visit: return value of `enter` for this collective (default None).
 
@@ -141,7 +141,3 @@ class Collectives:
         dump_stacks(str(error))
         error.shown = True
         return error
-
-
-def _wait(work: dist.Work) -> None:
-    work.wait()

@@ -84,7 +84,23 @@ class LocalProcesses:
                 f"ranks must be from 1 to {self.count}, the worker processes there are, got {ranks}"
             )
         self._start()
-        running = self._send(ranks, function, args)
+        self._calls += 1
+        store = str(self._scratch.path / f"store-{self._calls}")
+        running = {connection: rank for rank, (_, connection) in enumerate(self._workers[:ranks])}
+        for connection, rank in running.items():
+            connection.send((function, rank, ranks, store, args))
+        results, errors = self._collect(running, timeout)
+        if errors:
+            if any("ended without a result" in str(e) for e in errors.values()):
+                self.close()
+            in_order = list(errors.values())
+            raise next((e for e in in_order if not isinstance(e, PeerError)), in_order[0])
+        return [results[rank] for rank in range(ranks)]
+
+    def _collect(
+        self, running: dict[Connection, int], timeout: float
+    ) -> tuple[dict[int, Any], dict[int, BaseException]]:
+        """Wait for all ranks, and return their results and errors in the order in which they ended."""
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         deadline = time.monotonic() + timeout
@@ -105,21 +121,7 @@ class LocalProcesses:
                     )
                     continue
                 (results if succeeded else errors)[rank] = value
-        if errors:
-            if any("ended without a result" in str(e) for e in errors.values()):
-                self.close()
-            in_order = list(errors.values())
-            raise next((e for e in in_order if not isinstance(e, PeerError)), in_order[0])
-        return [results[rank] for rank in range(ranks)]
-
-    def _send(
-        self, ranks: int, function: Callable[..., Any], args: tuple[object, ...]
-    ) -> dict[Connection, int]:
-        self._calls += 1
-        store = str(self._scratch.path / f"store-{self._calls}")
-        for rank, (_, connection) in enumerate(self._workers[:ranks]):
-            connection.send((function, rank, ranks, store, args))
-        return {connection: rank for rank, (_, connection) in enumerate(self._workers[:ranks])}
+        return results, errors
 
     def close(self) -> None:
         """End the processes; may be called twice, and `run` starts new ones."""

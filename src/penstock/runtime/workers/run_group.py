@@ -40,7 +40,7 @@ class RunGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that prints and writes."""
+        """True on the process that prints and writes."""
         return self.rank == 0
 
     def each(self, job: Callable[[], T]) -> list[T]:

@@ -66,7 +66,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has coordinate 0 on every axis except the pipeline's."""
+        """True if this process has coordinate 0 on every axis except the pipeline's."""
         return self.mesh is None or not any(self.mesh.coordinate(axis) for axis in ("dp", "tp"))
 
     def join(self, timeout: float, shape: MeshShape | None = None, first: float | None = None) -> World:
@@ -177,13 +177,13 @@ class World:
         communicator by their number, and a second Pipeline in the same processes would read the first one's addresses from
         the store.
         """
-        own = None
+        joined = None
         for line in lines:
             with _named_errors(f"no connection between the processes {line}"):
                 group = dist.new_group(line, timeout=self._longest, backend=backend)
             if dist.get_rank() in line:
-                own = group
-        return own
+                joined = group
+        return joined
 
     def replicas(self) -> Reducer | None:
         """Return this process's end of the reduction of gradients over its replicas; None if there are none."""
@@ -231,8 +231,10 @@ class World:
         """Return (slots, capacity) of every edge, with those that collect the losses or sum gradients at a step's end."""
         collector = program.schedule.placement.holders[-1][0]
         others = [r for r in range(self.size) if r != collector]
-        ends = [(collector, r) for r in others] + [(r, collector) for r in others]
-        sizes: dict[tuple[int, int], tuple[int, int]] = dict.fromkeys(ends, (RESULT_SLOTS, RESULT_SLOTS))
+        result_edges = [(collector, r) for r in others] + [(r, collector) for r in others]
+        sizes: dict[tuple[int, int], tuple[int, int]] = dict.fromkeys(
+            result_edges, (RESULT_SLOTS, RESULT_SLOTS)
+        )
         more = [(key, edge.slots, edge.capacity) for key, edge in program.edges.items()]
         for group in holders:
             more += [((a, b), 1, 1) for a in group for b in group if a != b]
