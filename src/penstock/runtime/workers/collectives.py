@@ -78,9 +78,8 @@ class Collectives:
             work = dist.all_reduce(values, group=group, async_op=True)
         except RuntimeError as error:  # the connection was broken already
             raise self._connection_error(action, error, visit) from error
-        if (
-            values.is_cuda
-        ):  # NCCL's own watchdog has the group's timeout; with one here the host would wait for NCCL
+        if values.is_cuda:
+            # NCCL's own watchdog has the group's timeout; with one here the host would wait for NCCL.
             return lambda: work.wait()
         return lambda: self.finish(work, action, visit=visit)
 
