@@ -1,8 +1,8 @@
 """A step in fp32, under bf16 autocast, and with bf16 weights whose gradients and main weights are fp32.
 
-The built-in model on two ranks in threads, 1F1B, AdamW and clipping. Times are a whole step, optimizer included, from
-alternating runs. Bytes are the whole pipeline's: weights, gradients and optimizer (its state, and main weights) are
-counted, activations are the largest sum over ranks of what the stages measure, after each rank's fullest op.
+The built-in model on two ranks in threads, 1F1B, AdamW and clipping. Times are those of a full step, optimizer included,
+from alternating runs. Bytes are those of the whole pipeline: weights, gradients and optimizer (its state and main weights)
+are counted; activations are the largest sum over ranks of the bytes that the stages measure, after each rank's fullest op.
 
     python -m bench.bf16 [--rounds N] [--quick] [--json]
 """
@@ -35,12 +35,12 @@ PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """The loss in fp32, as every variant's users would have it."""
+    """Return the loss in fp32, as users of every variant would compute it."""
     return next_token_loss(output.float(), target)
 
 
 def model(dtype: torch.dtype) -> list[Layer]:
-    """The built-in model's layers in a dtype."""
+    """Return the built-in model's layers in a dtype."""
     return [
         Layer(one.name, lambda one=one: one.build().to(dtype), one.role)  # type: ignore[misc]
         for one in layers(CONFIG)
@@ -48,7 +48,7 @@ def model(dtype: torch.dtype) -> list[Layer]:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Random tokens, int64 (MICROBATCHES * ROWS, SEQUENCE) each."""
+    """Return random tokens, int64 (MICROBATCHES * ROWS, SEQUENCE) each."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(CONFIG.vocabulary, (MICROBATCHES * ROWS, SEQUENCE + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -71,7 +71,7 @@ class Contestant:
         self.loss = 0.0
 
     def step(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         begin = perf_counter()
         result = self.pipe.step(*batch())
         self.optimizer.step()
@@ -81,7 +81,7 @@ class Contestant:
         return seconds
 
     def bytes(self) -> dict[str, int]:
-        """By `PARTS`, after a step."""
+        """Return the bytes of each of `PARTS` after a step."""
         self.pipe.step(*batch())
         parameters = list(self.pipe.parameters())
         state = self.optimizer.state_dict()
@@ -99,12 +99,12 @@ class Contestant:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors."""
+    """Return the bytes of tensors."""
     return sum(t.nbytes for t in tensors)
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """All variants in turn; then the bytes of each."""
+    """Time all variants in turn, then count the bytes of each."""
     torch.set_num_threads(1 if options.quick else RANKS)  # more than one each do badly beside other work
     contestants = {name: Contestant(*given) for name, given in VARIANTS.items()}
     runs: dict[str, Callable[[], float]] = {name: c.step for name, c in contestants.items()}

@@ -1,11 +1,11 @@
-"""Two replicas' gradients added up: ours, torch's DistributedDataParallel, and a reduction that waits.
+"""Sums of two replicas' gradients: ours, torch's DistributedDataParallel, and a blocking reduction.
 
-Two gloo processes train copies of the 8-block model (blocks of width 256, sequences of 128, 16 a replica); a step is
-zero_grad, forward, backward, reduction. Exposed communication is a step with the reduction less a step without.
+Two gloo processes train copies of the 8-block model (blocks of width 256, sequences of 128, 16 per replica). A step is
+zero_grad, forward, backward and reduction. Exposed communication is the time of a step minus that of one without reduction.
 
-With --sleep the computing sleeps and the link is slowed, so that neither takes a core from the other: each of 24 layers
-takes a part of 240 ms in the backward and of half that in the forward, and the link is busy for a time that is given as a
-ratio to the backward. What can be hidden is what a link that never idles would hide: of the last bucket nothing.
+With --sleep, the computation sleeps and the link is slowed, so that neither takes a core from the other. Each of 24 layers
+takes its share of 240 ms in the backward, and of half that in the forward. The link is busy for a given ratio of the
+backward. The part that can be hidden is what a link that never idles would hide: none of the last bucket.
 
     python -m bench.buckets [--rounds N] [--bucket-mib N] [--sleep] [--quick] [--json]
 """
@@ -38,7 +38,7 @@ CLAIMED = 0.6
 
 
 def timed(step: Callable[[], object]) -> float:
-    """Seconds until the slower replica is done."""
+    """Return the seconds until the slower replica is done."""
     dist.barrier()
     begin = time.perf_counter()
     step()
@@ -48,7 +48,7 @@ def timed(step: Callable[[], object]) -> float:
 
 
 def reduced(net: nn.Module, buckets: GradientBuckets, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """A step with our reduction."""
+    """Run a step with our reduction."""
     buckets.attach()
 
     def step() -> None:
@@ -60,7 +60,7 @@ def reduced(net: nn.Module, buckets: GradientBuckets, loss: Callable[[], Tensor]
 
 
 def contest(rank: int, rounds: int, mib: float) -> dict[str, list[float]]:
-    """Steps of all contestants in turn."""
+    """Time steps of all contestants in turn."""
     job = Job(8, 256, 128, 8, 4, "1f1b")
     x, y = (part.chunk(RANKS)[rank] for part in job.batch())
     size = int(mib * (1 << 20))
@@ -86,7 +86,7 @@ def contest(rank: int, rounds: int, mib: float) -> dict[str, list[float]]:
 
 
 class _Slept:
-    """Done when the reduction is, and the link has had its time for it."""
+    """A handle that is done when the reduction is, and the link has had its time for it."""
 
     def __init__(self, handle: Handle, due: float) -> None:
         self.handle, self.due = handle, due
@@ -130,7 +130,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A layer that sleeps, with a weight whose gradient is to be reduced."""
+    """A layer that sleeps, with a weight whose gradient is reduced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Sleeper(nn.Module):
 
 
 def sleeping(rank: int, share: float, rounds: int) -> dict[str, list[float]]:
-    """Steps of sleeping replicas whose link is busy for `share` of the backward."""
+    """Time steps of sleeping replicas whose link is busy for `share` of the backward."""
     oversleep()
     total = LAYERS * ELEMENTS * 4
     x = torch.ones(1)
@@ -164,7 +164,7 @@ def sleeping(rank: int, share: float, rounds: int) -> dict[str, list[float]]:
 
 
 def hideable(share: float) -> float:
-    """The part of a reduction of `share` x BACKWARD, layer by layer, that a link which never idles hides."""
+    """Return the part of a reduction of `share` x BACKWARD, layer by layer, that a link which never idles hides."""
     each, free = share * BACKWARD / LAYERS, 0.0
     for layer in range(1, LAYERS + 1):
         free = max(free, layer * BACKWARD / LAYERS) + each
@@ -172,7 +172,7 @@ def hideable(share: float) -> float:
 
 
 def real(pool: LocalProcesses, rounds: int, mib: float) -> Figures:
-    """Ours beside DDP and the blocking version."""
+    """Measure ours beside DDP and the blocking version."""
     times = pool.run(RANKS, contest, rounds, mib, timeout=600)[0]
     exposed = {
         name: statistics.median(a - b for a, b in zip(times[name], times["without"], strict=True))
@@ -198,7 +198,7 @@ def real(pool: LocalProcesses, rounds: int, mib: float) -> Figures:
 
 
 def slept(pool: LocalProcesses, rounds: int, ratios: tuple[float, ...]) -> Figures:
-    """The share of the reduction that is hidden, and what that is worth, over the ratio."""
+    """Measure the share of the reduction that is hidden, and the throughput it gains, by ratio."""
     rows = []
     yield f"{'communication/backward':>22}{'blocking':>10}{'ours':>8}{'without':>9}{'hidden':>9}{'throughput':>12}"
     for share in ratios:
@@ -225,7 +225,7 @@ def slept(pool: LocalProcesses, rounds: int, ratios: tuple[float, ...]) -> Figur
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Computing replicas, or sleeping ones."""
+    """Measure computing replicas, or sleeping ones."""
     with LocalProcesses(RANKS) as pool:
         if options.sleep:
             result = yield from slept(pool, options.rounds, (CLAIMED,) if options.quick else RATIOS)
@@ -235,7 +235,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
+    """Add this bench's arguments."""
     parser.add_argument("--bucket-mib", type=float, default=25.0)
     parser.add_argument("--sleep", action="store_true", help="sleep instead of computing, on a slowed link")
 

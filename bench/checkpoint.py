@@ -1,8 +1,7 @@
-"""What a checkpoint costs the training: how long ``save`` holds it up, beside a save that waits for the disk.
+"""Cost of a checkpoint for the training: the delay by ``save``, beside a save that waits for the disk.
 
-The pipeline is of two ranks in threads, the optimizer AdamW, and one step is done before each save. The stall is what
-``save`` takes with nothing being written before it; the blocking save is the same and then the wait until the checkpoint
-has its name, fsync included.
+The pipeline has two ranks in threads, the optimizer is AdamW, and one step runs before each save. The stall is the time of
+``save`` if no earlier one is being written. The blocking save also waits until the checkpoint has its name, fsync included.
 
     python -m bench.checkpoint [--width N] [--layers N] [--rounds N] [--quick] [--json]
 """
@@ -26,7 +25,7 @@ from penstock.runtime.pipeline import Pipeline
 
 
 def saved(folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:
-    """Seconds of a save's stall and of a blocking save, medians; bytes of a checkpoint."""
+    """Return the median seconds of a save's stall and of a blocking save, and the bytes of a checkpoint."""
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     x = torch.randn(2, width)
@@ -57,7 +56,7 @@ def saved(folder: Path, width: int, layers: int, rounds: int) -> dict[str, float
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """The stall and the blocking save."""
+    """Measure the stall and the blocking save."""
     with tempfile.TemporaryDirectory() as place:
         result = saved(Path(place), options.width, options.layers, options.rounds)
     yield f"checkpoint     {result['bytes'] / 1e6:.1f} MB"
@@ -68,7 +67,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
+    """Add this bench's arguments."""
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
 

@@ -1,7 +1,7 @@
-"""The closed forms of the literature against the simulator, over a grid of ranks, microbatches, stages and costs.
+"""The closed forms of the literature beside the simulator, over a grid of ranks, microbatches, stages and costs.
 
-A form says what the makespan, the longest rank or the activations of a rank must come to. Every case of its grid is
-built, proved and simulated with whole costs, and compared exactly. `penstock.schedule.families` names the sources.
+A form gives the makespan, the longest rank or the activations of a rank. Every case of its grid is built, proved and
+simulated with whole-number costs, and compared exactly. `penstock.schedule.families` names the sources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EQUAL = (10, 10, 10)
 
 @dataclass(frozen=True)
 class Case:
-    """One schedule and what it costs; f, b, w and the pair are those of a stage."""
+    """One schedule and its costs; f, b, w and the pair are those of a stage."""
 
     family: str
     p: int
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def work(self) -> int:
-        """What a rank computes in a step."""
+        """Seconds that a rank computes in a step."""
         return self.m * self.v * sum(self.costs)
 
 
@@ -71,11 +71,11 @@ class Form:
     """One formula.
 
     Attributes:
-        family: the schedule it is of.
-        says: the formula, in words.
-        metric: what it gives, a key of `METRICS`.
-        cases: where it must hold.
-        value: the formula: a number, or a list with one a rank.
+        family: schedule family of the formula.
+        says: the formula, as text.
+        metric: figure that it gives, a key of `METRICS`.
+        cases: cases in which it must be exact.
+        value: function that returns a number, or a list with one number per rank.
     """
 
     family: str
@@ -87,7 +87,7 @@ class Form:
 
 @dataclass
 class Outcome:
-    """How a form did: cases tried, and those that did not hold, as text."""
+    """The result of a form: number of cases, and the cases that differ, as text."""
 
     family: str
     metric: str

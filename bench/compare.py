@@ -1,4 +1,4 @@
-"""What every bench shares: its command line, alternating runs, medians, and one table or one JSON object."""
+"""Parts that all benches share: command line, alternating runs, medians, and one table or one JSON object."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def main(
     rounds: int | None = None,
     add: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> dict[str, Any]:
-    """Read the command line, measure, print the figures and the machine; no process is left behind, however it ends.
+    """Read the command line, measure, and print the figures and the machine; no process is left behind, however it ends.
 
     Args:
-        measure: called with the options.
+        measure: function that gets the options and measures.
         doc: description for ``--help``, the module's docstring.
         rounds: default of ``--rounds``, which ``--quick`` makes 1; None for a bench without rounds.
-        add: adds the bench's own arguments to the parser.
+        add: function that adds the bench's own arguments to the parser.
 
     Returns:
         The figures.
@@ -63,7 +63,7 @@ def printed(figures: Figures, quiet: bool) -> dict[str, Any]:
 
 
 def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every contestant once a round, in turn, after one round that does not count.
+    """Run every contestant once per round, in turn, after a round that does not count.
 
     The machine's speed drifts, so only runs of the same round are compared.
     """
@@ -77,12 +77,12 @@ def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median over rounds of ours / theirs."""
+    """Return the median over rounds of ours / theirs."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def machine() -> str:
-    """The machine in a few words."""
+    """Return a short description of the machine."""
     import torch
 
     return f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"

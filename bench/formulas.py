@@ -1,6 +1,6 @@
-"""The formulas that `bench.closed_forms` compares: those that must hold, and some that are printed without a condition.
+"""The formulas that `bench.closed_forms` compares: some must be exact, some are published without a condition.
 
-With f, b, w the times of a stage and F, B, W those of a rank, bw = b+w, c the latency, N the group size. The formulas are
+f, b, w are the times of a stage and F, B, W those of a rank; bw = b+w, c is the latency, N the group size. The formulas are
 those of the papers named in `penstock.schedule.families`, of DualPipe's README and of the controllable-memory code.
 """
 
@@ -19,13 +19,13 @@ HEAVY_WEIGHTS = (10, 10, 13)
 
 
 def exact() -> Iterator[Form]:
-    """What must hold in every case."""
+    """Return the formulas that must be exact in every case."""
     for forms in (_fused, _looped, _split, _on_a_v, _two_way):
         yield from forms()
 
 
 def conditional() -> Iterator[tuple[Form, str]]:
-    """Formulas as they are printed, over more than they hold for; and what was found instead."""
+    """Return formulas as published, over more cases than they are correct for, with the correct condition."""
     heavy = _grid("zb-h1", mixes=(*MIXES, HEAVY_WEIGHTS))
     yield (
         Form(
@@ -58,7 +58,7 @@ def _quoted_for_hanayo(k: Case) -> Fraction:
 
 
 def _counts(p: int) -> tuple[int, ...]:
-    """Microbatches to try from p on, multiples and others."""
+    """Return numbers of microbatches to try, from p on, multiples of p and others."""
     return tuple(sorted({p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 5 * p}))
 
 
@@ -76,7 +76,7 @@ def _multiples(p: int) -> tuple[int, ...]:
 
 
 def _steady(p: int) -> tuple[int, ...]:
-    """Enough microbatches for a V to reach its steady state."""
+    """Return enough microbatches for a V to reach its steady state."""
     return (2 * p, 2 * p + 1, 3 * p, 5 * p)
 
 
@@ -220,9 +220,9 @@ def _on_a_v() -> Iterator[Form]:
 
 
 def _at_the_turn(family: str, says: str, bubble: Callable[[Case, int], int], early: bool = False) -> Form:
-    """DualPipe's bubble on the rank where the pipes turn, d ranks from the end.
+    """Return DualPipe's bubble on the rank where the pipes turn, d ranks from the end.
 
-    With pairs of three lengths; or, if the outputs of a pair's halves leave early, with pairs as long as their halves.
+    Pairs have three lengths; or, if the outputs of a pair's halves leave early, they are as long as their halves.
     """
     two_way = family == "dualpipe"
     return Form(
@@ -260,7 +260,7 @@ _TURN_EARLY = (
 def _pairs(
     family: str, p: int, m: int, mixes: Iterable[tuple[int, int, int]], early: bool = False
 ) -> Iterator[Case]:
-    """Pairs that cost as much as their halves, and less."""
+    """Return costs of pairs equal to those of their halves, and less."""
     for mix in mixes:
         for saved in (0,) if early else (0, 1, mix[0] // 2):
             yield Case(

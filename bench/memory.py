@@ -1,9 +1,9 @@
-"""Peak bytes of activations a rank holds: measured, beside what the schedule alone predicts.
+"""Peak bytes of activations of each rank: measured, and predicted by the schedule alone.
 
-Measured is the truth of the allocator: a dispatch mode sees every tensor that the rank's ops make and when its memory goes;
-between ops, what is alive and no parameter gradient is activations. Predicted is `penstock.schedule.memory` from the
-bytes one microbatch keeps alive on each stage (what I leaves behind for W is less than what F saved), measured the same
-way with nothing else around. Four ranks in threads.
+The measurement is the allocator's: a dispatch mode sees every tensor that the rank's ops make, and when its memory is
+freed. Between ops, all memory in use other than parameter gradients is activations. The prediction is
+`penstock.schedule.memory` from the bytes that one microbatch keeps on each stage (I leaves less for W than F saved),
+measured in the same way with nothing else running. Four ranks in threads.
 
     python -m bench.memory [--quick] [--json]
 """
@@ -39,7 +39,7 @@ CONFIG = ModelConfig(vocabulary=256, width=64, layers=16, heads=4, kv_heads=4, h
 
 
 class Live(TorchDispatchMode):
-    """Bytes of memory made within the mode and not yet given back, and the most there have been."""
+    """Bytes allocated within the mode and not yet freed, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,13 +66,13 @@ class Live(TorchDispatchMode):
 
 
 def microbatches(count: int) -> tuple[Tensor, Tensor]:
-    """Random tokens for a step."""
+    """Return random tokens for a step."""
     tokens = torch.randint(0, 256, (count * ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def pipeline(name: str, count: int) -> Pipeline:
-    """Four ranks of the built-in model."""
+    """Return a pipeline of the built-in model on four ranks."""
     virtual = 2 if FAMILIES[name].chooses_virtual_stages and name != "zb-h1" else 1
     return Pipeline(
         layers(CONFIG),
@@ -85,7 +85,7 @@ def pipeline(name: str, count: int) -> Pipeline:
 
 
 def measured(name: str, count: int) -> list[int]:
-    """Peak bytes a rank, between the ops of a step; the gradients exist before it, so none is made in it."""
+    """Return peak bytes per rank, between the ops of a step; gradients exist before it, so it allocates none."""
     with pipeline(name, count) as pipe:
         pipe.step(*microbatches(count))
         peaks = [0] * RANKS
@@ -97,7 +97,7 @@ def measured(name: str, count: int) -> list[int]:
 def watch(
     peaks: list[int], within: list[int] | None = None
 ) -> Callable[[int, Callable[[], None]], Callable[[], None]]:
-    """Return a wrapper of ops that notes the most bytes that are alive between each rank's ops, and within them."""
+    """Return a wrapper of ops that records the peak bytes between each rank's ops, and within them."""
     live = defaultdict[int, Live](Live)
 
     def wrap(rank: int, op: Callable[[], None]) -> Callable[[], None]:
@@ -116,7 +116,7 @@ def watch(
 
 
 def one_microbatch(stage: Stage, x: Message, target: Tensor | None, split: bool) -> tuple[Message, int, int]:
-    """Output, bytes alive after the forward (the output left out), and bytes alive after I."""
+    """Return the output, the bytes in use after the forward (without the output), and those in use after I."""
     live = Live()
     with live:
         if target is None:
@@ -141,7 +141,7 @@ def one_microbatch(stage: Stage, x: Message, target: Tensor | None, split: bool)
 
 
 def predicted(name: str, count: int) -> list[int]:
-    """Peak bytes a rank by the schedule."""
+    """Return peak bytes per rank by the schedule."""
     schedule = build_schedule(name, RANKS, count)
     split = bool((schedule.kind == 2).any())
     saved, waiting = [], []
@@ -163,7 +163,7 @@ def predicted(name: str, count: int) -> list[int]:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Every schedule with two numbers of microbatches."""
+    """Measure every schedule with two numbers of microbatches."""
     torch.set_num_threads(1 if options.quick else RANKS)  # more than one each do badly beside other work
     rows = []
     yield f"{'schedule':18}{'m':>4}  {'measured / predicted, by rank':40}{'largest peak MB':>16}"

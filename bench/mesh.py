@@ -1,12 +1,12 @@
-"""Every schedule on every mesh beside one process, and ZeRO-1 beside the whole optimizer: equality, and bytes.
+"""Every schedule on every mesh beside one process, and ZeRO-1 beside the full optimizer: equality, and bytes.
 
-A tiny decoder of 8 blocks takes steps on the same global batches, in plain PyTorch on one process and on each mesh.
-Printed are the largest differences: of any microbatch's loss in any step; of any gradient in the first step, over the
-largest gradient there is; of any weight at the end. Nothing but the order of summation may show: what that comes to is in
-the first row, one process again with the microbatches in reverse. Replicas, and processes that have cut the same matrices,
-must have the very same bits at the end.
+A tiny decoder of 8 blocks takes steps on the same global batches, in plain PyTorch on one process and on each mesh. The
+table has the largest differences: of any microbatch's loss in any step; of any gradient in the first step, relative to the
+largest gradient; of any weight at the end. Only the order of summation may cause a difference. The first row shows its
+size: one process again, with the microbatches in reverse. Replicas, and processes that share the same matrices, must have
+the same bits at the end.
 
-Then AdamW with its state divided among 1, 2 and 4 replicas: against the whole one, and how many bytes a rank keeps.
+Then AdamW with its state divided among 1, 2 and 4 replicas is compared with the undivided one, with the bytes per rank.
 
     python -m bench.mesh [--steps N] [--mesh PPxDPxTP ...] [--schedule NAME ...] [--zero] [--quick] [--json]
 """
@@ -52,7 +52,7 @@ State = dict[str, Tensor]
 
 
 def batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The global batch of a step."""
+    """Return the global batch of a step."""
     generator = torch.Generator().manual_seed(step)
     found = torch.randint(0, 32, (rows, SEQUENCE + 1), generator=generator)
     return found[:, :-1].contiguous(), found[:, 1:].contiguous()
@@ -64,7 +64,7 @@ def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 @cache
 def alone(microbatches: int, steps: int, reverse: bool = False) -> tuple[Tensor, State, State]:
-    """One process in plain PyTorch: losses (steps, microbatches), the first gradients, the last weights."""
+    """Train in plain PyTorch on one process: losses (steps, microbatches), the first gradients, the last weights."""
     losses: list[Tensor] = []
     gradients: State = {}
     with Pipeline(layers(CONFIG), next_token_loss, microbatches=1, ranks=1) as pipe:
@@ -88,7 +88,7 @@ def alone(microbatches: int, steps: int, reverse: bool = False) -> tuple[Tensor,
 def on_mesh(
     rank: int, mesh: MeshShape, name: str, microbatches: int, steps: int
 ) -> tuple[Tensor, State, State]:
-    """The same as one process of a mesh: its own part of the model, put together where it is cut."""
+    """Train as one process of a mesh: the same for its part of the model, gathered if it is sharded."""
     losses: list[Tensor] = []
     gradients: State = {}
     with Pipeline(
@@ -114,7 +114,7 @@ def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
 
 
 def same_bits(parts: Sequence[Mapping[str, Tensor]], key: Callable[[int], int]) -> bool:
-    """Whether all processes with an equal key have equal tensors."""
+    """Return whether all processes with an equal key have equal tensors."""
     first: dict[int, Mapping[str, Tensor]] = {}
     for rank, part in enumerate(parts):
         twin = first.setdefault(key(rank), part)
@@ -124,10 +124,10 @@ def same_bits(parts: Sequence[Mapping[str, Tensor]], key: Callable[[int], int]) 
 
 
 def deviation(pool: LocalProcesses, mesh: MeshShape, name: str, steps: int) -> dict[str, Any]:
-    """How far a schedule on a mesh is from one process.
+    """Return the difference between a schedule on a mesh and one process.
 
     Raises:
-        ConfigError: the schedule has no form for so many pipeline ranks.
+        ConfigError: if the schedule has no form for so many pipeline ranks.
     """
     microbatches = 8 if name in TWO_WAYS else 4
     build_schedule(name, mesh.pp, microbatches, None)
@@ -138,7 +138,7 @@ def deviation(pool: LocalProcesses, mesh: MeshShape, name: str, steps: int) -> d
 
 
 def compared(told: Sequence[tuple[Tensor, State, State]], microbatches: int, steps: int) -> dict[str, Any]:
-    """The largest differences from one process."""
+    """Return the largest differences from one process."""
     losses, gradients, weights = alone(microbatches, steps)
     largest = max(float(g.abs().max()) for g in gradients.values())
     return {
@@ -149,7 +149,7 @@ def compared(told: Sequence[tuple[Tensor, State, State]], microbatches: int, ste
 
 
 def divided(rank: int, mesh: MeshShape, zero: bool, steps: int) -> tuple[State, int]:
-    """AdamW over replicas without a pipeline: weights, and bytes of state."""
+    """Run AdamW over replicas without a pipeline; return weights, and bytes of state."""
     among = mesh if mesh.ranks > 1 else None
     with Pipeline(layers(WIDER), next_token_loss, microbatches=8 // mesh.dp, mesh=among, timeout=300) as pipe:
         optimizer = PipelineOptimizer(
@@ -162,7 +162,7 @@ def divided(rank: int, mesh: MeshShape, zero: bool, steps: int) -> tuple[State, 
 
 
 def zero_rows(pool: LocalProcesses, steps: int) -> list[dict[str, Any]]:
-    """For some numbers of replicas and of processes to a matrix, ZeRO-1 beside the whole optimizer."""
+    """Compare ZeRO-1 with the full optimizer, for some numbers of replicas and of processes per matrix."""
     rows: list[dict[str, Any]] = []
     for mesh in ZERO_MESHES:
         plain = pool.run(mesh.ranks, divided, mesh, False, steps, timeout=600)
@@ -181,7 +181,7 @@ def zero_rows(pool: LocalProcesses, steps: int) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Every schedule on every mesh, then the divided optimizer."""
+    """Measure every schedule on every mesh, then the divided optimizer."""
     torch.set_num_threads(1)
     steps = options.steps or (2 if options.quick else STEPS)
     meshes = [BY_NAME[name] for name in options.mesh or (["2x2x1"] if options.quick else BY_NAME)]
@@ -216,7 +216,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
+    """Add this bench's arguments."""
     parser.add_argument("--steps", type=int, help=f"of training (default {STEPS})")
     parser.add_argument("--mesh", nargs="+", choices=BY_NAME, metavar="PPxDPxTP", help="default all of them")
     parser.add_argument("--schedule", nargs="+", choices=sorted(FAMILIES), help="default all of them")

@@ -1,8 +1,8 @@
-"""The best order there is, found and proved by a constraint solver: an oracle for small pipelines.
+"""The best possible order, found and proved by a constraint solver: an oracle for small pipelines.
 
-OR-Tools' CP-SAT places every op of every rank in time; nothing is known to it of schedules. Ops of a rank do not overlap,
-data dependencies and the latency between ranks are kept, a rank never holds more than its limit of activations (from the
-start of a forward to the end of its weight half), and the makespan is made as small as possible. Costs must be whole.
+OR-Tools' CP-SAT places every op of every rank in time, and knows nothing of schedules. Ops of a rank do not overlap, data
+dependencies and the latency between ranks are kept, a rank never exceeds its limit of activations (from the start of a
+forward to the end of its weight half), and the makespan is minimized. Costs must be whole numbers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.trace.events import Trace
 
 @dataclass(frozen=True)
 class Optimum:
-    """What the solver found.
+    """The result of the solver.
 
     Attributes:
-        makespan: of the best order it found; at most that of the schedule it started from.
-        proved: no order has a smaller makespan than this; equal to `makespan` if the search came to its end.
+        makespan: makespan of the best order found; at most that of the schedule it started from.
+        proved: lower bound on the makespan of any order; equal to `makespan` if the search was completed.
     """
 
     makespan: int
@@ -33,14 +33,14 @@ class Optimum:
 
 
 def optimum(schedule: Schedule, costs: Costs, trace: Trace, limit: int, seconds: float = 60.0) -> Optimum:
-    """The smallest makespan over all orders of a schedule's ops.
+    """Return the smallest makespan over all orders of a schedule's ops.
 
     Args:
-        schedule: says which ops there are (split backwards), and where; one holder a stage.
-        costs: whole numbers.
-        trace: a simulation of the schedule, from which the search starts.
-        limit: the most activations a rank may hold, in chunks.
-        seconds: when to stop searching.
+        schedule: schedule that gives the ops (split backwards) and their ranks; one rank per stage.
+        costs: costs, in whole numbers.
+        trace: simulation of the schedule, from which the search starts.
+        limit: largest number of activations of a rank, in chunks.
+        seconds: seconds after which the search stops.
     """
     model = cp_model.CpModel()
     horizon = int(trace.end.max())

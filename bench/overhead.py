@@ -1,4 +1,4 @@
-"""Stages of almost no work: what running an op costs beside its work, ours and the peers'.
+"""Stages of almost no work: the overhead of running an op, ours and the peers'.
 
 Stages are one linear layer of width 64 on a sequence of 16; 2 ranks, 32 microbatches. In processes the peer is
 torch.distributed.pipelining; in threads, for GPipe, torchgpipe.
@@ -26,19 +26,19 @@ CASES = (("interleaved-1f1b", 4), ("1f1b", 1))
 
 
 def job(schedule: str, virtual: int) -> Job:
-    """One linear layer a stage."""
+    """Return a job with one linear layer per stage."""
     return Job(RANKS * virtual, 64, 16, MICROBATCHES, 1, schedule, virtual, tiny=True)
 
 
 def timed(step: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     begin = perf_counter()
     step()
     return perf_counter() - begin
 
 
 def threads(schedule: str, virtual: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step in threads, of the unsplit model's and, for GPipe, of torchgpipe's, round by round."""
+    """Return seconds of a step in threads, of the unsplit model and, for GPipe, of torchgpipe, round by round."""
     one = job(schedule, virtual)
     x, y = one.batch()
     with Pipeline(
@@ -55,7 +55,7 @@ def threads(schedule: str, virtual: int, rounds: int) -> dict[str, list[float]]:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Every case in processes, then in threads."""
+    """Measure every case in processes, then in threads."""
     rows: dict[str, dict[str, float]] = {}
     yield f"{'processes':22} {'ours ms':>9} {'peer ms':>9} {'ours/peer':>10} {'our us/op':>10}"
     with LocalProcesses(RANKS) as pool:

@@ -1,7 +1,7 @@
 """The same model and schedule through Penstock and through its peers, in turn in the same processes.
 
-The peers are torch.distributed.pipelining, and in threads torchgpipe. torchgpipe is made for GPUs: on CPUs its
-forwards run in one thread a stage, but all its backwards in one, as autograd has one thread for all CPU work.
+The peers are torch.distributed.pipelining and, in threads, torchgpipe. torchgpipe is made for GPUs: on CPUs its forwards
+run in one thread per stage, but all its backwards in one, because autograd has one thread for all CPU work.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Job:
-    """A model and how it is cut.
+    """A model and its split.
 
     Attributes:
-        blocks, width, sequence: the model; a transformer, or if `tiny` one linear layer a block.
+        blocks, width, sequence: sizes of the model; a transformer, or if `tiny` one linear layer per block.
         microbatches, rows: a step has microbatches * rows sequences.
-        schedule, virtual: which and with how many stages a rank.
+        schedule, virtual: schedule, and number of stages per rank.
     """
 
     blocks: int
@@ -57,7 +57,7 @@ class Job:
     tiny: bool = False
 
     def model(self) -> nn.Sequential:
-        """The blocks, the same on every call."""
+        """Return the blocks, the same on every call."""
         torch.manual_seed(0)
         if self.tiny:
             return nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(self.blocks)])
@@ -71,14 +71,14 @@ class Job:
         )
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input and target of one step."""
+        """Return input and target of one step."""
         generator = torch.Generator().manual_seed(1)
         shape = (self.microbatches * self.rows, self.sequence, self.width)
         return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
 def single_step(job: Job, microbatches: int) -> Callable[[], None]:
-    """A step of the unsplit model over the first `microbatches` of the batch."""
+    """Return a step of the unsplit model over the first `microbatches` of the batch."""
     net, (x, y) = job.model(), job.batch()
     parts = list(zip(x.chunk(job.microbatches), y.chunk(job.microbatches), strict=True))[:microbatches]
 
@@ -90,7 +90,7 @@ def single_step(job: Job, microbatches: int) -> Callable[[], None]:
 
 
 def peer_step(job: Job, rank: int, ranks: int) -> Callable[[], None]:
-    """A step through torch.distributed.pipelining."""
+    """Return a step through torch.distributed.pipelining."""
     kind, several = SCHEDULES[job.schedule]
     net, (x, y) = job.model(), job.batch()
     stages = ranks * job.virtual
@@ -111,7 +111,7 @@ def peer_step(job: Job, rank: int, ranks: int) -> Callable[[], None]:
 
 
 def torchgpipe_step(job: Job, ranks: int) -> Callable[[], None]:
-    """A step through torchgpipe: one stage a rank, GPipe without recomputing."""
+    """Return a step through torchgpipe: one stage per rank, GPipe without recompute."""
     net, (x, y) = job.model(), job.batch()
     pipe = GPipe(
         net,
@@ -131,10 +131,10 @@ def race(rank: int, ranks: int, jobs: dict[str, tuple[str, Job]], rounds: int) -
     """Time contestants in turn; the slowest rank counts.
 
     Args:
-        rank, ranks: this process.
-        jobs: name → ("ours", "peer", "threads" or "half", job); "half" is every process on its own computing its
-            share of the microbatches on the unsplit model, which bounds what any pipeline can reach.
-        rounds: how many.
+        rank, ranks: rank of this process, and number of ranks.
+        jobs: name → ("ours", "peer", "threads" or "half", job); with "half" every process computes its share of the
+            microbatches alone on the unsplit model, which bounds the time of any pipeline.
+        rounds: number of rounds.
     """
     pipes, runs = [], {}
     for name, (who, job) in jobs.items():

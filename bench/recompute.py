@@ -1,9 +1,9 @@
-"""What recompute costs and saves: the step's time and the activations held, for none, full and every second block.
+"""Time and memory with recompute of no block, every block and every second block.
 
-Two ranks in threads, 1F1B, the built-in model. Memory is the allocator's truth (see bench.memory): the most that is alive
-between ops, which is what recompute makes small, and the most at any moment, which adds the block that is back in
-memory and what a backward needs on the way. Beside it the unsplit model with and without ``torch.utils.checkpoint``
-around every block, and what is alive there after the forward of as many microbatches as the first rank holds.
+Two ranks in threads, 1F1B, the built-in model. Memory is the allocator's (see bench.memory): the peak between ops, which
+recompute reduces, and the peak at any moment, which adds the block that is back in memory and the temporary tensors of a
+backward. For comparison: the unsplit model with and without ``torch.utils.checkpoint`` around every block, with the bytes
+in use after the forward of as many microbatches as the first rank holds.
 
     python -m bench.recompute [--rounds N] [--quick] [--json]
 """
@@ -32,19 +32,19 @@ POLICIES: tuple[Policy, ...] = ("none", "full", 2)
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """A step's tokens."""
+    """Return a step's tokens."""
     size = (MICROBATCHES * ROWS, SEQUENCE + 1)
     tokens = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def pipeline(policy: Policy) -> Pipeline:
-    """Two ranks of the built-in model."""
+    """Return a pipeline of the built-in model on two ranks."""
     return Pipeline(layers(CONFIG), next_token_loss, microbatches=MICROBATCHES, ranks=RANKS, recompute=policy)
 
 
 def memory(policy: Policy) -> tuple[int, int]:
-    """Bytes of the rank that holds most: between ops, and at any moment; the gradients exist before."""
+    """Return the bytes of the rank that holds most, between ops and at any moment; the gradients exist before."""
     with pipeline(policy) as pipe:
         pipe.step(*batch())
         between, within = [0] * RANKS, [0] * RANKS
@@ -54,7 +54,7 @@ def memory(policy: Policy) -> tuple[int, int]:
 
 
 def unsplit(checkpointed: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of the whole model in plain PyTorch, with or without ``torch.utils.checkpoint`` around every block."""
+    """Return the loss of the full model in plain PyTorch, with or without ``torch.utils.checkpoint`` on every block."""
     module = StageModule(layers(CONFIG))
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def unsplit(checkpointed: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def plain_step(checkpointed: bool) -> Callable[[], float]:
-    """Seconds of a step of the unsplit model."""
+    """Return the seconds of a step of the unsplit model."""
     loss, (x, y) = unsplit(checkpointed), batch()
     parts = list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))
 
@@ -81,7 +81,7 @@ def plain_step(checkpointed: bool) -> Callable[[], float]:
 
 
 def plain_memory(checkpointed: bool) -> int:
-    """Bytes alive after the forwards of as many microbatches as the first rank holds, of its half of the model."""
+    """Return bytes in use after the forwards of the first rank's microbatches through its half of the model."""
     loss, (x, y) = unsplit(checkpointed), batch()
     live, kept = Live(), []
     with live:
@@ -91,7 +91,7 @@ def plain_memory(checkpointed: bool) -> int:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Times of all policies in turn; then the memory of each."""
+    """Time all policies in turn, then measure the memory of each."""
     torch.set_num_threads(1 if options.quick else RANKS)  # more than one each do badly beside other work
     x, y = batch()
     pipes = {policy: pipeline(policy) for policy in POLICIES}

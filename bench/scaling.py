@@ -1,8 +1,8 @@
-"""How long building, proving, lowering and simulating take, each case in a process of its own.
+"""Time of building, proving, lowering and simulating a schedule, each case in a separate process.
 
     python -m bench.scaling FAMILY RANKS MICROBATCHES VIRTUAL_STAGES [--check] [--warm]
 
-prints one case as JSON; `case` runs that in a fresh process, so that its peak memory is its own.
+prints one case as JSON. `case` runs this in a fresh process, so that the peak memory is that of the case alone.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WARMING = 16_384
 def case(
     family: str, ranks: int, microbatches: int, virtual_stages: int, *flags: str, compiled: bool = True
 ) -> dict[str, float]:
-    """Seconds of each step and of the processor, ops and peak memory (GiB), in a fresh process.
+    """Return wall and CPU seconds, ops and peak memory (GiB) of one case in a fresh process.
 
     Args:
-        family, ranks, microbatches, virtual_stages: what to build.
+        family, ranks, microbatches, virtual_stages: schedule to build.
         flags: ``--check`` to prove the schedule as well; ``--warm`` to load the compiled kernels first.
-        compiled: numba finds the kernels it compiled in an earlier run; otherwise it has to compile them.
+        compiled: whether numba finds the kernels it compiled in an earlier run, or has to compile them.
     """
     line = [sys.executable, "-m", "bench.scaling", family, str(ranks), str(microbatches), str(virtual_stages)]
     with tempfile.TemporaryDirectory() as empty:
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _peak_kib() -> int:
-    """The most memory this process ever held. Linux only: unlike getrusage's, this leaves out the parent's."""
+    """Return the peak memory of this process. Linux only: unlike getrusage's, this leaves out the parent's."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1])

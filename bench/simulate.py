@@ -1,10 +1,10 @@
-"""What the simulator and the catalogue have to show: closed forms, published rates, optima, and speed.
+"""Figures of the simulator and the catalogue: closed forms, published rates, optima, and speed.
 
     python -m bench.simulate [--only SECTION ...] [--quick] [--json]
 
 Sections, in this order:
 
-    forms    the literature's closed forms against the simulator, exactly; and some that are printed without a condition
+    forms    the literature's closed forms beside the simulator, exactly; and some that are published without a condition
     table    the zero-bubble paper's rates to four digits, zb-auto beside its 1p and 2p columns
     regret   zb-auto beside ZB-H1 and ZB-H2 in their memory
     optimum  zb-auto beside the proved optimum at p=4, m=8 (OR-Tools CP-SAT)
@@ -29,7 +29,7 @@ EACH = 12
 
 
 def forms(quick: bool) -> Figures:
-    """Every closed form, and how many of its cases hold."""
+    """Compare every closed form, and count the exact cases."""
     from bench.closed_forms import outcomes
     from bench.formulas import conditional, exact
 
@@ -55,7 +55,7 @@ def forms(quick: bool) -> Figures:
 
 
 def table(quick: bool) -> Figures:
-    """The zero-bubble paper's table 5, published and ours."""
+    """Compare the zero-bubble paper's table 5 with ours."""
     from bench.zero_bubble import COLUMNS, rates
 
     found = list(islice(rates(), len(COLUMNS) if quick else None))
@@ -76,7 +76,7 @@ def table(quick: bool) -> Figures:
 
 
 def regret(quick: bool) -> Figures:
-    """The most that zb-auto is worse than a handcrafted schedule in its memory."""
+    """Find the largest regret of zb-auto against a handcrafted schedule in its memory."""
     from bench.zero_bubble import regrets
 
     found = list(islice(regrets(), 40 if quick else None))
@@ -93,7 +93,7 @@ def regret(quick: bool) -> Figures:
 
 
 def optimum(quick: bool) -> Figures:
-    """zb-auto and the handcrafted schedules beside the best of all orders."""
+    """Compare zb-auto and the handcrafted schedules with the best of all orders."""
     from bench.zero_bubble import gaps
 
     found = []
@@ -112,7 +112,7 @@ def optimum(quick: bool) -> Figures:
 
 
 def plan(quick: bool) -> Figures:
-    """A large interleaved schedule from nothing to a simulation, beside PyTorch's construction of its schedule."""
+    """Time a large interleaved schedule from nothing to a simulation, beside PyTorch's construction of its schedule."""
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
     from bench.scaling import case
@@ -141,7 +141,7 @@ def plan(quick: bool) -> Figures:
 
 
 def scaling(quick: bool) -> Figures:
-    """1F1B from ten thousand to tens of millions of ops."""
+    """Time 1F1B from ten thousand to tens of millions of ops."""
     from bench.scaling import case
     from penstock.schedule.jit import COMPILE_FROM
 
@@ -164,7 +164,7 @@ SECTIONS: dict[str, Callable[[bool], Figures]] = {
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """The sections that are asked for."""
+    """Measure the requested sections."""
     results = {}
     for name, section in SECTIONS.items():
         if name in options.only:
@@ -174,7 +174,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
+    """Add this bench's arguments."""
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
 
 

@@ -1,8 +1,8 @@
-"""Stages that sleep instead of computing, so that eight ranks run honestly on two cores.
+"""Stages that sleep instead of computing, so that eight ranks fit on two cores.
 
 A rank's forward of a microbatch sleeps 4 ms, its input gradient 4 ms, its weight gradient 4 ms, divided among its stages.
-The measured makespan of a step is set beside the simulator's for the same Program (no latency, no overhead), with
-what the ops of one such stage take when nothing else runs as costs, and beside torch.distributed.pipelining's.
+The measured makespan of a step is compared with the simulator's for the same Program (no latency, no overhead), whose costs
+are the times of one such stage's ops when nothing else runs, and with torch.distributed.pipelining's.
 
     python -m bench.sleep [--rounds N] [--quick] [--json]
 """
@@ -43,7 +43,7 @@ SCHEDULE_NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
 def nap_until(moment: float) -> None:
-    """Sleep until a moment of ``time.perf_counter``; the system's habit of sleeping too long is allowed for."""
+    """Sleep until a moment of ``time.perf_counter``, and allow for the system's habit of sleeping too long."""
     left = moment - time.perf_counter() - oversleep()
     if left > 0:
         time.sleep(left)
@@ -51,7 +51,7 @@ def nap_until(moment: float) -> None:
 
 @cache
 def oversleep() -> float:
-    """By how much a sleep of 2 ms is usually too long here, in seconds."""
+    """Return by how many seconds a sleep of 2 ms is usually too long on this machine."""
     found = []
     for _ in range(50):
         begin = time.perf_counter()
@@ -74,7 +74,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage of 1/v of a rank's work; its weight gradient, too, takes time, wherever the schedule puts it."""
+    """A stage of 1/v of a rank's work; its weight gradient takes time too, wherever the schedule places it."""
 
     def __init__(self, virtual: int) -> None:
         super().__init__()
@@ -103,33 +103,33 @@ class _First(torch.autograd.Function):
 
 @cache
 def ones(shape: torch.Size) -> torch.Tensor:
-    """A gradient."""
+    """Return a gradient."""
     return torch.ones(shape)
 
 
 def batch(microbatches: int, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and target; a microbatch is one row."""
+    """Return input and target; a microbatch is one row."""
     return torch.zeros(microbatches, elements), torch.zeros(microbatches, elements)
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Next to no work."""
+    """Return a loss that costs almost nothing."""
     return _First.apply(output)
 
 
 def model(name: str, ranks: int) -> nn.Sequential:
-    """One sleeper a stage."""
+    """Return one sleeper per stage."""
     virtual = virtual_of(name)
     return nn.Sequential(*[Sleeper(virtual) for _ in range(ranks * virtual)])
 
 
 def virtual_of(name: str) -> int:
-    """Stages a rank."""
+    """Return the number of stages per rank."""
     return 2 if FAMILIES[name].virtual_stages == 2 else 1
 
 
 def ours(rank: int, name: str, ranks: int, microbatches: int, elements: int, rounds: int) -> list[float]:
-    """Seconds from the first op's start to the last op's end over all ranks, per step."""
+    """Return seconds from the first op's start to the last op's end over all ranks, per step."""
     x, y = batch(microbatches, elements)
     oversleep()
     found = []
@@ -155,7 +155,7 @@ def ours(rank: int, name: str, ranks: int, microbatches: int, elements: int, rou
 
 
 def peer(rank: int, name: str, ranks: int, microbatches: int, elements: int, rounds: int) -> list[float]:
-    """The same for torch.distributed.pipelining: seconds of a step, the slowest rank's."""
+    """Return the seconds of a step by torch.distributed.pipelining, on the slowest rank."""
     kind, several = SCHEDULES[name]
     virtual = virtual_of(name)
     stages = ranks * virtual
@@ -177,7 +177,7 @@ def peer(rank: int, name: str, ranks: int, microbatches: int, elements: int, rou
 
 
 def alone(name: str, elements: int) -> dict[str, float]:
-    """Seconds of a stage's ops when nothing else runs: the sleep, and the call of the stage."""
+    """Return seconds of a stage's ops when nothing else runs: the sleep, and the call of the stage."""
     virtual = virtual_of(name)
     stage = Stage(0, StageModule([Layer("0", lambda: Sleeper(virtual))]))
     seconds: dict[str, list[float]] = {"F": [], "I": [], "W": [], "B": []}
@@ -200,7 +200,7 @@ def alone(name: str, elements: int) -> dict[str, float]:
 
 
 def predicted(name: str, ranks: int, microbatches: int, each: dict[str, float]) -> float:
-    """The simulator's makespan in seconds, from what a stage's ops take."""
+    """Return the simulator's makespan in seconds, from the times of a stage's ops."""
     virtual = virtual_of(name)
     schedule = build_schedule(name, ranks, microbatches, virtual)
     f, b, w, full = (each[kind] * virtual for kind in ("F", "I", "W", "B"))
@@ -208,7 +208,7 @@ def predicted(name: str, ranks: int, microbatches: int, each: dict[str, float]) 
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Every schedule with every number of ranks and size of message."""
+    """Measure every schedule with every number of ranks and message size."""
     torch.set_num_threads(1)
     names, counts = (("1f1b",), (4,)) if options.quick else (SCHEDULE_NAMES, (2, 4, 8))
     rows = []

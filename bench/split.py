@@ -1,7 +1,7 @@
-"""What splitting the backward costs: I + W over B, ours and torch.distributed.pipelining's, one thread.
+"""Cost of splitting the backward: I + W over B, ours and torch.distributed.pipelining's, in one thread.
 
-The mid-size block is a transformer block of width 256 on 4 sequences of 128; the tiny one has 48 parameters (24 linear
-layers of width 16) and a batch of 4. "with forward" counts the forward's share of the cost, too.
+The mid-size block is a transformer block of width 256 on 4 sequences of 128. The tiny one has 48 parameters (24 linear
+layers of width 16) and a batch of 4. "with forward" includes the forward's share of the cost.
 
     python -m bench.split [--rounds N] [--quick] [--json]
 """
@@ -29,19 +29,19 @@ MICROBATCHES = 8
 
 
 def mid_size() -> tuple[nn.Module, torch.Tensor]:
-    """A block of the built-in model, and an input."""
+    """Return a block of the built-in model, and an input."""
     torch.manual_seed(0)
     return LlamaBlock(ModelConfig(width=256, heads=8, kv_heads=8, hidden=1024)), torch.randn(4, 128, 256)
 
 
 def tiny() -> tuple[nn.Module, torch.Tensor]:
-    """48 tiny parameters, and an input."""
+    """Return a block of 48 tiny parameters, and an input."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(24)]), torch.randn(4, 16)
 
 
 def ours(block: nn.Module, x: torch.Tensor, split: bool) -> tuple[float, float]:
-    """Seconds of (forwards, backwards) of all microbatches through a Stage, after the one that checks the split."""
+    """Return the seconds of (forwards, backwards) of all microbatches through a Stage, after the split is checked."""
     stage = Stage(0, StageModule([Layer("0", lambda: block)]))
     forward = backward = 0.0
     for n in range(-1, MICROBATCHES):
@@ -65,7 +65,7 @@ def ours(block: nn.Module, x: torch.Tensor, split: bool) -> tuple[float, float]:
 
 
 def peer(block: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """The same through the functions torch.distributed.pipelining splits with."""
+    """Return the same for the functions with which torch.distributed.pipelining splits."""
     forward = backward = 0.0
     for _ in range(MICROBATCHES):
         leaf = x.clone().requires_grad_()
@@ -83,7 +83,7 @@ def peer(block: nn.Module, x: torch.Tensor) -> tuple[float, float]:
 
 
 def compared(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) -> dict[str, float]:
-    """Ratios to the full backward, from alternating runs."""
+    """Return ratios to the full backward, from alternating runs."""
     block, x = make()
     seen: dict[str, list[tuple[float, float]]] = {"whole": [], "halves": [], "peer": []}
     runs: dict[str, Callable[[], tuple[float, float]]] = {
@@ -109,7 +109,7 @@ def compared(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) ->
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Both blocks."""
+    """Measure both blocks."""
     torch.set_num_threads(1)
     columns = ("ours", "peer", "ours with forward", "peer with forward")
     yield f"{'(I + W) / B':20}" + "".join(f"{c:>19}" for c in columns)

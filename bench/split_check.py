@@ -1,7 +1,7 @@
-"""What the check of the split backward costs: one checked microbatch a stage, and a look at the settings at every step.
+"""Cost of checking the split backward: one checked microbatch per stage, and a comparison of settings in every step.
 
-The blocks are those of `bench.split`. The share is of a run of 1,000 steps of 8 microbatches; the bytes are those a stage
-holds at most in a step, in the first one and in the second.
+The blocks are those of `bench.split`. The share is of a run of 1,000 steps of 8 microbatches. The bytes are the most that a
+stage holds in a step, in the first one and in the second.
 
     python -m bench.split_check [--rounds N] [--quick] [--json]
 """
@@ -25,7 +25,7 @@ STEPS = 1000
 
 
 def microbatch(stage: Stage, x: torch.Tensor) -> float:
-    """Seconds of a forward and both halves of a backward."""
+    """Return the seconds of a forward and both halves of a backward."""
     message = (Message((x.clone(),), None, (True,)),)
     start = perf_counter()
     (out,) = stage.forward(0, message, split=True)
@@ -36,7 +36,7 @@ def microbatch(stage: Stage, x: torch.Tensor) -> float:
 
 
 def peaks(stage: Stage, x: torch.Tensor) -> list[int]:
-    """The most bytes held in each of two steps."""
+    """Return the peak bytes in each of two steps."""
     found = []
     for step in range(2):
         stage.begin(step)
@@ -54,7 +54,7 @@ def peaks(stage: Stage, x: torch.Tensor) -> list[int]:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Both blocks of `bench.split`."""
+    """Measure both blocks of `bench.split`."""
     torch.set_num_threads(1)
     result: dict[str, object] = {"steps": STEPS, "microbatches": MICROBATCHES}
     yield "| block | checked / usual microbatch | looking, µs a step | share of the run | bytes held, step 1 | 2 |"

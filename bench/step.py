@@ -1,12 +1,12 @@
 """Two ranks on two cores: a step of a mid-size model, ours and torch.distributed.pipelining's.
 
-The model has 8 blocks of width 256; sequences of 128, 8 microbatches of 4. Two figures stand beside the times, all from
-alternating runs in the same two processes:
+The model has 8 blocks of width 256; sequences of 128, 8 microbatches of 4. The times are compared with two figures, all
+from alternating runs in the same two processes:
 
-- the ideal: a single process's step of the whole model, one thread, divided by two, the other core idle;
+- the ideal: a single process's step of the full model, in one thread, divided by two, with the other core idle;
 - the bound: both processes at once, each alone with half of the microbatches on the unsplit model.
 
-Interleaved 1F1B runs with two stages a rank, as the other schedules of several stages do, and with four, where its bubble
+Interleaved 1F1B runs with two stages per rank, as the other schedules of several stages do, and with four, where its bubble
 is half as long.
 
     python -m bench.step [--rounds N] [--schedule NAME ...] [--quick] [--json]
@@ -29,7 +29,7 @@ QUICK = ("1f1b", "zb-v")
 
 
 def cases(schedules: Sequence[str]) -> dict[str, Job]:
-    """The mid-size model under each schedule, by the name of its row."""
+    """Return the mid-size model under each schedule, by the name of its row."""
     found = {}
     for name in schedules:
         found[name] = Job(8, 256, 128, 8, 4, name, 2 if SCHEDULES[name][1] else 1)
@@ -39,7 +39,7 @@ def cases(schedules: Sequence[str]) -> dict[str, Job]:
 
 
 def alone(rank: int, one: Job, rounds: int) -> list[float]:
-    """The single-process step, one rank computing and the other idle."""
+    """Return the single-process step, with one rank computing and the other idle."""
     if rank:
         return []
     step, times = single_step(one, one.microbatches), []
@@ -52,7 +52,7 @@ def alone(rank: int, one: Job, rounds: int) -> list[float]:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Every schedule's step over the ideal, the peer's and the bound."""
+    """Measure every schedule's step over the ideal, the peer's and the bound."""
     columns = ("ours/ideal", "peer/ideal", "ours/peer", "ours/bound", "peer/bound")
     rows: dict[str, dict[str, float]] = {}
     schedules = options.schedule or (QUICK if options.quick else list(SCHEDULES))
@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
+    """Add this bench's arguments."""
     parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), help="default all of them")
 
 

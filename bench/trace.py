@@ -1,10 +1,10 @@
-"""What looking costs: recording a step, building the report page, and opening it.
+"""Cost of observation: recording a step, building the report page, and opening it.
 
-- recording: what an op's recording takes (two readings of the clock, and what the stage holds), times the ops of a rank,
-  over a step's forwards and backwards of the demo's model (`penstock train` without a config: two ranks, 8 microbatches);
-- the page of 8 ranks x 64 microbatches x 2 stages a rank, a measured step with its plan: seconds and bytes;
-- a page of 50,000 blocks: seconds to open it in a headless Chromium until everything is drawn, and the milliseconds
-  between two pictures while all of it is dragged. Left out where Chromium or selenium is missing.
+- Recording: the time of recording an op (two readings of the clock, and the stage's held bytes), times the ops of a rank,
+  over a step's forwards and backwards of the demo's model (`penstock train` without a config: two ranks, 8 microbatches).
+- The page of 8 ranks x 64 microbatches x 2 stages per rank, a measured step with its plan: seconds and bytes.
+- A page of 50,000 blocks: seconds until a headless Chromium has opened and drawn it, and milliseconds between two frames
+  while all of it is dragged. Skipped if Chromium or selenium is missing.
 
     python -m bench.trace [--rounds N] [--quick] [--json]
 """
@@ -38,7 +38,7 @@ REPEATS = 20_000
 
 
 def recording(rounds: int) -> dict[str, float]:
-    """Seconds of recording an op, its share of the demo's step, and what keeping one step's trace takes."""
+    """Return seconds of recording an op, its share of the demo's step, and seconds of keeping one step's trace."""
     torch.set_num_threads(1)
     config = Config()
     tokens = torch.randint(0, 256, (config.train.batch, config.data.sequence + 1))
@@ -79,13 +79,13 @@ def recording(rounds: int) -> dict[str, float]:
 
 
 def simulated(family: str, ranks: int, microbatches: int, virtual: int | None = None) -> Trace:
-    """A simulated step."""
+    """Return a simulated step."""
     schedule = build_schedule(family, ranks, microbatches, virtual)
     return simulate(check(schedule).program, Costs.of(schedule.placement, 4.0, 5.0, 4.0))
 
 
 def building(folder: Path, rounds: int) -> dict[str, float]:
-    """Seconds and bytes of the page, of a step that is said to be measured, so that it has its plan beside it."""
+    """Return seconds and bytes of the page of a step that is marked as measured, so that it has its plan beside it."""
     trace = simulated("interleaved-1f1b", 8, 64, 2)
     trace = replace(trace, info={**trace.info, "source": "measured"})
     path, times = folder / "page.html", []
@@ -102,7 +102,7 @@ def building(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def opening(folder: Path, rounds: int) -> dict[str, float]:
-    """Seconds until the page of 50,000 blocks is drawn, and milliseconds a picture while it is moved."""
+    """Return seconds until the page of 50,000 blocks is drawn, and milliseconds per frame while it is moved."""
     try:
         from tests.support.browser import browser, missing
     except ImportError:
@@ -129,7 +129,7 @@ def opening(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Recording, building and opening."""
+    """Measure recording, building and opening."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         result = {**building(folder, options.rounds), **recording(options.rounds)}

@@ -1,7 +1,7 @@
-"""The zero-bubble paper's rates, and how zb-auto stands to the handcrafted schedules and to the optimum.
+"""The zero-bubble paper's rates, and zb-auto compared with the handcrafted schedules and with the optimum.
 
 The costs and rates are those of tables 9 and 5 of 2401.10241, in microseconds and as shares of the longest rank. Its
-memory: a forward takes M_B = s b (34 h + 5 a s) bytes a layer, and M_W = 32 s b h of them stay from B to W.
+memory: a forward takes M_B = s b (34 h + 5 a s) bytes per layer, and M_W = 32 s b h of them stay from B to W.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Model:
 
     @property
     def kept(self) -> float:
-        """The part of an activation that stays from B to W."""
+        """Part of an activation that stays from B to W."""
         return 32 * self.hidden / (34 * self.hidden + 5 * self.heads * SEQUENCE)
 
 
@@ -64,7 +64,7 @@ Mix = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Rate:
-    """One published rate and ours, to be compared at four digits."""
+    """One published rate and ours, for comparison at four digits."""
 
     model: str
     p: int
@@ -75,7 +75,7 @@ class Rate:
 
 
 def rates() -> Iterator[Rate]:
-    """The paper's table again. Its 1F1B-I is a closed form, not the time of the order: (m+(p-1)/v)(F+B+W) + (2pv-p-2)c."""
+    """Compute the paper's table. Its 1F1B-I is a closed form, not a timed order: (m+(p-1)/v)(F+B+W) + (2pv-p-2)c."""
     for model, p, m, v, mix, published in TABLE:
         f, b, w, c = mix
         work = m * (f + b + w)
@@ -92,7 +92,7 @@ def rates() -> Iterator[Rate]:
 
 @dataclass(frozen=True)
 class Regret:
-    """How zb-auto compares with a handcrafted schedule in that schedule's memory; shares of the handcrafted's time."""
+    """Difference between zb-auto and a handcrafted schedule in that schedule's memory, as shares of the latter's time."""
 
     handcrafted: str
     p: int
@@ -103,7 +103,7 @@ class Regret:
 
 
 def regrets() -> Iterator[Regret]:
-    """zb-auto beside ZB-H1 in p activations and beside ZB-H2 in 2p-1; it minimises the longest rank, then the makespan."""
+    """Compare zb-auto with ZB-H1 (p activations) and ZB-H2 (2p-1); it minimizes the longest rank, then the makespan."""
     for p in (2, 3, 4, 6, 8, 12, 16):
         for m in (1, 3, 8, 16, 32, 64):
             for mix in MIXES:
@@ -119,7 +119,7 @@ def regrets() -> Iterator[Regret]:
 
 @dataclass(frozen=True)
 class Gap:
-    """Makespans at p=4, m=8: zb-auto's, the handcrafted schedule's, and the best of all orders with what is proved of it."""
+    """Makespans at p=4, m=8: zb-auto's, the handcrafted schedule's, the best of all orders, and the proved bound."""
 
     limit: int
     mix: Mix
@@ -130,7 +130,7 @@ class Gap:
 
 
 def gaps(seconds: float = 60.0) -> Iterator[Gap]:
-    """zb-auto's makespan beside the optimum in p and in 2p activations."""
+    """Compare zb-auto's makespan with the optimum in p and in 2p activations."""
     p, m = 4, 8
     for name, limit in (("zb-h1", p), ("zb-h2", 2 * p)):
         for mix in MIXES:
@@ -142,7 +142,7 @@ def gaps(seconds: float = 60.0) -> Iterator[Gap]:
 
 
 def automatic(p: int, m: int, mix: Mix, limit: int, objective: str, kept: float = 1.0) -> Schedule:
-    """zb-auto for a cost mix."""
+    """Return zb-auto for a cost mix."""
     f, b, w, c = mix
     return build_schedule(
         "zb-auto", p, m, costs=(f, b, w), latency=c, memory_limit=limit, kept=kept, objective=objective

@@ -1,7 +1,7 @@
-"""The zoo, as long as one likes: ``python -m bench.zoo --count N``.
+"""A longer run of the zoo: ``python -m bench.zoo --count N``.
 
-Every case runs in a process of its own time limit: one that crashes or hangs is an outcome like any other, and the next
-goes on. See `tests.zoo` for what a case is and what may become of it.
+Every case runs in a process with a time limit. A case that crashes or hangs is an outcome like any other, and the next
+one continues. See `tests.zoo` for the cases and their possible outcomes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OUTCOMES = ("bit-equal", "bounded", "refused", "FAILED")
 
 
 class Worker:
-    """A process that runs cases in threads, one after the other; a new one where it died or hung."""
+    """A process that runs cases in threads, one after the other, and is replaced if it dies or hangs."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -86,7 +86,7 @@ class Worker:
 
 
 def serve() -> None:
-    """A worker: a case a line, a verdict a line."""
+    """Run a worker: read one case per line, write one verdict per line."""
     torch.set_num_threads(1)
     out, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
@@ -100,7 +100,7 @@ def run_in_threads(case: Case) -> Verdict:
 
 
 def run_in_processes(pool: LocalProcesses, cases: Sequence[Case]) -> Iterator[tuple[Case, Verdict]]:
-    """Cases that need the same number of processes, in one call of the pool; on their own where that call fails."""
+    """Run cases that need equally many processes in one call of the pool, or one by one if that call fails."""
     try:
         runs = pool.run(cases[0].processes, piped_many, [case.text() for case in cases], timeout=LIMIT)
     except Exception as error:
@@ -115,7 +115,7 @@ def run_in_processes(pool: LocalProcesses, cases: Sequence[Case]) -> Iterator[tu
 
 
 class Zoo:
-    """Everything that cases run in."""
+    """All workers and processes in which cases run."""
 
     def __init__(self) -> None:
         self.worker = Worker()
@@ -137,7 +137,7 @@ class Zoo:
                 yield from run_in_processes(self.pool, group)
 
     def shrunk(self, case: Case, verdict: Verdict) -> Case:
-        """The simplest case found that fails in the same way."""
+        """Return the simplest case found that fails in the same way."""
 
         def fails(smaller: Case) -> bool:
             found = next(iter(self.run([smaller])))[1]
@@ -151,12 +151,12 @@ class Zoo:
 
 
 def way(verdict: Verdict) -> str:
-    """How a case fails, without the numbers and names."""
+    """Return the kind of a case's failure, without numbers and names."""
     return re.sub(r"\d+", "", verdict.why)[:30]
 
 
 def table(found: Sequence[tuple[Case, Verdict]]) -> list[str]:
-    """Outcomes by kind."""
+    """Return outcomes by kind."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in KINDS}
     for case, verdict in found:
         for name in case.kinds:
@@ -168,7 +168,7 @@ def table(found: Sequence[tuple[Case, Verdict]]) -> list[str]:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Draw cases, run them, and count what became of them."""
+    """Draw cases, run them, and count the outcomes."""
     torch.set_num_threads(1)
     names = tuple(options.kinds.split(",")) if options.kinds else None
     if options.case:
@@ -202,7 +202,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
+    """Add this bench's arguments."""
     parser.add_argument("--count", type=int, help=f"cases (default {COUNT})")
     parser.add_argument("--seed", type=int, default=0, help="of the first case (default 0)")
     parser.add_argument(
