@@ -36,11 +36,11 @@ def main(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds is not None:
         parser.add_argument(
-            "--rounds", type=int, help=f"of all contestants (default {rounds}, with --quick 1)"
+            "--rounds", type=int, help=f"rounds of all contestants (default {rounds}, with --quick 1)"
         )
     if add is not None:
         add(parser)
-    parser.add_argument("--quick", action="store_true", help="every figure from the fewest cases and rounds")
+    parser.add_argument("--quick", action="store_true", help="measure with the fewest cases and rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if rounds is not None and options.rounds is None:

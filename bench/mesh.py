@@ -217,10 +217,10 @@ def measure(options: argparse.Namespace) -> Figures:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this bench's arguments."""
-    parser.add_argument("--steps", type=int, help=f"of training (default {STEPS})")
-    parser.add_argument("--mesh", nargs="+", choices=BY_NAME, metavar="PPxDPxTP", help="default all of them")
-    parser.add_argument("--schedule", nargs="+", choices=sorted(FAMILIES), help="default all of them")
-    parser.add_argument("--zero", action="store_true", help="only ZeRO-1 beside the whole optimizer")
+    parser.add_argument("--steps", type=int, help=f"training steps (default {STEPS})")
+    parser.add_argument("--mesh", nargs="+", choices=BY_NAME, metavar="PPxDPxTP", help="meshes (default all)")
+    parser.add_argument("--schedule", nargs="+", choices=sorted(FAMILIES), help="schedules (default all)")
+    parser.add_argument("--zero", action="store_true", help="only compare ZeRO-1 with the full optimizer")
 
 
 if __name__ == "__main__":

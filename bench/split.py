@@ -65,7 +65,7 @@ def ours(block: nn.Module, x: torch.Tensor, split: bool) -> tuple[float, float]:
 
 
 def peer(block: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """Return the same for the functions with which torch.distributed.pipelining splits."""
+    """Return the same for the functions by which torch.distributed.pipelining splits."""
     forward = backward = 0.0
     for _ in range(MICROBATCHES):
         leaf = x.clone().requires_grad_()

@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this bench's arguments."""
-    parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), help="default all of them")
+    parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), help="schedules (default all)")
 
 
 if __name__ == "__main__":

@@ -203,16 +203,16 @@ def measure(options: argparse.Namespace) -> Figures:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this bench's arguments."""
-    parser.add_argument("--count", type=int, help=f"cases (default {COUNT})")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case (default 0)")
+    parser.add_argument("--count", type=int, help=f"number of cases (default {COUNT})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case (default 0)")
     parser.add_argument(
-        "--only", action="store_true", help="this seed alone, with the case and what became of it"
+        "--only", action="store_true", help="run only this seed, and print the case and its outcome"
     )
-    parser.add_argument("--case", help="a case as JSON, as a failure prints it")
-    parser.add_argument("--kinds", help="draw from these kinds alone, with commas between")
-    parser.add_argument("--transport", choices=["threads", "processes"], help="instead of both")
-    parser.add_argument("--skip-known", action="store_true", help="leave out what tests/zoo/not_yet.py lists")
-    parser.add_argument("--no-shrink", action="store_true", help="leave failing cases as they are")
+    parser.add_argument("--case", help="case to run, as JSON, as a failure prints it")
+    parser.add_argument("--kinds", help="kinds to draw from, separated by commas")
+    parser.add_argument("--transport", choices=["threads", "processes"], help="run only this transport")
+    parser.add_argument("--skip-known", action="store_true", help="skip the cases in tests/zoo/not_yet.py")
+    parser.add_argument("--no-shrink", action="store_true", help="do not simplify failing cases")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Faults put into real runs, and what became of them: one table, one row a fault.
+"""Faults injected into real runs, and their outcomes: one table, with one row per fault.
 
-python -m bench.faults [--rows 1,4,7] [--quick] [--soak MINUTES] [--json]
+python -m bench.faults [--rows 1,4,7] [--quick] [--json]
 """

@@ -1,4 +1,4 @@
-"""Faults put into real runs, and what became of them.
+"""Inject faults into real runs, and print their outcomes.
 
 python -m bench.faults [--rows N,N,...] [--quick] [--json]
 """
@@ -19,7 +19,7 @@ ROWS: list[Row] = sorted([*dying.ROWS, *inside.ROWS, *saves.ROWS, *doors.ROWS], 
 
 
 def outcome_of(row: Row, quick: bool) -> Outcome:
-    """Run one row in a folder of its own; what it cannot cope with counts as not passed."""
+    """Run one row in its own folder; if it raises an error, it counts as failed."""
     with tempfile.TemporaryDirectory(prefix="penstock-faults-") as folder:
         try:
             return row.run(Path(folder), quick)
@@ -28,7 +28,7 @@ def outcome_of(row: Row, quick: bool) -> Outcome:
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    """Run the rows that are wanted."""
+    """Run the requested rows."""
     wanted = {int(word) for word in options.rows.split(",")} if options.rows else {row.number for row in ROWS}
     results = []
     for row in ROWS:
@@ -50,8 +50,8 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
-    parser.add_argument("--rows", help="with commas between (default all of them)")
+    """Add this bench's arguments."""
+    parser.add_argument("--rows", help="rows, separated by commas (default all)")
 
 
 if __name__ == "__main__":

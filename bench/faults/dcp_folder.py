@@ -1,4 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint``, spoiled: their pickles above all, which nobody may unpickle."""
+"""Corrupted folders of ``torch.distributed.checkpoint``: above all their pickles, which must never be unpickled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare_dcp(folder: Path) -> Callable[[Path], None]:
         "step": 7,
     }  # fmt: skip
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one process alone saves, which is what is wanted
+        warnings.simplefilter("ignore")  # that one process saves alone is intended
         save(state, checkpoint_id=str(folder), no_dist=True)
 
     def read(place: Path) -> None:
@@ -55,7 +55,7 @@ def spoil_dcp(rng: Random, folder: Path, sprung: Path) -> bool:
 
 
 def _change(rng: Random, described: Any) -> None:
-    """Say something else of an entry: its size, its chunks, where it lies."""
+    """Change the description of an entry: its size, its chunks, or their place."""
     places: list[tuple[Any, str]] = []
     for entry in described.state_dict_metadata.values():
         if hasattr(entry, "chunks"):
@@ -88,7 +88,7 @@ def _change(rng: Random, described: Any) -> None:
 
 
 def _archives(rng: Random, data: bytes, sprung: Path) -> bytes:
-    """The file with one archive replaced; where the ones after it lie is no longer true, or its end is cut."""
+    """Return the file with one archive replaced, so that later ones are not where described, or with its end removed."""
     starts = [
         n for n in range(len(data)) if data.startswith(b"PK\x03\x04", n) and b"data.pkl" in data[n : n + 64]
     ]
@@ -108,13 +108,13 @@ def _archives(rng: Random, data: bytes, sprung: Path) -> bytes:
 
 
 def _towers(rng: Random) -> bytes:
-    """A pickle of `_tower`: as a value, as a key, or in an argument."""
+    """Return a pickle of `_tower`: as a value, as a key, or in an argument."""
     tower = pickle.dumps(_tower(), 2)[2:-1]
     return b"\x80\x04" + rng.choice((tower + b".", b"}" + tower + b"Ns.", b"ca\nb\n" + tower + b"\x85R."))
 
 
 def _tower() -> Any:
-    """A tuple of the same tuple twice, ninety times over: few bytes, and for ever to hash, to print or to walk through."""
+    """Return a tuple of the same tuple twice, nested ninety times: few bytes, but endless to hash, print or walk."""
     tower: Any = ()
     for _ in range(90):
         tower = (tower, tower)
@@ -122,15 +122,15 @@ def _tower() -> Any:
 
 
 def _deep(rng: Random) -> bytes:
-    """Lists in lists in lists."""
+    """Return deeply nested lists."""
     return b"\x80\x04" + b"]" * 200_000 + b"a" * 199_999 + b"."
 
 
 def _far(rng: Random) -> bytes:
-    """A memo's entry with a number that would take a table of gigabytes."""
+    """Return a memo entry whose number would need a table of gigabytes."""
     return b"\x80\x04]r\xff\xff\xff\x7fj\xff\xff\xff\x7fa."
 
 
 def _growing(rng: Random) -> bytes:
-    """Bytes and numbers that claim to be longer than the file."""
+    """Return bytes and numbers that claim to be longer than the file."""
     return b"\x80\x04" + rng.choice((b"\x8e", b"\x8d", b"\x96")) + (1 << 40).to_bytes(8, "little") + b"x."

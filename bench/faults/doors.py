@@ -1,4 +1,4 @@
-"""Rows 13 and 14: what is read, and who could connect."""
+"""Rows 13 and 14: files that are read, and sockets that others could connect to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.faults.table import Checks, Outcome, Row
 
 
 def sockets(root: Path, quick: bool) -> Outcome:
-    """Row 14: looked at while a rank hangs for a moment in the middle of a step."""
+    """Row 14: list the sockets while a rank hangs for a moment in the middle of a step."""
     checks, seen = Checks(), []
     for name, processes, restarts in (("threads", 0, None), ("processes", 2, 0)):
         fault = Fault("slow", "F+B", again=True)

@@ -1,4 +1,4 @@
-"""Rows 1, 2, 10, 11 and 15: processes that are killed, stopped or told to end, and runs that never get going."""
+"""Rows 1, 2, 10, 11 and 15: processes that are killed, stopped or told to end, and runs that fail at every start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGER: dict[str, object] = {"train.batch": 32, "data.sequence": 256}
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """A run's last weights, by name."""
+    """Return a run's last weights, by name."""
     return {
         name: tensor.numpy().tobytes()
         for path in sorted(run.glob("model*.safetensors"))
@@ -32,7 +32,7 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 def redone(ended: Ended) -> int:
-    """Most steps that a restart had to do again."""
+    """Return the largest number of steps that a restart had to repeat."""
     most = done = 0
     for event in ended.all("step"):
         if event["step"] <= done:
@@ -95,7 +95,7 @@ def stopped(root: Path, quick: bool) -> Outcome:
 
 
 def terminated(root: Path, quick: bool) -> Outcome:
-    """Row 10: the first rank is slow, so that the other one waits for it nearly always."""
+    """Row 10: the first rank is slow, so the other one almost always waits for it."""
     checks, told = Checks(), []
     starters = (("torchrun", None),) if quick else (("torchrun", None), ("penstock --restarts", 3))
     for name, restarts in starters:
@@ -126,7 +126,7 @@ def terminated(root: Path, quick: bool) -> Outcome:
 
 
 def interrupted(root: Path, quick: bool) -> Outcome:
-    """Row 11: both within one step, which takes long."""
+    """Row 11: both signals arrive within one long step."""
     checks = Checks()
     settings = {"train.steps": 100_000, "train.checkpoint_every": 3}
     victim = Victim(root, Fault("hang", "F", stage=1, step=8), settings=settings).start()

@@ -1,4 +1,4 @@
-"""What is done to a run, where and when; and the part of it that runs inside the victim's process."""
+"""A fault of a run, with its place and time, and the code that injects it inside the victim's process."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Fault:
         action: one of `ACTIONS`.
         at: one of `PLACES`, or ``F+B``: within a stage's forward or backward, within the all-reduce of gradients, within the
             optimizer's step, or before anything is built.
-        rank: of the process; None for any.
-        stage, microbatch: with F and B; None for any.
-        step: counted from 1, over the whole run; 0 for every step.
-        again: whether it strikes whenever it can, and not once in the whole run.
+        rank: rank of the process; None for any.
+        stage, microbatch: stage and microbatch, for F and B; None for any.
+        step: number of the step in the whole run, from 1; 0 for every step.
+        again: whether it strikes whenever it can, instead of once in the whole run.
     """
 
     action: str
@@ -42,20 +42,20 @@ class Fault:
     again: bool = False
 
     def dump(self) -> str:
-        """As one argument of a command."""
+        """Return it as one argument of a command."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def read(text: str) -> Fault:
-        """What `dump` wrote."""
+        """Return the fault that `dump` wrote."""
         return Fault(**json.loads(text))
 
 
 class Diary:
-    """What happened in a process, one JSON object a line, at once on disk; read by whoever started it.
+    """Events in a process, written to disk at once as one JSON object per line; read by the process that started it.
 
     Args:
-        folder: of the run's diaries.
+        folder: folder of the run's diaries.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,18 +63,18 @@ class Diary:
         self._path = folder / f"rank-{self.rank}-{os.getpid()}.jsonl"
 
     def write(self, what: str, **more: object) -> None:
-        """Note an event, with the time."""
+        """Write an event, with the time."""
         line = {"time": time.time(), "what": what, "rank": self.rank, "pid": os.getpid(), **more}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 class Injector:
-    """Strikes when the time has come.
+    """Strikes at the right time.
 
     Args:
-        fault: what to do; None only takes notes.
-        folder: of the diaries; what has struck leaves its mark there, so that a restarted run is spared.
+        fault: fault to inject; None only takes notes.
+        folder: folder of the diaries; a fault that has struck leaves a mark there, so that a restarted run is spared.
     """
 
     def __init__(self, fault: Fault | None, folder: Path) -> None:
@@ -85,7 +85,7 @@ class Injector:
         self._lock = threading.Lock()
 
     def due(self, at: str, stage: int | None = None, microbatch: int | None = None) -> bool:
-        """Whether the fault is to strike here and now; where it strikes once, it says so once."""
+        """Return whether the fault strikes here and now; a fault that strikes once is due once."""
         fault = self._fault
         if fault is None or at not in fault.at.split("+") or fault.rank not in (None, self.diary.rank):
             return False
@@ -103,10 +103,10 @@ class Injector:
         return True
 
     def strike(self, seconds: float = 0.0) -> None:
-        """Do it, all but a NaN, which takes a value to be put into.
+        """Inject the fault, except for a NaN, which needs a value to put it into.
 
         Args:
-            seconds: what it slows down took so long.
+            seconds: duration of the call that a slow fault slows down.
         """
         assert self._fault is not None
         action = self._fault.action
@@ -125,16 +125,16 @@ class Injector:
 
     @property
     def poisons(self) -> bool:
-        """Whether values are to become NaN."""
+        """True if values must become NaN."""
         return self._fault is not None and self._fault.action == "nan"
 
     @property
     def slows(self) -> bool:
-        """Whether ops are to take three times as long."""
+        """True if ops must take three times as long."""
         return self._fault is not None and self._fault.action == "slow"
 
     def around(self, at: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A stage's method (stage, microbatch, messages, ...) that the fault may strike."""
+        """Wrap a stage's method (stage, microbatch, messages, ...) that the fault may strike."""
 
         def run(stage: Any, microbatch: int, messages: Any, *args: Any, **named: Any) -> Any:
             if not self.due(at, stage.index, microbatch):
@@ -155,7 +155,7 @@ class Injector:
         return run
 
     def before(self, at: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that the fault may strike before it does anything."""
+        """Wrap a function so that the fault may strike before it starts."""
 
         def run(*args: Any, **named: Any) -> Any:
             if self.due(at):

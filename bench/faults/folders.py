@@ -1,4 +1,4 @@
-"""What is fuzzed that is a folder: checkpoints and weights, and the traces of a run."""
+"""Folders for fuzzing: checkpoints and weights, and the traces of a run."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _json_of(rng: Random, data: bytes) -> bytes:
 
 
 def _safetensors(rng: Random, data: bytes) -> bytes:
-    """A safetensors file whose header says something else."""
+    """Return a safetensors file with a corrupted header."""
     size = int.from_bytes(data[:8], "little")
     header = _json_of(rng, data[8 : 8 + size])
     claimed = len(header) if rng.random() < 0.8 else int(rng.choice(NUMBERS)) % 2**64
@@ -150,7 +150,7 @@ def prepare_trace(folder: Path) -> Read:
         if result.exception is not None:
             raise result.exception
 
-    (folder / "page").touch()  # what a page needs is loaded now
+    (folder / "page").touch()  # load all that a page needs now
     read(folder)
     (folder / "page").unlink()
     return read
@@ -203,7 +203,7 @@ def spoil_trace(rng: Random, folder: Path, sprung: Path) -> bool:
 
 
 def _make_bomb(path: Path) -> None:
-    """A trace of 20 million events, all of them zeros: 600 MB in 3 MB."""
+    """Write a trace of 20 million events, all zeros: 600 MB in 3 MB."""
     types = {
         "rank": "i4",
         "stage": "i4",

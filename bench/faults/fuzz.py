@@ -1,8 +1,8 @@
-"""Spoiled and malicious files: config, data, schedules, checkpoints, traces; each is refused clearly, or read.
+"""Corrupted and malicious files: config, data, schedules, checkpoints, traces; each must be refused clearly, or read.
 
-Every case is drawn from its kind, the seed and its number, so that one that fails can be done again alone. Each kind is read
-in a process of its own, with a limit of memory; a case that takes too long, takes too much memory, ends the process, runs
-code, starts a program, or raises anything but a PenstockError is listed as something else, and the command then ends with 1.
+Every case is drawn from its kind, the seed and its number, so that a failing case can be repeated alone. Each kind is read
+in a separate process with a memory limit. A case is listed under "others", and the command then ends with 1, if it takes
+too long or too much memory, ends the process, runs code, starts a program, or raises anything but a PenstockError.
 
     python -m bench.faults.fuzz [--count N] [--kind KIND] [--seed N] [--case N] [--quick] [--json]
 """
@@ -45,14 +45,14 @@ _CODE = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subproc
 
 @dataclass
 class Outcome:
-    """Of one kind.
+    """Outcome of one kind.
 
     Attributes:
-        kind: of file.
-        cases: done.
-        refused: with a PenstockError.
-        read: as if they were sound.
-        others: number and what happened, of every case that was something else.
+        kind: kind of file.
+        cases: number of cases run.
+        refused: number of cases that raised a PenstockError.
+        read: number of cases read as if they were sound.
+        others: number and outcome of every other case.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class _TooLong(BaseException):
 
 
 def fuzz(kind: str, numbers: Iterable[int], seed: int = 0) -> Outcome:
-    """Read the cases with these numbers, in a process that is started anew when it ends."""
+    """Read the cases with these numbers, in a process that is replaced when it ends."""
     found, waiting = Outcome(kind), list(numbers)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="penstock-fuzz-", ignore_cleanup_errors=True) as place:
@@ -88,7 +88,7 @@ def fuzz(kind: str, numbers: Iterable[int], seed: int = 0) -> Outcome:
 
 
 def _listen(connection: Connection, found: Outcome, waiting: list[int]) -> bool:
-    """Take word of cases until all are done; False if the process ended or hung before."""
+    """Receive results until all cases are done; return False if the process ended or hung before."""
     patience = 300.0  # for its start
     while waiting:
         try:
@@ -119,7 +119,7 @@ def _work(connection: Connection, kind: str, numbers: list[int], seed: int, plac
     shutil.rmtree(sound, ignore_errors=True)
     sound.mkdir()
     read = KINDS[kind].prepare(sound)
-    read(sound)  # what is loaded on first use is loaded now
+    read(sound)  # load now all that is loaded on first use
     ran: list[str] = []
     sys.addaudithook(lambda event, _: ran.append(event) if event in _CODE else None)
     signal.signal(signal.SIGALRM, _too_long)
@@ -141,7 +141,7 @@ def _work(connection: Connection, kind: str, numbers: list[int], seed: int, plac
             what = "refused" if str(error).strip() else "refused without a word"
         except _TooLong:
             what = f"took more than {SECONDS:g} s: {_where()}"
-        except BaseException as error:  # whatever it is, it is what is looked for
+        except BaseException as error:  # any other error is a finding
             what = f"{type(error).__name__}: {error}"[:200] + f" ({_where()})"
         signal.setitimer(signal.ITIMER_REAL, 0)
         if ran or sprung.exists():
@@ -157,19 +157,19 @@ def _too_long(*_: Any) -> None:
 
 
 def _where() -> str:
-    """The last place of the error in Penstock."""
+    """Return the error's last place in Penstock."""
     _, _, trace = sys.exc_info()
     own = [frame for frame in traceback.extract_tb(trace) if "penstock" in frame.filename]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "?"
 
 
 def _in_use() -> int:
-    """Address space, in bytes."""
+    """Return the address space, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 def _peak() -> int:
-    """The most memory that was used since `_forget_peak`, in bytes."""
+    """Return the peak memory since `_forget_peak`, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
@@ -196,11 +196,11 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
-    parser.add_argument("--count", type=int, help=f"cases of each kind (default {COUNT:,})")
-    parser.add_argument("--kind", choices=list(KINDS), help="this one alone")
+    """Add this bench's arguments."""
+    parser.add_argument("--count", type=int, help=f"number of cases of each kind (default {COUNT:,})")
+    parser.add_argument("--kind", choices=list(KINDS), help="read only files of this kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="this case alone, of --kind")
+    parser.add_argument("--case", type=int, help="read only this case of --kind")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rows 3, 4, 5 and 9: a stage that raises, a thread that hangs, a rank that is slow, a NaN."""
+"""Rows 3, 4, 5 and 9: a stage that raises, a thread that hangs, a slow rank, a NaN."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.launch.exit_codes import ExitCode
 
 
 def told(ended: Ended) -> float:
-    """Seconds from the fault to the last process's error; infinite if one has told none."""
+    """Return seconds from the fault to the last process's error; infinite if a process reported none."""
     ends = ended.all("end")
     sound = ends and all(event["error"] for event in ends)
     return max(float(event["time"]) for event in ends) - ended.struck if sound else float("inf")

@@ -1,4 +1,4 @@
-"""Ways to spoil what was sound: bytes, text, JSON trees; each drawn from a seeded generator."""
+"""Ways to corrupt sound bytes, text and JSON trees; each is drawn from a seeded generator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEEP = 100_000
 
 
 class Trap:
-    """Touches a file when it is unpickled."""
+    """An object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class Trap:
 
 
 def trap(rng: Random, sprung: Path) -> bytes:
-    """A pickle that touches a file; bare, or as torch or numpy would have written it."""
+    """Return a pickle that touches a file; bare, or as torch or numpy would write it."""
     data = pickle.dumps(Trap(sprung), protocol=rng.choice((0, 2, 4)))
     if rng.random() < 0.3:
         header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
@@ -41,7 +41,7 @@ def trap(rng: Random, sprung: Path) -> bytes:
 
 
 def spoil(rng: Random, data: bytes) -> bytes:
-    """Bytes with a few things wrong."""
+    """Return bytes with a few errors."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
         at = rng.randrange(len(found) + 1)
@@ -68,7 +68,7 @@ def spoil(rng: Random, data: bytes) -> bytes:
 
 
 def value(rng: Random, depth: int = 3) -> Any:
-    """Any value that JSON can hold, and NaN."""
+    """Return any value that JSON can represent, or NaN."""
     match rng.randrange(8 if depth else 5):
         case 0:
             return rng.choice((None, True, False))
@@ -86,7 +86,7 @@ def value(rng: Random, depth: int = 3) -> Any:
 
 
 def change(rng: Random, tree: Any) -> Any:
-    """A JSON tree with something in it replaced, taken away, doubled or renamed; changes the tree itself, too."""
+    """Return a JSON tree with something replaced, removed, duplicated or renamed; also changes the tree itself."""
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
@@ -117,7 +117,7 @@ def change(rng: Random, tree: Any) -> Any:
 
 
 def to_json(rng: Random, tree: Any) -> bytes:
-    """A tree as JSON; now and then with something nested far too deeply, or a number with far too many digits."""
+    """Return a tree as JSON; sometimes with something nested far too deeply, or a number with far too many digits."""
     text = json.dumps(tree)
     if (dice := rng.random()) < 0.02:
         bracket = rng.choice(("[", '{"a":'))
@@ -128,7 +128,7 @@ def to_json(rng: Random, tree: Any) -> bytes:
 
 
 def any_file(rng: Random, folder: Path, sprung: Path) -> bool | None:
-    """What can happen to any file: bytes, a pickle in its place, a link, a hole, a pipe. None: nothing was done."""
+    """Corrupt a file as can happen to any: bytes, a pickle in its place, a link, a hole, a pipe. None: nothing was done."""
     path = rng.choice(sorted(p for p in folder.rglob("*") if p.is_file()))
     dice = rng.random()
     if dice < 0.35:
@@ -151,7 +151,7 @@ def any_file(rng: Random, folder: Path, sprung: Path) -> bool | None:
 
 
 def npy(rng: Random, data: bytes) -> bytes:
-    """An array whose header says something else."""
+    """Return an array file with a corrupted header."""
     kind = rng.choice(
         ("<u2", "|O", "<f8", "|V8", "<U4", "<M8[s]", "<i8", "[('a', '<i4')]", ">i4", "|b1", "<c16")
     )

@@ -1,4 +1,4 @@
-"""Starts a small training run with a fault in it, in threads or in processes, and reads what became of it."""
+"""Small training runs with a fault, in threads or in processes, and their results."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ SETTINGS: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over.
+    """A run that has ended.
 
     Attributes:
         code: exit code of the process that was started; negative for the signal that ended it.
-        began, over: when, in seconds of `time.time`.
-        out, err: what it printed.
+        began, over: start and end, in seconds of `time.time`.
+        out, err: standard output and standard error.
         events: its processes' diaries, in order of time.
-        left: process ids of what it left running.
-        folder: of the run.
+        left: process ids that it left running.
+        folder: folder of the run.
     """
 
     code: int
@@ -66,31 +66,31 @@ class Ended:
     folder: Path
 
     def all(self, what: str) -> list[Mapping[str, Any]]:
-        """The events of a kind."""
+        """Return the events of a kind."""
         return [event for event in self.events if event["what"] == what]
 
     @property
     def struck(self) -> float:
-        """When the fault struck first."""
+        """Time at which the fault struck first."""
         return float(self.all("fault")[0]["time"])
 
     def losses(self) -> dict[int, float]:
-        """By step; of a step that was done twice, the last."""
+        """Return the loss of each step; the last one of a step that ran twice."""
         return {event["step"]: event["loss"] for event in self.all("step") if event["loss"]}
 
 
 @dataclass
 class Victim:
-    """A run to be started.
+    """A run that has not started yet.
 
     Args:
-        root: a folder of its own.
-        fault: what is done to it; None for nothing.
-        processes: under torchrun; 0 for threads of one process.
-        restarts: how often ``penstock train --restarts`` may start it anew; None for torchrun, or threads.
-        settings: over `SETTINGS`.
-        resume: as ``--resume``, of the run of that name.
-        echo: a folder in which a resumed run saves what it has loaded, before it goes on.
+        root: folder for this run alone.
+        fault: fault to inject; None for none.
+        processes: number of processes under torchrun; 0 for threads of one process.
+        restarts: restarts that ``penstock train --restarts`` may make; None for torchrun, or threads.
+        settings: changes of `SETTINGS`.
+        resume: whether to resume the run of that name, as ``--resume`` does.
+        echo: folder in which a resumed run saves the loaded state before it continues.
     """
 
     root: Path
@@ -109,11 +109,11 @@ class Victim:
 
     @property
     def folder(self) -> Path:
-        """The run's own folder."""
+        """Folder of the run."""
         return self.root / "runs" / "run"
 
     def start(self) -> Victim:
-        """Start it, as the leader of its own process group."""
+        """Start it as the leader of a new process group."""
         text = write_text(self.root)
         values = {**SETTINGS, "data.path": text, "train.folder": self.root / "runs", **self.settings}
         words = ["train", *[f"--set={key}={value}" for key, value in values.items()]]
@@ -142,21 +142,21 @@ class Victim:
         return self
 
     def send(self, number: int, group: bool = False, pid: int | None = None) -> None:
-        """A signal to the process that was started, to all of its group as from a terminal, or to another process.
+        """Send a signal to the process that was started, to all of its group as from a terminal, or to another process.
 
         Raises:
-            ProcessLookupError: it is gone.
+            ProcessLookupError: if it is gone.
         """
         assert self._process is not None
         (os.killpg if group else os.kill)(pid or self._process.pid, number)
 
     def running(self) -> bool:
-        """Whether the process that was started still runs."""
+        """Return whether the process that was started still runs."""
         assert self._process is not None
         return self._process.poll() is None
 
     def processes_left(self) -> list[int]:
-        """Process ids of the run."""
+        """Return process ids of the run."""
         return running_in(MARK, str(self.root))
 
     def note(self, what: str, **more: object) -> None:
@@ -164,7 +164,7 @@ class Victim:
         Diary(self.diaries).write(what, **more)
 
     def events(self) -> list[dict[str, Any]]:
-        """The diaries so far, in order of time."""
+        """Return the diaries so far, in order of time."""
         lines = [
             line for path in self.diaries.glob("*.jsonl") for line in path.read_text("utf-8").splitlines()
         ]
@@ -174,7 +174,7 @@ class Victim:
         """Wait for an event, and return it.
 
         Raises:
-            TimeoutError: it has not come.
+            TimeoutError: if it does not come in time.
         """
         assert self._process is not None
         end = time.monotonic() + limit
@@ -188,10 +188,10 @@ class Victim:
         raise TimeoutError(f"{what} {more} has not come; {(self.root / 'err').read_text()[-2000:]}")
 
     def wait(self, limit: float = 120.0) -> Ended:
-        """Wait until it is over, and look for what it has left running.
+        """Wait until the run has ended, and list the processes it has left running.
 
         Raises:
-            TimeoutError: it is not over; all of it has been killed.
+            TimeoutError: if it has not ended in time; all of it has been killed.
         """
         assert self._process is not None
         try:
@@ -209,11 +209,11 @@ class Victim:
         )
 
     def run(self, limit: float = 120.0) -> Ended:
-        """`start` and `wait`."""
+        """Call `start` and `wait`."""
         return self.start().wait(limit)
 
     def kill(self) -> None:
-        """End all that is left of it."""
+        """End all remaining processes of the run."""
         while left := running_in(MARK, str(self.root)):
             for pid in left:
                 with suppress(ProcessLookupError):
@@ -230,7 +230,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 def write_text(root: Path) -> Path:
-    """A folder of ten small text files, each different from the others."""
+    """Write a folder of ten small text files, each different from the others."""
     folder = root / "text"
     folder.mkdir(exist_ok=True)
     for n in range(10):

@@ -1,4 +1,4 @@
-"""What is fuzzed: for every kind of file sound ones, ways to spoil them that know what they are, and what reads them."""
+"""Samples for fuzzing: for every kind of file, sound ones, ways to corrupt them, and a reader."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Kind(NamedTuple):
     """A kind of file.
 
     Attributes:
-        prepare: makes sound ones in a folder, once; gives what reads them, and has to raise nothing but PenstockError.
-        spoil: puts one case into a folder that holds a copy of the sound ones; whether it has to be refused.
+        prepare: function that writes sound files to a folder, once, and returns a reader that may raise only PenstockError.
+        spoil: function that writes one case to a folder with a copy of the sound files; returns whether it must be refused.
     """
 
     prepare: Callable[[Path], Read]

@@ -1,4 +1,4 @@
-"""Rows 6, 7, 8 and 12: checkpoints that are cut short, damaged, do not fit the disk, or go on at another layout."""
+"""Rows 6, 7, 8 and 12: checkpoints that are truncated, damaged, too large for the disk, or resumed at another layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRIALS = 20
 
 
 def save(folder: Path, step: int) -> None:
-    """A checkpoint of two stages, whose every number is the step's; the one before the last goes."""
+    """Write a checkpoint of two stages whose every number is the step's; delete the one before the last."""
     tensors = {s: {f"model/{s}.{n}": torch.full((1 << 16,), float(step)) for n in range(4)} for s in (0, 1)}
     values = {"model": {}, "optimizer": None, "extra": {}}
     snapshot = Snapshot(step, tensors, {0: ("0",), 1: ("1",)}, values)
@@ -42,7 +42,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def kill_while_saving(root: Path) -> None:
-    """`TRIALS` times: a child that saves without end, killed at a random moment; runs in a process of its own."""
+    """Kill a child that saves without end at a random moment, `TRIALS` times; runs in a separate process."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     for step in range(1, 4):
@@ -89,14 +89,14 @@ def killed(root: Path, quick: bool) -> Outcome:
 
 
 def flip(path: Path) -> None:
-    """One bit in the middle."""
+    """Flip one bit in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def truncate(path: Path) -> None:
-    """All but the last byte."""
+    """Remove the last byte."""
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -138,7 +138,7 @@ def damaged(root: Path, quick: bool) -> Outcome:
 
 
 def disk_full(root: Path, quick: bool) -> Outcome:
-    """Row 8: from step 40 to step 100 no file may grow beyond 100 kB, which no checkpoint fits."""
+    """Row 8: from step 40 to step 100 no file may grow beyond 100 kB, so no checkpoint fits."""
     settings = {"train.steps": 160, "train.checkpoint_every": 10, "train.log_every": 100}
     victim = Victim(root, settings=settings).start()
     checks, saved = Checks(), victim.folder / "checkpoints"
@@ -175,7 +175,7 @@ LAYOUTS: tuple[tuple[int, dict[str, object]], ...] = (
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """Weights and optimizer state of a checkpoint, by name; not the processes' own random generators."""
+    """Return weights and optimizer state of a checkpoint, by name; not the processes' own random generators."""
     manifest = read_manifest(path)
     with Reader(path, manifest) as reader:
         return {name: reader.tensor(name) for name in manifest.tensors if not name.startswith("generators/")}

@@ -1,10 +1,10 @@
-"""Row 16, by hand: for half an hour a kill, a stop or a delay every 30 seconds, at random.
+"""Row 16, run by hand: for half an hour, a random kill, stop or delay every 30 seconds.
 
     python -m bench.faults.soak [--minutes 30] [--every 30] [--seed 0] [--keep FOLDER] [--quick] [--json]
 
-A clean run of the same length comes first, and says what the weights should be. With --keep its folder stays, and the next
-call with it uses the clean run that is there. Goodput is the time that the run's steps take undisturbed (as its own between
-two saves, in the median) over all of its time, start and end included.
+A clean run of the same length comes first, and gives the expected weights. With --keep its folder stays, and the next call
+uses that clean run. Goodput is the undisturbed time of the run's steps (the median of its own times between two saves)
+divided by the whole time, start and end included.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ DELAY = 2.0
 
 
 def calibrate(root: Path) -> float:
-    """Seconds a step takes here."""
+    """Return the seconds of a step on this machine."""
     ended = run(root, 60, None)
     times = [event["time"] for event in ended.all("step") if event["rank"] == 0]
     return float(times[-1] - times[20]) / (len(times) - 21)
 
 
 def victim(root: Path, steps: int, restarts: int) -> Victim:
-    """A run of so many steps."""
+    """Return a run of so many steps."""
     return Victim(
         root, processes=PROCESSES, restarts=restarts, settings={**SETTINGS, "train.steps": steps}
     ).start()
@@ -63,7 +63,7 @@ def victim(root: Path, steps: int, restarts: int) -> Victim:
 def run(
     root: Path, steps: int, chance: random.Random | None, every: float = 30.0, faults: float = math.inf
 ) -> Ended:
-    """Run to the end, disturbed every so many seconds if there is a chance, by so many faults at most."""
+    """Run to the end, with a fault every so many seconds if possible, up to a number of faults."""
     started = victim(root, steps, 3)
     if chance is None:
         return started.wait(7200.0)
@@ -102,7 +102,7 @@ def strike(started: Victim, chance: random.Random, steps: int) -> bool:
 
 
 def seconds_a_step(ended: Ended) -> float:
-    """In the median over all that lies between two saves and was not disturbed: by one process, one after the other."""
+    """Return the median over all undisturbed times between two saves of one process."""
     between, spans = int(str(SETTINGS["train.checkpoint_every"])), []
     for pid in {event["pid"] for event in ended.all("step")}:
         times = {e["step"]: e["time"] for e in ended.all("step") if e["pid"] == pid}
@@ -111,7 +111,7 @@ def seconds_a_step(ended: Ended) -> float:
 
 
 def clean_run(root: Path, minutes: float, quick: bool) -> tuple[int, dict[str, bytes]]:
-    """How many steps a clean run took, and its weights; one that is there already is not done again."""
+    """Return the number of steps of a clean run, and its weights; an existing clean run is reused."""
     folder = root / "clean" / "runs" / "run"
     if not (found := weights(folder)):
         # Restarts and steps done again take time as well: about two thirds are left for steps.
@@ -151,11 +151,11 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The bench's own arguments."""
-    parser.add_argument("--minutes", type=float, default=30.0, help="of the disturbed run")
+    """Add this bench's arguments."""
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of the disturbed run")
     parser.add_argument("--every", type=float, help="seconds from one fault to the next (default 30)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="a folder for the runs; it stays")
+    parser.add_argument("--keep", type=Path, help="folder for the runs, which stays")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``penstock train --restarts N`` whose processes are victims.
+"""Run ``penstock train --restarts N`` with victims as processes.
 
     python -m bench.faults.supervised RESTARTS FOLDER FAULT train --set=SECTION.KEY=VALUE ... [--resume]
 
@@ -16,7 +16,7 @@ from penstock.train.run_folder import AUTO
 
 
 def main() -> None:
-    """Run, and end as it ended."""
+    """Run, and end with the same exit code."""
     restarts, folder, fault, command, *words = sys.argv[1:]
     config = load(None, [word.removeprefix("--set=") for word in words if word.startswith("--set=")])
     if "--resume" in words:

@@ -1,4 +1,4 @@
-"""What a row of the table is."""
+"""Rows of the table of faults."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was seen.
+    """Outcome of a row.
 
     Attributes:
-        failures: what should have been otherwise; empty if the row has passed.
-        measured: figures, in words.
+        failures: differences from the expected outcome; empty if the row has passed.
+        measured: figures, as text.
     """
 
     failures: list[str]
@@ -21,7 +21,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all was as it should be."""
+        """True if there are no failures."""
         return not self.failures
 
 
@@ -30,10 +30,10 @@ class Row:
     """One fault.
 
     Attributes:
-        number: in the table.
-        inject: what is done, in words.
-        passes: when it passes, in words.
-        run: ``run(folder, quick)``, with an empty folder of its own; quick is one case of each sort.
+        number: number in the table.
+        inject: description of the fault.
+        passes: condition for passing, as text.
+        run: ``run(folder, quick)``, with an empty folder for this row; quick means one case of each sort.
     """
 
     number: int
@@ -43,16 +43,16 @@ class Row:
 
 
 class Checks:
-    """Collects what is not as it should be."""
+    """Collects differences from the expected outcome."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
 
     def that(self, holds: bool, otherwise: str) -> None:
-        """Note `otherwise` unless it holds."""
+        """Record `otherwise` as a failure unless the condition is true."""
         if not holds:
             self.failures.append(otherwise)
 
     def outcome(self, measured: str) -> Outcome:
-        """With the figures."""
+        """Return the outcome, with its figures."""
         return Outcome(self.failures, measured)

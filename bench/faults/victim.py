@@ -1,9 +1,9 @@
-"""The command ``penstock`` with a fault in it; it keeps a diary of its steps and of how it ends.
+"""The command ``penstock`` with a fault; it keeps a diary of its steps and of its end.
 
     python -m bench.faults.victim FOLDER FAULT train --set ...
 
-FOLDER is of the diaries; FAULT what `Fault.dump` gives, or ``none``. Everything else is the product as it is: the fault is
-put around the methods it strikes, in this process alone.
+FOLDER is the folder of the diaries; FAULT is the result of `Fault.dump`, or ``none``. Everything else is the unchanged
+product: the fault wraps the methods that it strikes, in this process alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.faults.fault import ECHO, Fault, Injector
 
 
 def install(injector: Injector) -> None:
-    """Put the fault, and the taking of notes, around what it may strike."""
+    """Wrap the methods that the fault may strike with the fault and with notes for the diary."""
     import torch
 
     from penstock.checkpoint.checkpoints import Checkpoints
@@ -70,7 +70,7 @@ def install(injector: Injector) -> None:
 
 
 def main() -> None:
-    """Run."""
+    """Run the command."""
     folder, fault, *arguments = sys.argv[1:]
     injector = Injector(None if fault == "none" else Fault.read(fault), Path(folder))
     injector.diary.write("start")
