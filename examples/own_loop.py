@@ -1,7 +1,7 @@
-"""Your own training loop around a Pipeline: two interleaved spirals told apart by a small network.
+"""Your own training loop around a Pipeline: a small network learns to tell two interleaved spirals apart.
 
 python examples/own_loop.py                                 two ranks as threads of this process
-torchrun --nproc-per-node 2 examples/own_loop.py            the same with one process a rank
+torchrun --nproc-per-node 2 examples/own_loop.py            the same with one process per rank
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS, BATCH, MICROBATCHES = 400, 64, 8
 
 
 def spirals(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Points on two spirals, float32 (BATCH, 2), and which one each is on, int64 (BATCH,)."""
+    """Return points on two spirals, float32 (BATCH, 2), and the spiral of each, int64 (BATCH,)."""
     which = torch.randint(2, (BATCH,), generator=generator)
     along = torch.rand(BATCH, generator=generator)
     angle = 3 * math.pi * along + math.pi * which
@@ -27,7 +27,7 @@ def spirals(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def model() -> nn.Sequential:
-    """Every element is a layer; the pipeline cuts between them."""
+    """Return the model; every element is a layer, and the pipeline splits between layers."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU()) for _ in range(BLOCKS)]
     return nn.Sequential(nn.Linear(2, WIDTH), *blocks, nn.Linear(WIDTH, 2))
@@ -38,7 +38,7 @@ def main() -> None:
     with penstock.Pipeline(
         model(), nn.functional.cross_entropy, ranks=2, schedule="1f1b", microbatches=MICROBATCHES
     ) as pipe:
-        # Every rank steps its own part on its own thread; a torch optimizer over pipe.parameters() works as well.
+        # Each rank updates its parameters on its own thread; a torch optimizer over pipe.parameters() works as well.
         optimizer = penstock.PipelineOptimizer(
             pipe,
             torch.optim.AdamW,
