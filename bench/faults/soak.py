@@ -77,7 +77,7 @@ def run(
 
 
 def strike(started: Victim, chance: random.Random, steps: int) -> bool:
-    """One fault for one rank that is training, if any is; whether there was one.
+    """Inject one fault into one rank that is training, and return whether there was such a rank.
 
     After the last step the run is complete, and starting it again is refused.
     """
