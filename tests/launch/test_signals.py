@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ class Counted(Interrupts):
     def until(self, count: int) -> None:
         with self._more:
             assert self._more.wait_for(lambda: len(self.numbers) >= count, 60)
+
+
+@pytest.fixture(autouse=True)
+def hangup() -> Iterator[None]:
+    """A SIGHUP that nobody ignores, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_are_as_before_after_the_block():
