@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +15,11 @@ settings.load_profile("reproducible")
 
 
 def pytest_configure() -> None:
-    """No process that a test starts outlives the tests, also where they are killed."""
+    """No process that a test starts outlives the tests, also where they are killed; each takes Ctrl-C."""
     end_with_this_process()
+    # A shell starts what it runs in the background with SIGINT ignored, and so would be all that tests start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ class SplitError(ConfigError):
 
 
 class BatchError(ConfigError):
-    """A batch that does not fit the microbatches or the labels."""
+    """A batch that does not fit the microbatches, or whose input and target do not match."""
 
 
 class DataError(ConfigError):
@@ -128,6 +128,11 @@ class ReplicaError(PenstockError):
 
 class StoppedError(PenstockError):
     """A run that stopped after a step on request; the message says how to continue it."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def nearest(given: str, allowed: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import numpy as np
@@ -185,6 +186,25 @@ def test_a_limit_below_everything_recomputed_is_refused_with_what_it_takes():
         ),
     ):
         pipe.step(*batch(0))
+
+
+def refused_by(rank: int, memory: int) -> str:
+    options = ExecutionOptions(memory=memory)
+    with Pipeline(
+        model(), F.mse_loss, microbatches=M, ranks=2, recompute="auto", timeout=300, execution=options
+    ) as pipe:
+        try:
+            pipe.step(*batch(0))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_limit_that_one_rank_cannot_keep_is_refused_by_all_processes(processes: LocalProcesses):
+    needed = int(re.search(r"rank 0 holds (\d+) bytes", refused_by(0, 1))[1])
+    errors = processes.run(2, refused_by, needed - 1)
+    assert errors[0] == errors[1]
+    assert "rank 0 holds" in errors[0]
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ class Checkpoints:
     With several processes, each makes one with the same arguments and makes all calls. They share the folder. ::
 
         with Checkpoints("run/checkpoints", pipe, optimizer) as checkpoints:
-            first = checkpoints.load_newest().step if resuming else 0
-            for step in range(first, steps):
+            newest = checkpoints.load_newest() if resuming else None
+            for step in range(newest.step if newest else 0, steps):
                 pipe.step(*batch_of(step))
                 optimizer.step()
                 if (step + 1) % 100 == 0:

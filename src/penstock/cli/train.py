@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "          srun -N 2 --ntasks-per-node 8 penstock train my.toml --set parallel.dp=2\n\n"
     "          torchrun --nproc-per-node 8 -m penstock train --set parallel.pp=2 parallel.dp=2 parallel.tp=2"
 )
-@click.argument("arguments", nargs=-1, metavar="[CONFIG.toml]")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [SECTION.KEY=VALUE]...")
 @click.option(
     "--set",
     "overrides",

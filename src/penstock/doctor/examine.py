@@ -18,7 +18,7 @@ from penstock.doctor.links import measure, unanswered
 from penstock.doctor.machine import machine_facts
 from penstock.doctor.rounds import Answer, Rounds
 from penstock.doctor.shared_folder import check_folder
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, first_line
 from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.timeout import require_timeout
@@ -105,7 +105,7 @@ def examine_together(world: World, folder: Path | None, timeout: float) -> Repor
         store, rank, size = next(iter(meeting))
     except (RuntimeError, ValueError) as error:
         raise PenstockError(
-            f"rank {world.rank} cannot meet the others (MASTER_ADDR, MASTER_PORT): {str(error).splitlines()[0]}; start rank "
+            f"rank {world.rank} cannot meet the others (MASTER_ADDR, MASTER_PORT): {first_line(error)}; start rank "
             "0's machine first, and open the port"
         ) from error
     rounds = Rounds(store, rank, size, timeout)

@@ -15,6 +15,7 @@ import torch
 
 import penstock
 from penstock import host
+from penstock.errors import first_line
 from penstock.runtime.health.peers import supported
 from penstock.runtime.start.launch_environment import local_rank, own_device
 from penstock.runtime.transport.processes import SWITCH
@@ -109,7 +110,7 @@ def cuda_devices() -> tuple[list[dict[str, Any]], str]:
             if float((ones @ ones).sum()) != 64.0**3:
                 return devices, f"{own} computes wrong results"
     except RuntimeError as error:
-        return devices, str(error).splitlines()[0]
+        return devices, first_line(error)
     return devices, ""
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed as dist
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, first_line
 
 
 class Answer(NamedTuple):
@@ -52,7 +52,7 @@ class Rounds:
         try:
             answer = {"value": job(), "trouble": ""}
         except Exception as error:  # a failed check is a result
-            answer = {"value": None, "trouble": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            answer = {"value": None, "trouble": f"{type(error).__name__}: {first_line(error)}"}
         self._store.set(f"{name}/{self.rank}", json.dumps(answer))
         if self.rank == 0:
             answers = self._collect(name)

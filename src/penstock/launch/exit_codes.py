@@ -14,7 +14,9 @@ class ExitCode(IntEnum):
 
     DONE = 0
     FAILED = 1
+    """The run failed, or one of its processes was killed."""
     BAD_INPUT = 2
+    """Nothing was started or written."""
     NOT_FINITE = 3
     """Losses or gradients were NaN or infinite more often in a row than allowed; a restart would repeat the same steps."""
     GAVE_UP = 4

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from penstock.bounded_io import parse_json
-from penstock.checkpoint.find import FOLDER, is_checkpoint, is_whole, steps_in
+from penstock.checkpoint.find import FOLDER, is_checkpoint, is_whole, step_of, steps_in
 from penstock.host import to_stderr
 from penstock.launch.exit_codes import ExitCode
 from penstock.launch.parent_death import LAUNCHER
@@ -126,7 +126,7 @@ class _RestartPolicy:
         self._resume = resume
         self._restarts = restarts
         self._at_start = _newest(run)
-        self._chosen = _step_of(Path(resume)) if resume and is_checkpoint(Path(resume)) else None
+        self._chosen = step_of(Path(resume)) if resume and is_checkpoint(Path(resume)) else None
         self._best = self._at_start if self._chosen is None else self._chosen
         self._failed = 0
         self.attempt = 0
@@ -160,10 +160,6 @@ class _RestartPolicy:
 def _newest(run: Path) -> int:
     """Return the step of a run's newest complete checkpoint; -1 if it has none."""
     return next((step for step, path in steps_in(run / FOLDER) if is_whole(path)), -1)
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 @dataclass(frozen=True)

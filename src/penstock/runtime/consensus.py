@@ -189,6 +189,7 @@ def agree(
 
 
 _FLAGS, _BITS = 3, 28  # number of flags, and bits of a digest and of its complement above them
+# Ranks combine their marks with OR. Two digests that differ set one bit both in the digest and in its complement.
 
 
 def marks_of(digest: int | None) -> int:

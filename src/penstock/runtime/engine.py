@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.data.thread_reducer import thread_reducers
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
@@ -27,7 +28,6 @@ from penstock.runtime.tracing.gather import gather_trace
 from penstock.runtime.tracing.recorder import measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
-from penstock.runtime.weights.recompute_choice import choose_recompute
 from penstock.runtime.weights.shared import broadcast_shared
 from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
@@ -143,16 +143,13 @@ class Engine:
 
     @contextmanager
     def step(self, trains: bool) -> Iterator[None]:
-        """Return a context for one step: split the batch in it, then call `run`.
-
-        An error raised in it before `run` is sent to the other ranks, so that they do not wait.
+        """Return a context for one step: split the batch in it, then call `run`. Errors before `run` go to all ranks.
 
         Args:
             trains: True for a training step, False for an evaluation.
 
         Raises:
-            PenstockError: if a step of this pipeline is under way, or a rank added to gradients after an earlier step had
-                failed (`LateRanks`).
+            PenstockError: if a step is under way, or a rank added to gradients after a failed step (`LateRanks`).
             ReplicaError: if copies of a parameter or buffer differ; every rank raises it.
             StageError: if no loss has a graph although there is something to train.
         """
@@ -187,7 +184,7 @@ class Engine:
         self._conclude(trains, executors)
 
     def run(self, batches: Sequence[LocalBatch], options: StepOptions) -> list[Work]:
-        """Run the step whose context is open.
+        """Run the step whose context is open; raises what `Executor.run` raises.
 
         Args:
             batches: batch of each replica of this process.
@@ -347,11 +344,18 @@ class Engine:
             executor.ops = [(row, wrap(executor.rank, op)) for row, op in executor.ops]
 
     def choose_recompute(self, memory: int) -> None:
-        """Choose the layers to recompute from now on, after the first step has measured all; see `choose_recompute`."""
-        for local_stages in self._all_replicas:
-            for rank in self.local_ranks:
-                stages = {s: stage for (r, s), stage in local_stages.stages.items() if r == rank}
-                choose_recompute(local_stages.schedule, rank, stages, memory)
+        """Choose the layers to recompute from now on, after the first step has measured all; every process calls it.
+
+        Raises:
+            ConfigError: on every process, if a rank's activations do not fit with every layer recomputed.
+        """
+
+        def choose() -> None:
+            for local_stages in self._all_replicas:
+                local_stages.choose_recompute(memory)
+
+        world = self._world
+        run_each(choose, partial(world.exchange_all, action="choose what to recompute") if world else None)
 
     def trace(self) -> Trace | None:
         """Return the trace of the last step of this process's ranks; None before the first."""

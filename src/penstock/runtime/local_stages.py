@@ -21,6 +21,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
+from penstock.runtime.weights.recompute_choice import choose_recompute
 from penstock.runtime.weights.replicas import Exchange, Replicas
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
@@ -240,6 +241,13 @@ class LocalStages:
         if replicas == 1 and not self.ties and not any(self.shared_groups.values()):
             return None
         return FixedModules(self.modules.values(), self.ties.over_stages)
+
+    def choose_recompute(self, memory: int) -> None:
+        """Choose the layers of each rank to recompute; see `penstock.runtime.weights.recompute_choice`."""
+        for rank, stages_of_rank in enumerate(self.schedule.placement.stages_of):
+            stages = {s: self.stages[rank, s] for s in stages_of_rank if (rank, s) in self.stages}
+            if stages:
+                choose_recompute(self.schedule, rank, stages, memory)
 
     def executor(
         self, trains: bool, rank: int, channel: Channel | None, fixed: FixedModules | None = None

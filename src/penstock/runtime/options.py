@@ -59,7 +59,7 @@ class ExecutionOptions:
     Args:
         first_timeout: timeout in seconds until the first training step is done, and in the first evaluation, since both
             compile and import (default 600).
-        memory: bytes of activations that a rank may hold, for ``recompute="auto"``.
+        memory: bytes of activations that a rank may hold; for ``recompute="auto"`` alone, which needs it (default None).
         offload: keep tensors saved for the backward in host memory, for stages on a GPU (default False).
         compile: modules given to ``torch.compile``: "none" (default), "block" (each layer) or "stage" (each stage's layers
             together).

@@ -200,7 +200,9 @@ class Pipeline:
         Raises:
             BatchError: if the batch cannot be split, does not fit the layers, or requires a gradient; nothing has run.
             NonFiniteError: if a loss or a gradient is NaN or infinite; names stage and microbatch.
-            StageError: if a stage's own code failed, here or on another rank (then a `PeerError`).
+            StageError: if a stage's own code failed on this rank.
+            PeerError: if another rank failed first.
+            WaitTimeoutError, HangError: if a wait exceeds the timeout, or a rank hangs. ReplicaError: if copies differ.
         """
         return self._run(True, x, y, outputs, input_grads, named)
 
@@ -246,8 +248,7 @@ class Pipeline:
         """Load parameters and buffers by whole-model name; entries of stages held elsewhere are left alone.
 
         Raises:
-            ConfigError: if an entry of a stage held here is missing or has another shape, or no layer has the name; then
-                nothing is loaded.
+            ConfigError: if an entry is missing, misshapen or of no layer; then nothing is loaded.
         """
         self._engine.wait_for_parameters()
         self._parameters.load_state_dict(state)
@@ -322,7 +323,7 @@ class Pipeline:
     def sum_over_ranks(self, values: Tensor, replicas: bool = False) -> Tensor:
         """Return the sum of a float64 tensor over the processes of this pipeline, or of all replicas; all of them call it.
 
-        If there is one process, return the tensor itself.
+        With one process, the tensor itself is returned.
         """
         if self.world is None:
             return values
@@ -394,6 +395,6 @@ class Pipeline:
             works = self._engine.run(batches, options)
         self.steps += trains
         if trains and self._memory is not None:
-            self._engine.choose_recompute(self._memory)
-            self._memory = None
+            memory, self._memory = self._memory, None
+            self._engine.choose_recompute(memory)
         return step_result(works, self.microbatches * self.replicas)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from penstock.errors import ConfigError, ScheduleError
+from penstock.errors import ConfigError, ScheduleError, first_line
 from penstock.parallel.mesh import MeshShape, require_fit
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
@@ -142,7 +142,7 @@ def local_device(device: torch.device | str | None, in_processes: bool) -> torch
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"{device!r} is no device: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{device!r} is no device: {first_line(error)}") from error
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(

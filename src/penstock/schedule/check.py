@@ -180,7 +180,7 @@ def _order(schedule: Schedule, forward_only: bool) -> Iterator[str]:
                 f"{schedule.op(a)} is on rank {rank[a]} but {schedule.op(b)} on rank {rank[b]}; "
                 "the saved activations are where the forward ran"
             )
-        # Both halves of a pair run at once, so a pair's backward cannot need its own forward.
+        # The forward and backward of a pair run at once, so a pair's backward cannot need its own forward.
         late = ~apart & ((first >= then) | (schedule.paired[first] & (then == first + 1)))
         for a, b in zip(first[late], then[late], strict=True):
             yield f"{schedule.op(b)} on rank {rank[b]} does not come after {schedule.op(a)}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
+from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError, first_line
 from penstock.parallel.data.attendance import Visit
 from penstock.parallel.data.exchange import gather_values
 
@@ -223,8 +223,7 @@ def _failure(
         )
     missing = visit.missing(patience=3.0) if visit is not None else ""
     return PeerError(
-        f"the connection to another replica broke: {text.splitlines()[0]}"
-        + (f" ({missing})" if missing else "")
+        f"the connection to another replica broke: {first_line(error)}" + (f" ({missing})" if missing else "")
     )
 
 

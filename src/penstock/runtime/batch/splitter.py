@@ -40,7 +40,7 @@ def require_reduction(reduction: object) -> Reduction:
     if callable(reduction) or (isinstance(reduction, str) and reduction in ("mean", "sum")):
         return reduction
     raise ConfigError(
-        f"reduction must be 'mean', 'sum' or a function of a microbatch's target that counts, not {reduction!r}"
+        f"reduction must be 'mean', 'sum' or a function that returns the weight of a microbatch's target, not {reduction!r}"
     )
 
 
@@ -102,7 +102,7 @@ class BatchSplitter:
             options: options of the step.
 
         Raises:
-            BatchError: if the input or the target is missing, cannot be split, or has other rows than the rest.
+            BatchError: if the input or the target is missing, cannot be split, or has another number of rows than the input.
         """
         inputs: list[object] = []
         targets: list[object] = []

@@ -66,8 +66,8 @@ class PipelineOptimizer:
             name and parameter) or ``names``, and optimizer options for these parameters. A parameter belongs to the first
             group that takes it, or to one more group at the end with only the `defaults`. Every rank has all groups in
             this order, some possibly empty.
-        accumulate: pipeline steps that make one update, by the mean of their gradients (default 1); replicas add theirs
-            once.
+        accumulate: pipeline steps that make one update, by the mean of their gradients (default 1), also with
+            ``reduction="sum"``. Gradients are reduced over replicas in the last of them only.
         clip: largest global 2-norm of the gradients; ``math.inf`` only measures it (default None, neither).
         lr_factor: function from the number of updates done to a factor of every group's learning rate.
         lr_scheduler: function that makes a scheduler of ``torch.optim.lr_scheduler`` for an optimizer; excludes
@@ -158,14 +158,15 @@ class PipelineOptimizer:
         return [(name, p) for name, p in updated if p is not None]
 
     def step(self) -> OptimizerStep:
-        """Count the gradients of the last ``pipe.step``; on every `accumulate`-th call, update the weights and drop them.
+        """Count the gradients of the last ``pipe.step``; on every `accumulate`-th call, update the weights.
 
         Every process calls it. The order is: unscale, take the mean, clip, update, step the learning rate. A skipped
-        update leaves weights, optimizer state and learning rate unchanged.
+        update leaves weights, optimizer state and learning rate unchanged. Gradients are dropped after an update.
 
         Raises:
             NonFiniteError: if `clip` is given and the norm is infinite or NaN, and no scaler has skipped the update; the
                 weights are unchanged, and the gradients are dropped.
+            PenstockError: if another PipelineOptimizer was made for the pipeline since.
         """
         if self.pipe.shards is not self.shards:
             raise PenstockError(

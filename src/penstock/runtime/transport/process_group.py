@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import PeerError, WaitTimeoutError
+from penstock.errors import PeerError, WaitTimeoutError, first_line
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (
     DEVICE,
@@ -324,7 +324,7 @@ def _begin(
 
 
 def _connection_error(rank: int, error: RuntimeError) -> PeerError:
-    return PeerError(f"the connection to rank {rank} broke: {str(error).splitlines()[0]}")
+    return PeerError(f"the connection to rank {rank} broke: {first_line(error)}")
 
 
 def _wait(work: dist.Work, timeout: timedelta | None, peer: int, action: str) -> None:

@@ -41,8 +41,8 @@ class Replicas:
     Args:
         reducer: communicator with the same rank of the other replicas; None if there is one replica, whose tensors are
             sharded.
-        exchange: gives the values of all processes at this one's place in their pipelines to each of them; None if the
-            replicas are threads of one process.
+        exchange: function that takes this process's value and returns those of the processes with the same rank in every
+            replica; None if the replicas are threads of one process.
         modules: modules of the rank's stages by number.
         shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
             those of the other ranks (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
@@ -195,8 +195,8 @@ class Replicas:
         try:
             yield
         except Exception as error:
-            # The other replicas of this rank did not hear what another rank of this pipeline reported. Buckets pass on
-            # only errors that are not of the transport, since theirs would notice those.
+            # Buckets do not pass on transport errors, which all replicas see for themselves. This one comes from the
+            # pipeline's own channel, which the other replicas do not see.
             reported = PenstockError(str(error)) if isinstance(error, TransportError) else error
             self.buckets.abandon(reported)
             raise

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import PeerError, WaitTimeoutError
+from penstock.errors import PeerError, WaitTimeoutError, first_line
 from penstock.parallel.data.attendance import Attendance, Visit
 from penstock.parallel.data.exchange import gather_values
 from penstock.runtime.health.hang import POLL_INTERVAL, dump_stacks
@@ -129,7 +129,7 @@ class Collectives:
             return PeerError(f"{failed}, while the other processes were to {action}")
         missing = visit.missing(patience=REPORT_SECONDS) if visit is not None else ""
         missing = missing or "another process closed the connection"
-        return PeerError(f"{missing}, when the processes were to {action}: {str(error).splitlines()[0]}")
+        return PeerError(f"{missing}, when the processes were to {action}: {first_line(error)}")
 
     def _timeout_error(self, action: str, seconds: float, visit: Visit | None) -> WaitTimeoutError:
         missing = self.peer_registry.find_failed() or (visit.missing() if visit is not None else "")

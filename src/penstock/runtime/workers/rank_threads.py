@@ -188,7 +188,7 @@ class RankThreads:
             dump_stacks(description)
             raise HangError(
                 f"{description}; it did not stop within {since:.1f} s of the failure: {first}. The stacks of all threads "
-                "are on stderr; only the end of the process ends this thread"
+                "are on stderr; only ending the process ends this thread"
             ) from first
         first.add_note(f"{description}; it was left behind after {since:.1f} s")
         raise first
@@ -204,7 +204,7 @@ class RankThreads:
         self._hung = set(self._running)
         raise HangError(
             f"{description}, which is longer than the timeout of {self.timeout.seconds:g} s. All stacks are on stderr; "
-            "only the end of the process ends this thread"
+            "only ending the process ends this thread"
         )
 
     def _describe(self, ranks: set[int], detector: HangDetector | None) -> str:

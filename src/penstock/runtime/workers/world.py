@@ -18,7 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch d
 # Private, since there is no public way: groups keep the timeout they are made with, and the first step needs a longer one.
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from penstock.errors import ConfigError, PeerError, TransportError, WaitTimeoutError
+from penstock.errors import ConfigError, PeerError, TransportError, WaitTimeoutError, first_line
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer, Reducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
@@ -152,7 +152,7 @@ class World:
         except RuntimeError as error:
             raise WaitTimeoutError(
                 f"rank {self.rank} did not meet all {self.size} processes through {STORE}={path} within "
-                f"{self.timeout.seconds:g} s: {str(error).splitlines()[0]}"
+                f"{self.timeout.seconds:g} s: {first_line(error)}"
             ) from error
 
     def apply_timeout(self) -> None:
@@ -375,7 +375,7 @@ def _named_errors(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
+        raise PeerError(f"{what}: {first_line(error)}") from error
 
 
 def _device_kind() -> str:

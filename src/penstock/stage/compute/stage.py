@@ -122,7 +122,9 @@ class Stage:
         Raises:
             PenstockError: if a forward changed state that other ranks or replicas have copies of.
         """
-        if not self.module.before:  # with ZeRO these write the parameters' values during the step
+        if (
+            not self.module.before
+        ):  # with ZeRO these write gathered parameters during the step, which is no fault
             self.isolation.require_constant()
 
     def forward(self, microbatch: int, inputs: Messages, split: bool = False, drop: bool = False) -> Messages:

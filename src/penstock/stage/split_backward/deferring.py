@@ -163,7 +163,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Use | None:
-    """Make the use of y = x Wᵀ + b, with any number of leading dimensions."""
+    """Return the `Use` of y = x Wᵀ + b, with any number of leading dimensions."""
     # For an input that is not contiguous, matmul decides by the weight's requires_grad whether to fold it into a matrix
     # (should_fold in ATen's LinearAlgebra.cpp), which changes the last bits of the result.
     folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
@@ -181,7 +181,7 @@ def _linear_weights(
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Use | None:
-    """Make the use of y = x W + b, as in Hugging Face's GPT-2."""
+    """Return the `Use` of y = x W + b, as in Hugging Face's GPT-2."""
     if options or input.dim() != 1:
         return None
     return Use(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input))
@@ -205,7 +205,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Use | None:
-    """Make the use of an embedding table, whose input has no gradient."""
+    """Return the `Use` of an embedding table, whose input has no gradient."""
     if max_norm is not None or sparse:
         return None
 
