@@ -41,7 +41,9 @@ class Loaded:
 class Checkpoints:
     """A folder of checkpoints of a pipeline and its optimizer, loadable at any split; a context manager.
 
-    With several processes, each makes one with the same arguments and makes all calls. They share the folder. ::
+    A load restores parameters, buffers, the optimizer, ``pipe.steps`` and torch's default generators. A save replaces a
+    checkpoint of the same step. With several processes, each makes one `Checkpoints` with the same arguments and makes all
+    calls; they share the folder. ::
 
         with Checkpoints("run/checkpoints", pipe, optimizer) as checkpoints:
             newest = checkpoints.load_newest() if resuming else None
@@ -57,7 +59,7 @@ class Checkpoints:
         optimizer: optimizer of the pipeline, saved with it (default none).
         keep_last: number of the newest checkpoints to keep after a save (default 3); 0 keeps all.
         keep_every: interval in steps; checkpoints whose step is a multiple are kept, too (default 0: none).
-        config: plain values that describe the run, stored in each checkpoint (default none).
+        config: plain values that describe the run, stored in each checkpoint and not compared by a load (default none).
         timeout: seconds to wait for other processes during a save (default 600).
     """
 

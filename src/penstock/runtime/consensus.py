@@ -82,7 +82,7 @@ def find_nonfinite(
     first: int,
     sharded_grads: Callable[[int], list[Tensor]] | None = None,
 ) -> Refusal | None:
-    """Return the first number of a rank's step that is NaN or infinite, and clear the stages' finite sums.
+    """Return the first number of a rank's step that is NaN or infinite, and clear the stages' `finite_sums`.
 
     Args:
         stages: stages of this rank by number.

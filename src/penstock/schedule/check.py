@@ -20,7 +20,7 @@ from penstock.schedule.program import Program, lower
 from penstock.schedule.schedule import Schedule
 
 SHOWN = 8
-_MISSING = 10_000_000  # from so many missing forwards on, they are not listed
+_MISSING = 10_000_000  # with more missing forwards than this, they are counted and not listed
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
         if problems:
             raise ScheduleError(f"{schedule.name} is no valid schedule: " + "; ".join(problems))
     program = lower(schedule)
-    stuck = np.flatnonzero(program.level == 0)
+    stuck = np.flatnonzero(program.level == 0)  # ops that never became ready; see `penstock.schedule.order`
     if len(stuck):
         raise ScheduleError(f"{schedule.name} deadlocks: {_cycle(program)}")
     if schedule.placement.has_copies:

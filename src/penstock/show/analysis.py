@@ -81,7 +81,7 @@ class StepAnalysis:
 
     @cached_property
     def over_plan(self) -> str:
-        """A sentence that compares a measured step with its plan; empty without either."""
+        """A sentence that compares a measured step with its plan; empty if it has no plan or was simulated."""
         if self.plan is None or not self.measured:
             return ""
         return compare_with_plan(self.split, bubbles(self.plan.trace))

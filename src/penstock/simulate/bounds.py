@@ -143,10 +143,13 @@ def _machine(paths: _Paths, stages: list[int], copies: int, microbatches: int, c
     """Return the one-machine bound of `copies` ranks that share the work of some stages."""
     forward = paths.forward[stages]
     if costs.pair is not None:
-        # In a pair a forward may take as little as the pair takes longer than its backward.
+        # In a pair, a forward adds only the time that the pair takes beyond its backward.
         beside = costs.seconds[stages][:, [Kind.B, Kind.I]].max()
         forward = np.clip(costs.pair[stages] - beside, 0, forward)
-    head, tail = (np.concatenate([side[k][stages] for k in (Kind.F, Kind.I, Kind.W)]) for side in paths[3:])
+    head, tail = (
+        np.concatenate([side[k][stages] for k in (Kind.F, Kind.I, Kind.W)])
+        for side in (paths.head, paths.tail)
+    )
     work = microbatches * np.concatenate([forward, paths.inputs[stages], paths.weights[stages]])
     head, tail, work = head[work > 0], tail[work > 0], work[work > 0]
     order = np.argsort(-head, kind="stable")

@@ -157,7 +157,7 @@ class GroupReducer:
             raise _failure(error, what, self.timeout, visit) from error
         if work is None:
             return DONE
-        # With a timeout the host would wait for NCCL, whose own watchdog enforces the group's timeout.
+        # On CUDA no timeout is given, since the host would block; NCCL's own watchdog enforces the group's.
         timeout = None if flat.is_cuda else self.timeout
         return _Waiting(work, timeout, f"{what} {flat.numel()} values", self._require_all, visit)
 

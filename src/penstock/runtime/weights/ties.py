@@ -1,4 +1,7 @@
-"""Tied weights of a model split into stages: one parameter on each rank, all of them equal."""
+"""Tied weights of a model split into stages: one parameter on each rank, all of them equal.
+
+`penstock.runtime.weights.shared` sums their gradients.
+"""
 
 from __future__ import annotations
 

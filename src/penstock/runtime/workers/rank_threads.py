@@ -25,7 +25,12 @@ from penstock.runtime.workers.timeout import Timeout
 
 
 class _JobEnds:
-    """Ends of the jobs of one run: `reports` with their errors, and `ranks`, which an interrupt cannot lose."""
+    """Reports of the ranks as the jobs of one run end.
+
+    Attributes:
+        reports: queue of (rank, error), with None for a job that succeeded.
+        ranks: ranks whose jobs have ended, kept apart because an interrupt can lose a report taken from the queue.
+    """
 
     def __init__(self) -> None:
         self.reports: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
@@ -40,7 +45,7 @@ class RankThreads:
 
     Args:
         ranks: number of ranks.
-        timeout: timeout after which a rank that keeps the others waiting hangs.
+        timeout: timeout after which a rank that keeps the others waiting counts as hung.
         streams: CUDA streams of the ranks; None on the CPU (default).
     """
 
@@ -177,7 +182,7 @@ class RankThreads:
     def _give_up(
         self, errors: Sequence[BaseException], since: float, hung: set[int], detector: HangDetector | None
     ) -> None:
-        """Raise the first error without the ranks still at work, once they have had time to stop."""
+        """Raise the first error, without waiting for ranks still at work; do nothing before the grace period is over."""
         first = _first(errors)
         timed_out = isinstance(first, WaitTimeoutError)
         if since < min(self.timeout.seconds, SHORT_GRACE if timed_out else GRACE):

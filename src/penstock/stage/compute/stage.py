@@ -51,7 +51,7 @@ class Stage:
         held_bytes: bytes that the held microbatches keep alive for their backwards, each counted as the first one of
             its kind was measured; 0 for stages that hold compiled modules or call ``torch.func.grad``.
         split_checks: checks that the split backward gives the same gradients as the full one, layer by layer.
-        finite_sums: (microbatch, 0-d tensor) of each backward so far, finite if the gradients it returned are.
+        finite_sums: (microbatch, 0-d tensor) of each returned gradient so far; the sum is finite only if the gradient is.
     """
 
     def __init__(
