@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from penstock.doctor.machine import open_now
-from penstock.errors import PenstockError, WaitTimeoutError
+from penstock.errors import PeerError, PenstockError, WaitTimeoutError
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
@@ -117,7 +117,10 @@ def unanswered(world: World, timeout: float) -> float:
         began = time.perf_counter()
         try:
             channel.recv(last, _PING)
-        except WaitTimeoutError:
+        except (
+            WaitTimeoutError,
+            PeerError,
+        ):  # gloo breaks the connection of a rank whose wait ends a moment earlier
             took = time.perf_counter() - began
         else:
             raise PenstockError(f"received a message from rank {last}, which sent none")
