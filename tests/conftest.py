@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,8 +11,10 @@ from hypothesis import settings
 
 from tests.support.children import end_with_this_process
 
-settings.register_profile("reproducible", deadline=None, derandomize=True)
-settings.load_profile("reproducible")
+# CI sees the same examples each time; elsewhere each run explores new ones, and prints how to repeat what fails.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("exploring", deadline=None, print_blob=True)
+settings.load_profile("repeatable" if os.environ.get("CI") else "exploring")
 
 
 def pytest_configure() -> None:

@@ -142,6 +142,27 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank_and_the_next_one_run
         assert texts[2] == "ok"
 
 
+def a_reduction_raises(rank: int) -> str:
+    def reduction(target: torch.Tensor) -> float:
+        raise ZeroDivisionError("no tokens")
+
+    with Pipeline(
+        plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, reduction=reduction
+    ) as pipe:
+        try:
+            pipe.step(*plain.batch(0, 8))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError("the step did not fail")
+
+
+def test_an_error_of_the_users_own_before_the_step_names_its_class_on_every_rank(processes: LocalProcesses):
+    texts = processes.run(2, a_reduction_raises)
+    assert any(text.startswith("ZeroDivisionError: no tokens") for text in texts), texts
+    for text in texts:
+        assert "ZeroDivisionError: no tokens" in text
+
+
 def each_rank_shuffles(rank: int, mesh: MeshShape) -> list[str]:
     texts = []
     options = {"microbatches": 2, "mesh": mesh, "timeout": 300}

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from penstock.errors import PeerError
+from penstock.errors import PeerError, PenstockError
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import (
     COUNTED,
@@ -124,8 +124,10 @@ class Executor:
     def refuse(self, step: int, error: BaseException) -> None:
         """Tell the other ranks that this process cannot run a step."""
         if self.channel is not None:
+            ours = isinstance(error, PenstockError)
+            text = str(error) if ours else f"rank {self.rank}: {type(error).__name__}: {error}"
             self.channel.open(step)
-            self.channel.fail(Failure(self.rank, step, str(error)))
+            self.channel.fail(Failure(self.rank, step, text))
 
     def _begin(self, step: int, work: Work) -> None:
         progress = self.progress
@@ -155,7 +157,7 @@ class Executor:
             self.replicas.finish()
 
     def _fail(self, step: int, error: BaseException) -> NoReturn:
-        # The progress words stay: other ranks may still ask which rank this one was waiting for.
+        # The progress stays: other ranks may still ask which rank this one was waiting for.
         report = explain_error(
             error, self.rank, self.program, self.channel, self.progress, self._state.inputs
         )

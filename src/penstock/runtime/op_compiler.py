@@ -33,7 +33,7 @@ class Gradients(Protocol):
     """Gradients that are reduced once a stage's are complete."""
 
     def complete(self, stage: int) -> None:
-        """Reduce the gradients of a stage."""
+        """Mark this rank's gradients of a stage as complete."""
 
 
 @dataclass

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import PenstockError, SplitError
 from penstock.stage.layers import Layer, require_initialized
@@ -151,50 +150,3 @@ class _Together(nn.Module):
 
 def _call(isolated_call: IsolatedCall | None, name: str, layer: nn.Module, call: Callable[[], Any]) -> Any:
     return call() if isolated_call is None else isolated_call(name, layer, call)
-
-
-BufferPlace = tuple[nn.Module, str]
-"""(Module that owns a buffer, name of the buffer in it)."""
-
-
-def buffer_places(modules: Iterable[nn.Module]) -> list[BufferPlace]:
-    """Return the places of all buffers of these modules and the modules within them."""
-    owners = dict.fromkeys(owner for module in modules for owner in module.modules())
-    return [
-        (owner, name)
-        for owner in owners
-        for name, _ in owner.named_buffers("", False, remove_duplicate=False)
-    ]
-
-
-def get_buffers(places: Iterable[BufferPlace]) -> list[Tensor]:
-    """Return the buffers at these places."""
-    return [owner.get_buffer(name) for owner, name in places]
-
-
-@contextmanager
-def replaced_buffers(places: Sequence[BufferPlace], values: Sequence[Tensor]) -> Iterator[None]:
-    """Put other tensors in the buffers' places within the body, and the buffers themselves back afterwards."""
-    buffers = get_buffers(places)
-    for (owner, name), value in zip(places, values, strict=True):
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for (owner, name), buffer in zip(places, buffers, strict=True):
-            setattr(owner, name, buffer)
-
-
-def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
-    """Copy a module's buffers; return a function that restores them, so that a forward can run again."""
-    places = buffer_places([module])
-    buffers = get_buffers(places)
-    values = [buffer.clone() for buffer in buffers]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for (owner, name), buffer, value in zip(places, buffers, values, strict=True):
-                setattr(owner, name, buffer)
-                buffer.copy_(value)
-
-    return restore

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.module import snapshot_buffers
+from penstock.stage.compute.module_buffers import snapshot_buffers
 from penstock.stage.values import Message
 
 

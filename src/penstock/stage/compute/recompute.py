@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.stage.compute.footprint import refuses_hooks
-from penstock.stage.module import BufferPlace, buffer_places, get_buffers, replaced_buffers
+from penstock.stage.compute.module_buffers import BufferPlace, buffer_places, get_buffers, replaced_buffers
 
 Policy = str | int
 """``"none"``, ``"full"`` (every layer), a number k (every k-th layer), or ``"auto"`` (as few as a limit allows)."""

@@ -21,12 +21,12 @@ class SavedGraph(NamedTuple):
     input_grads: InputGrads
     roots: tuple[Any, ...]  # gradient edges; on the last stage the weighted loss
 
-    def backward(self, grads: Sequence[Tensor | None] | None, where: str) -> None:
+    def backward(self, grads: Sequence[Tensor | None] | None, stage: int, microbatch: int) -> None:
         """Run the backward of the segment.
 
         Args:
             grads: gradient of each root, None for a root without one; None instead of the list to start from the loss.
-            where: stage and microbatch, for the message.
+            stage, microbatch: numbers of both, for the message.
 
         Raises:
             PenstockError: if the number of gradients is not that of the roots.
@@ -37,7 +37,8 @@ class SavedGraph(NamedTuple):
             return
         if len(grads) != len(self.roots):
             raise PenstockError(
-                f"{where}: {len(grads)} gradient(s) came back for {len(self.roots)} output(s) that need one"
+                f"stage {stage}, microbatch {microbatch}: {len(grads)} gradient(s) came back for {len(self.roots)} "
+                "output(s) that need one"
             )
         pairs = [(r, g) for r, g in zip(self.roots, grads, strict=True) if g is not None]
         if pairs:

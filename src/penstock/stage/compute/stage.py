@@ -7,7 +7,6 @@ that later stages return (or from the loss), and nothing passes from one microba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -122,9 +121,8 @@ class Stage:
         Raises:
             PenstockError: if a forward changed state that other ranks or replicas have copies of.
         """
-        if (
-            not self.module.before
-        ):  # with ZeRO these write gathered parameters during the step, which is no fault
+        # With ZeRO, the functions in `before` write gathered parameters during the step, which is no fault.
+        if not self.module.before:
             self.isolation.require_constant()
 
     def forward(self, microbatch: int, inputs: Messages, split: bool = False, drop: bool = False) -> Messages:
@@ -341,8 +339,11 @@ class Stage:
             input_grads = graph.input_grads
             input_grads.caught.clear()
             hooked = follow_hooks(graph.roots, hooked, input_grads)
-            with check.capturing() if isinstance(check, SplitCheck) else nullcontext():
-                graph.backward(output_grads, f"stage {self.index}, microbatch {microbatch}")
+            if isinstance(check, SplitCheck):
+                with check.capturing():
+                    graph.backward(output_grads, self.index, microbatch)
+            else:  # without a context manager, which would cost more than the call
+                graph.backward(output_grads, self.index, microbatch)
             output_grads = input_grads.grads
             if self._first:
                 self._runner.in_place.record_layouts(input_grads)

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.stage.module import buffer_places, get_buffers, replaced_buffers, snapshot_buffers
+from penstock.stage.compute.module_buffers import (
+    buffer_places,
+    get_buffers,
+    replaced_buffers,
+    snapshot_buffers,
+)
 from penstock.stage.rng.audit import Audit, NoForwardMode, refused_draw
 from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use, cuda_states, default_states
 from penstock.stage.rng.isolated_rng import isolated_rng
