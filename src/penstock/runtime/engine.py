@@ -229,8 +229,8 @@ class Engine:
 
     def _tune(self, executors: Sequence[Executor]) -> None:
         """Have the replicas make their buckets again by the last step, each on its own thread."""
-        reducing = [(e, e.replicas) for e in executors if e.replicas is not None]
-        jobs = [partial(replicas.tune, e.program, measured_trace([e])) for e, replicas in reducing]
+        reducing = [(e, e.replica_reduction) for e in executors if e.replica_reduction is not None]
+        jobs = [partial(reduction.tune, e.program, measured_trace([e])) for e, reduction in reducing]
         if self._rank_threads is not None and self.thread_replicas:
             self._rank_threads.run(jobs, _idle)
         else:
@@ -274,8 +274,8 @@ class Engine:
         if self._world is not None:
             self._world.apply_timeout()
         for local_stages in self._all_replicas:
-            for replicas in local_stages.replicas.values():
-                replicas.set_timeout(self.timeout.seconds)
+            for reduction in local_stages.replica_reductions.values():
+                reduction.set_timeout(self.timeout.seconds)
 
     def _prepare(self, trains: bool) -> list[Executor]:
         if trains not in self._executors:
@@ -316,8 +316,9 @@ class Engine:
     @property
     def shards(self) -> Shards | None:
         """Shards of the parameters that this process updates, if replicas divide the update; otherwise None."""
-        replicas = self.local_stages.replicas.get(self._world.rank) if self._world is not None else None
-        return replicas.shards if replicas is not None else None
+        world = self._world
+        reduction = self.local_stages.replica_reductions.get(world.rank) if world is not None else None
+        return reduction.shards if reduction is not None else None
 
     def wait_for_parameters(self) -> None:
         """Wait for parameters that are being collected."""
@@ -385,8 +386,8 @@ class Engine:
         self.local_stages.undo()
         # Hooks on the parameters would keep the reducers, and with them the communicators, as long as the model.
         for local_stages in self._all_replicas:
-            for replicas in local_stages.replicas.values():
-                replicas.detach(wait=self._world is None or not self._failed)
+            for reduction in local_stages.replica_reductions.values():
+                reduction.detach(wait=self._world is None or not self._failed)
         if self._rank_threads is not None:
             self._rank_threads.close()
         if self._watch is not None:

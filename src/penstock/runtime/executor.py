@@ -31,7 +31,7 @@ from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_pro
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.tracing.clocks import clock
 from penstock.runtime.transport.channel import Channel, Failure
-from penstock.runtime.weights.replicas import Replicas
+from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
@@ -48,7 +48,7 @@ class Executor:
         stages: stages of the rank by number.
         channel: the rank's end of the transport; None if there is one rank.
         shared: sums of gradients over the ranks that hold the same parameters; None if there are none.
-        replicas: sums of gradients over replicas; None if there are none.
+        replica_reduction: sums of gradients over replicas; None if there are none.
         fixed: check that modules with copies are unchanged; None if there are no copies.
 
     Attributes:
@@ -64,7 +64,7 @@ class Executor:
         stages: Mapping[int, Stage],
         channel: Channel | None,
         shared: SharedGradients | None = None,
-        replicas: Replicas | None = None,
+        replica_reduction: ReplicaReduction | None = None,
         fixed: FixedModules | None = None,
     ) -> None:
         self.program = program
@@ -72,7 +72,7 @@ class Executor:
         self.stages = stages
         self.channel = channel
         self.shared = shared
-        self.replicas = replicas
+        self.replica_reduction = replica_reduction
         self.fixed = fixed
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
@@ -82,7 +82,7 @@ class Executor:
         self.records = OpRecords(count, clock(self.device, 2 * count))
         self.progress = channel.progress if channel is not None else new_progress()
         self._state = StepState()
-        gradients = [each for each in (shared, replicas) if each is not None]
+        gradients = [each for each in (shared, replica_reduction) if each is not None]
         compiler = OpCompiler(
             program, rank, stages, channel, self._state, self.records, gradients, self.trains
         )
@@ -109,8 +109,10 @@ class Executor:
                 self._run_ops()
                 self._finish_gradients()
                 refusal, work.flags = self._agree()
-            if self.replicas is not None:
-                work.losses, refusal, work.flags = self.replicas.gather(work.losses, refusal, work.flags)
+            if self.replica_reduction is not None:
+                work.losses, refusal, work.flags = self.replica_reduction.gather(
+                    work.losses, refusal, work.flags
+                )
         except BaseException as error:
             self._fail(step, error)
         if self.channel is not None:
@@ -153,8 +155,8 @@ class Executor:
             stage.end()
         if self.shared is not None:
             self.shared.finish()
-        if self.replicas is not None and self.trains:
-            self.replicas.finish()
+        if self.replica_reduction is not None and self.trains:
+            self.replica_reduction.finish()
 
     def _fail(self, step: int, error: BaseException) -> NoReturn:
         # The progress stays: other ranks may still ask which rank this one was waiting for.
@@ -176,15 +178,17 @@ class Executor:
         raise report from error
 
     def _reducing(self, step: int, reduces: bool) -> AbstractContextManager[None]:
-        if self.replicas is None or not self.trains:
+        if self.replica_reduction is None or not self.trains:
             return nullcontext()
-        return self.replicas.step(step, reduces)
+        return self.replica_reduction.step(step, reduces)
 
     def _agree(self) -> tuple[Refusal | None, int]:
         work, schedule = self._state.work, self.program.schedule
         refusal, flags = None, 0
         if work.options.check_finite and self.trains:
-            sharded_grads = self.replicas.sharded_grads if self.replicas is not None else None
+            sharded_grads = (
+                self.replica_reduction.sharded_grads if self.replica_reduction is not None else None
+            )
             refusal = find_nonfinite(
                 self.stages, work.losses, schedule.stages - 1, work.batch.first, sharded_grads
             )

@@ -22,7 +22,7 @@ from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.recompute_choice import choose_recompute
-from penstock.runtime.weights.replicas import Exchange, Replicas
+from penstock.runtime.weights.replicas import Exchange, ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
@@ -62,7 +62,7 @@ class LocalStages:
         modules: stage modules by (rank, stage).
         stages: stages by (rank, stage).
         shared_groups: parameters that other ranks hold, too, by local rank.
-        replicas: reduction of the gradients over replicas, by local rank.
+        replica_reductions: reduction of the gradients over replicas, by local rank.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class LocalStages:
             rank: shared_groups(self.schedule.placement, self.ties, self._of_rank(rank), rank)
             for rank in dict.fromkeys(rank for rank, _ in modules)
         }
-        self.replicas: dict[int, Replicas] = {}
+        self.replica_reductions: dict[int, ReplicaReduction] = {}
 
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
         return {s: module for (r, s), module in self.modules.items() if r == rank}
@@ -199,14 +199,14 @@ class LocalStages:
 
         Args:
             rank: rank of this process.
-            reducer, exchange, zero: arguments of `Replicas`.
+            reducer, exchange, zero: arguments of `ReplicaReduction`.
         """
-        if rank in self.replicas:
-            self.replicas.pop(rank).detach()
+        if rank in self.replica_reductions:
+            self.replica_reductions.pop(rank).detach()
         groups = self.shared_groups[rank]
         # In threads, which share memory, only the first holder of a parameter has its gradient in the end.
         elsewhere = [p for group in groups for p in group.parameters if group.holders[0] != rank]
-        self.replicas[rank] = Replicas(
+        self.replica_reductions[rank] = ReplicaReduction(
             reducer,
             exchange,
             self._of_rank(rank),
@@ -267,7 +267,7 @@ class LocalStages:
             tags = program.tags + 1  # the tag before belongs to the end of the step
             one_memory = self._world is None
             shared = SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory)
-        return Executor(program, rank, stages, channel, shared, self.replicas.get(rank), fixed)
+        return Executor(program, rank, stages, channel, shared, self.replica_reductions.get(rank), fixed)
 
 
 def build_modules(

@@ -52,7 +52,7 @@ def steps(pipe: Pipeline) -> list[Tensor]:
 
 
 def plan(pipe: Pipeline, rank: int) -> list[list[str]]:
-    buckets = pipe._local.replicas[rank].buckets
+    buckets = pipe._local.replica_reductions[rank].buckets
     return [[buckets.entries[m].name for m in bucket.plan.members] for bucket in buckets.buckets]
 
 
@@ -80,9 +80,9 @@ def test_replicas_that_are_threads_choose_together():
         assert all(torch.equal(a, b) for a, b in zip(steps(pipe), steps(other), strict=True))
         for part in pipe._engine.thread_replicas:
             for rank in range(2):
-                here = part.replicas[rank].buckets
+                here = part.replica_reductions[rank].buckets
                 assert [b.plan for b in here.buckets] == [
-                    b.plan for b in pipe._local.replicas[rank].buckets.buckets
+                    b.plan for b in pipe._local.replica_reductions[rank].buckets.buckets
                 ]
 
 

@@ -35,7 +35,7 @@ Exchange = Callable[[Any], list[Any]]
 BucketBytes = int | Literal["auto"]
 
 
-class Replicas:
+class ReplicaReduction:
     """One rank's end of the reduction over replicas.
 
     Args:
