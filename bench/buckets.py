@@ -105,8 +105,8 @@ class SlowLink(GroupReducer):
         self.waits = blocking
         self.free_at = 0.0
 
-    def start(self, flat: Tensor) -> Handle:
-        handle = super().start(flat)
+    def all_reduce(self, flat: Tensor) -> Handle:
+        handle = super().all_reduce(flat)
         seconds = flat.numel() * flat.itemsize * self.seconds_per_byte
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
         slept = _Slept(handle, self.free_at)

@@ -13,16 +13,16 @@ from penstock.runtime.workers.pool import LocalProcesses
 
 def broken(rank: int, blocking: bool) -> list[str]:
     reducer = GroupReducer(timeout=300, blocking=blocking)
-    reducer.start(torch.ones(4)).wait()
+    reducer.all_reduce(torch.ones(4)).wait()
     if rank == 1:
         dist.destroy_process_group()
         return []
     messages = []
     begin = (
-        reducer.start,
-        reducer.start,
-        reducer.scatter,
-        reducer.gather,
+        reducer.all_reduce,
+        reducer.all_reduce,
+        reducer.reduce_scatter,
+        reducer.all_gather,
     )  # the first finds out, the others know
     for act in begin:
         with pytest.raises(PeerError) as info:

@@ -17,7 +17,7 @@ def values(rank: int, count: int = 12) -> torch.Tensor:
 def test_sums_are_in_the_order_of_the_replicas():
     def body(reducer):
         mine = [values(reducer.rank + 10 * n) for n in range(5)]
-        for handle in [reducer.start(flat) for flat in mine]:  # several under way at once
+        for handle in [reducer.all_reduce(flat) for flat in mine]:  # several under way at once
             handle.wait()
         return mine
 
@@ -29,11 +29,11 @@ def test_sums_are_in_the_order_of_the_replicas():
 def test_each_gets_its_part_of_the_sum_and_all_get_all_parts():
     def body(reducer):
         flat = values(reducer.rank)
-        reducer.scatter(flat).wait()
+        reducer.reduce_scatter(flat).wait()
         mine = part_of(flat, reducer.rank, 3).clone()
         full = torch.zeros(12)
         part_of(full, reducer.rank, 3).copy_(mine)
-        reducer.gather(full).wait()
+        reducer.all_gather(full).wait()
         return mine, full
 
     total = (values(0) + values(1)) + values(2)
@@ -50,7 +50,7 @@ def test_numbers_are_exchanged():
 def test_who_did_not_come_is_named():
     def body(reducer):
         if reducer.rank != 1:
-            reducer.start(values(0)).wait()
+            reducer.all_reduce(values(0)).wait()
 
     first, absent, third = each(3, body, timeout=0.2)
     assert absent is None
@@ -65,7 +65,7 @@ def test_a_failure_ends_every_wait_at_once_now_and_later():
             reducer.fail("out of memory")
             return None
         with pytest.raises(PeerError, match="replica 1 failed: out of memory"):
-            reducer.start(values(0)).wait()
+            reducer.all_reduce(values(0)).wait()
         with pytest.raises(PeerError, match="replica 1 failed: out of memory"):
             reducer.exchange([1])()
         return True
@@ -74,7 +74,7 @@ def test_a_failure_ends_every_wait_at_once_now_and_later():
 
 
 def test_a_sum_that_cannot_be_made_fails_on_all():
-    errors = each(2, lambda r: r.start(values(0, 3 + r.rank)).wait())
+    errors = each(2, lambda r: r.all_reduce(values(0, 3 + r.rank)).wait())
     for error in errors:
         assert type(error) is PeerError
         assert "the replicas' sum failed" in str(error)

@@ -70,8 +70,8 @@ with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=mesh, timeout=fl
         trap.seen, trap.armed = -1, rank == int(victim)
     if rank == int(victim) and at == "reduction":
         from penstock.parallel.data.reducer import GroupReducer
-        start = GroupReducer.start
-        GroupReducer.start = lambda self, flat: (start(self, flat), strike())[0]
+        all_reduce = GroupReducer.all_reduce
+        GroupReducer.all_reduce = lambda self, flat: (all_reduce(self, flat), strike())[0]
     try:
         pipe.step(*plain.batch(1, 8 * dp))
         if rank == int(victim) and at == "clip":

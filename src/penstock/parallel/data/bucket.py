@@ -218,7 +218,9 @@ class Bucket:
         self.streams.clear()
         with self._stream.use():
             self._wire = self.flat if self._wire_dtype is None else self.flat.to(self._wire_dtype)
-            self._handle = reducer.scatter(self._wire) if self._sharded else reducer.start(self._wire)
+            self._handle = (
+                reducer.reduce_scatter(self._wire) if self._sharded else reducer.all_reduce(self._wire)
+            )
 
     def wait(self, reducer: Reducer) -> None:
         """Wait for the reduction; the sum, divided, is then in `flat` (or in this replica's part of it)."""

@@ -101,7 +101,7 @@ def add_late(
         for n, view in zip(numbers, views, strict=True):
             if n in late:
                 view.copy_(late[n].reshape(-1))
-        reducer.start(flat).wait()
+        reducer.all_reduce(flat).wait()
         flat.div_(divisor)
         for n, view, shape in zip(numbers, views, shapes, strict=True):
             parameter = known[n][1]

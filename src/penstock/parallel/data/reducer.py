@@ -42,13 +42,13 @@ class Reducer(Protocol):
     rank: int
     size: int
 
-    def start(self, flat: Tensor) -> Handle:
+    def all_reduce(self, flat: Tensor) -> Handle:
         """Start to sum a 1-d tensor over the replicas, in place."""
 
-    def scatter(self, flat: Tensor) -> Handle:
+    def reduce_scatter(self, flat: Tensor) -> Handle:
         """Start to sum a 1-d tensor whose size is a multiple of `size`; replica r gets only the r-th part, in place."""
 
-    def gather(self, flat: Tensor) -> Handle:
+    def all_gather(self, flat: Tensor) -> Handle:
         """Start to fill in a 1-d tensor whose r-th part is on replica r, in place."""
 
     def set_timeout(self, seconds: float) -> None:
@@ -57,7 +57,7 @@ class Reducer(Protocol):
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
         """Start to gather equally many numbers of every replica; return a function that waits for them, by replica."""
 
-    def share(self, value: object) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """Gather a value of every replica, and return them by replica.
 
         Raises:
@@ -108,12 +108,12 @@ class GroupReducer:
         # Small numbers are exchanged in host memory where the group supports it, so that no process waits for the device.
         self._host = "cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"
 
-    def start(self, flat: Tensor) -> Handle:
+    def all_reduce(self, flat: Tensor) -> Handle:
         return self._begin(
             flat, "all-reduce", lambda async_op: dist.all_reduce(flat, group=self.group, async_op=async_op)
         )
 
-    def scatter(self, flat: Tensor) -> Handle:
+    def reduce_scatter(self, flat: Tensor) -> Handle:
         part = part_of(flat, self.rank, self.size)
         return self._begin(
             flat,
@@ -121,7 +121,7 @@ class GroupReducer:
             lambda async_op: _REDUCE_SCATTER(part, flat, group=self.group, async_op=async_op),
         )
 
-    def gather(self, flat: Tensor) -> Handle:
+    def all_gather(self, flat: Tensor) -> Handle:
         part = part_of(flat, self.rank, self.size)
         return self._begin(
             flat, "all-gather", lambda async_op: _ALL_GATHER(flat, part, group=self.group, async_op=async_op)
@@ -134,7 +134,7 @@ class GroupReducer:
         table = torch.zeros(self.size, len(numbers), dtype=torch.int64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
         table = table.to(self._host)
-        handle = self.start(table.view(-1))
+        handle = self.all_reduce(table.view(-1))
 
         def result() -> list[list[int]]:
             handle.wait()
@@ -143,7 +143,7 @@ class GroupReducer:
 
         return result
 
-    def share(self, value: object) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         try:
             return gather_values(value, self.group)
         except RuntimeError as error:

@@ -158,7 +158,7 @@ class Shards:
             stream, flat = self._streams[number], self._flats[number]
             stream.wait_for(flat, [stream.compute_stream()])
             with stream.use():
-                self._coming[number] = self.reducer.gather(flat)
+                self._coming[number] = self.reducer.all_gather(flat)
 
     def wait(self, parameter: Tensor) -> None:
         """Wait until a parameter has its new value; parameters that are not sharded are ignored."""
@@ -210,7 +210,7 @@ class Shards:
                 if state is not None:
                     cpu_state = {k: _on_cpu(v) for k, v in state.items()}
                     local_states[sharded.entry.index] = (sharded.slice, cpu_state)
-            rows = self.reducer.share(local_states)
+            rows = self.reducer.all_gather_object(local_states)
             for sharded in members if keep else ():
                 shards = [row[sharded.entry.index] for row in rows if sharded.entry.index in row]
                 if shards:

@@ -1,7 +1,7 @@
 """A communicator of replicas that are threads; it sums in the order of the replicas, so that results are reproducible.
 
-Every replica registers its buffer; the last one to come computes the sums and writes them to all buffers. So a start never
-waits, however many collectives are in progress.
+Every replica registers its buffer; the last one to come computes the sums and writes them to all buffers. So beginning a
+collective never waits, however many are in progress.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class ThreadReducer:
         self._communicator = communicator
         self._count = 0
 
-    def start(self, flat: Tensor) -> Handle:
+    def all_reduce(self, flat: Tensor) -> Handle:
         return self._join(flat, flat, _all_reduce)
 
-    def scatter(self, flat: Tensor) -> Handle:
+    def reduce_scatter(self, flat: Tensor) -> Handle:
         return self._join(flat, flat, _reduce_scatter)
 
-    def gather(self, flat: Tensor) -> Handle:
+    def all_gather(self, flat: Tensor) -> Handle:
         return self._join(flat, flat, _all_gather)
 
     def set_timeout(self, seconds: float) -> None:
@@ -108,7 +108,7 @@ class ThreadReducer:
 
         return result
 
-    def share(self, value: object) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         handle = self._join(value, None, lambda values: None)
         handle.wait()
         return list(handle.collective.values)
