@@ -23,7 +23,7 @@ class StageModule(nn.Module):
         takes: named values that each layer takes: name → whether it is required.
         gives_by_layer: named values that each layer gives.
         gives: named values that any layer gives.
-        together: module that runs the layers as one compiled call; None if they are not compiled.
+        compiled_layers: module that runs the layers as one compiled call; None if they are not compiled.
         before: functions to call before each layer, which wait for the layer's parameters; empty if there are none.
     """
 
@@ -42,7 +42,7 @@ class StageModule(nn.Module):
             require_initialized(layer.name, module)
             self.layers.append(module.to(device) if device is not None else module)
         self.takes = tuple(names_taken(layer) for layer in self.layers)
-        self.together: _Together | None = None
+        self.compiled_layers: _CompiledLayers | None = None
         self.before: list[Callable[[], None]] = []
         self.gives_by_layer = tuple(names_given(layer) for layer in self.layers)
         self.gives = frozenset(name for names in self.gives_by_layer for name in names)
@@ -59,10 +59,12 @@ class StageModule(nn.Module):
     def run(self, value: Any, context: Context, start: int, stop: int) -> Any:
         """Run layers `start` to `stop` - 1; `context` must be this thread's current one."""
         named, isolated_call = context.named, context.isolated_call
-        if self.together is not None:
+        if self.compiled_layers is not None:
             for wait in self.before:
                 wait()
-            return _call(isolated_call, "all layers", self.together, partial(self.together, value, named))
+            return _call(
+                isolated_call, "all layers", self.compiled_layers, partial(self.compiled_layers, value, named)
+            )
         rng_free = context.rng_free
         for n, layer in enumerate(self.layers):
             if not start <= n < stop:
@@ -77,8 +79,8 @@ class StageModule(nn.Module):
 
     def compile_run(self) -> None:
         """Compile the layers as one with ``torch.compile``; from then on `run` runs all of them."""
-        self.together = _Together(self.layers, self.takes)
-        self.together.compile()
+        self.compiled_layers = _CompiledLayers(self.layers, self.takes)
+        self.compiled_layers.compile()
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (name in the whole model, layer) pairs."""
@@ -134,7 +136,7 @@ class StageModule(nn.Module):
         return None
 
 
-class _Together(nn.Module):
+class _CompiledLayers(nn.Module):
     """All layers of a stage as one call, for ``torch.compile``."""
 
     def __init__(self, layers: nn.ModuleList, takes: Sequence[dict[str, bool]]) -> None:
