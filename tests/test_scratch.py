@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.health.peers import PeerRegistry, supported
-from penstock.runtime.transport.shared_memory import WakeSocket
+from penstock.runtime.transport.shared_memory import WakePipe
 from penstock.scratch import PREFIX, Scratch, remove_abandoned
 
 HOLD = """
@@ -105,8 +105,8 @@ def test_processes_that_start_at_once_leave_each_others_alone(place: Path):
 
 
 @pytest.mark.skipif(not supported(), reason="no shared memory of this kind here")
-def test_a_wake_socket_needs_no_file_and_may_wake_a_process_that_is_gone(place: Path):
-    one, other = WakeSocket(PeerRegistry()), WakeSocket(PeerRegistry())
+def test_a_wake_pipe_needs_no_file_and_may_wake_a_process_that_is_gone(place: Path):
+    one, other = WakePipe(PeerRegistry()), WakePipe(PeerRegistry())
     one.connect(other.host)
     for _ in range(70_000):  # more than a pipe holds
         one.wake(other.host)
@@ -121,10 +121,10 @@ def test_a_wake_socket_needs_no_file_and_may_wake_a_process_that_is_gone(place: 
 
 @pytest.mark.skipif(not supported(), reason="no shared memory of this kind here")
 def test_a_file_that_is_not_a_pipe_is_not_written_to(tmp_path: Path):
-    wake_socket = WakeSocket(PeerRegistry())
+    wake_pipe = WakePipe(PeerRegistry())
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     with pytest.raises(OSError, match="not a pipe"):
-        wake_socket.connect(wake_socket.host._replace(pipe=file))
-    wake_socket.close()
+        wake_pipe.connect(wake_pipe.host._replace(pipe=file))
+    wake_pipe.close()
     os.close(file)
     assert (tmp_path / "file").read_bytes() == b""

@@ -14,7 +14,7 @@ from penstock.runtime.health.peers import PeerRegistry, supported
 from penstock.runtime.health.rank_progress import WAITS, RankProgress
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
-from penstock.runtime.transport.shared_memory import Host, SharedIncoming, SharedOutgoing, WakeSocket
+from penstock.runtime.transport.shared_memory import Host, SharedIncoming, SharedOutgoing, WakePipe
 from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
 
@@ -60,7 +60,7 @@ class ProcessChannel:
     ) -> None:
         shares = not bulk and supported() and os.environ.get(SWITCH, "1") != "0"
         self._peer_registry = peer_registry if peer_registry is not None else PeerRegistry()
-        self._wake_socket = WakeSocket(self._peer_registry) if shares else None
+        self._wake_pipe = WakePipe(self._peer_registry) if shares else None
         self.progress = self._peer_registry.progress
         self.all_progress: Sequence[RankProgress | None] = ()
         rank = dist.get_rank(group)
@@ -87,26 +87,26 @@ class ProcessChannel:
         timeout: Timeout,
     ) -> None:
         """Open the edges that can go through shared memory; both ends must be able to."""
-        wake_socket = self._wake_socket
-        hosts: list[Host | None] = exchange(wake_socket.host if wake_socket is not None else None)
+        wake_pipe = self._wake_pipe
+        hosts: list[Host | None] = exchange(wake_pipe.host if wake_pipe is not None else None)
         offered: dict[int, SharedOutgoing] = {}
-        if wake_socket is not None:
-            near = [host is not None and host.machine == wake_socket.host.machine for host in hosts]
+        if wake_pipe is not None:
+            near = [host is not None and host.machine == wake_pipe.host.machine for host in hosts]
             if sum(near) > len(os.sched_getaffinity(0)):
-                wake_socket.spins = 0
+                wake_pipe.spins = 0
             for peer, (_, capacity) in sorted(outgoing.items()):
                 host = hosts[peer]
                 if host is not None and near[peer]:
                     # Another container or user may hide its files; then the edge goes through the group.
                     with contextlib.suppress(OSError):
-                        offered[peer] = SharedOutgoing(peer, capacity, timeout, wake_socket, host)
+                        offered[peer] = SharedOutgoing(peer, capacity, timeout, wake_pipe, host)
         offers = exchange({peer: edge.offer() for peer, edge in offered.items()})
-        rank = hosts.index(wake_socket.host) if wake_socket is not None else -1
+        rank = hosts.index(wake_pipe.host) if wake_pipe is not None else -1
         for peer in sorted(incoming):
             host = hosts[peer]
-            if wake_socket is not None and host is not None and rank in offers[peer]:
+            if wake_pipe is not None and host is not None and rank in offers[peer]:
                 with contextlib.suppress(OSError):  # as above
-                    self._in[peer] = SharedIncoming(peer, timeout, wake_socket, host, offers[peer][rank])
+                    self._in[peer] = SharedIncoming(peer, timeout, wake_pipe, host, offers[peer][rank])
         opened: list[set[int]] = exchange(set(self._in))
         for peer, edge in offered.items():
             if rank in opened[peer]:
@@ -170,5 +170,5 @@ class ProcessChannel:
             sender.close()
         self._in.clear()
         self._out.clear()
-        if self._wake_socket is not None:
-            self._wake_socket.close()
+        if self._wake_pipe is not None:
+            self._wake_pipe.close()

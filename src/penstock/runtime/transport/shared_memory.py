@@ -75,7 +75,7 @@ class Host(NamedTuple):
     pipe: int
 
 
-class WakeSocket:
+class WakePipe:
     """The pipe by which other processes wake this one, their pipes, and descriptors that tell when they end.
 
     Args:
@@ -250,11 +250,9 @@ class _Segment:
 class SharedOutgoing:
     """The sending end of an edge to rank `peer`, with at most `capacity` messages under way."""
 
-    def __init__(
-        self, peer: int, capacity: int, timeout: Timeout, wake_socket: WakeSocket, host: Host
-    ) -> None:
-        self.peer, self.timeout, self.wake_socket, self.host = peer, timeout, wake_socket, host
-        wake_socket.connect(host)
+    def __init__(self, peer: int, capacity: int, timeout: Timeout, wake_pipe: WakePipe, host: Host) -> None:
+        self.peer, self.timeout, self.wake_pipe, self.host = peer, timeout, wake_pipe, host
+        wake_pipe.connect(host)
         # One slot more than messages, so that the notice of a failure always has one.
         self.ring = _Ring(capacity + 1)
         self._sent = 0
@@ -306,7 +304,7 @@ class SharedOutgoing:
         """Wait for a free slot for a message, and return its number."""
         ring, sent = self.ring, self._sent
         if sent - ring.counters[_TAKEN] >= ring.slots - 1:
-            self.wake_socket.wait(
+            self.wake_pipe.wait(
                 lambda: sent - ring.counters[_TAKEN] < ring.slots - 1,
                 ring.counters, _SENDER_SLEEPS, self.host, self.timeout.seconds, self.peer, "take what was sent",
             )  # fmt: skip
@@ -316,7 +314,7 @@ class SharedOutgoing:
         self._sent += 1
         self.ring.numbers[slot][0] = self._sent
         if self.ring.counters[_RECEIVER_SLEEPS]:
-            self.wake_socket.wake(self.host)
+            self.wake_pipe.wake(self.host)
 
     def _free_segment(self, size: int) -> tuple[int, _Segment]:
         for index, segment in enumerate(self._segments):
@@ -330,10 +328,10 @@ class SharedIncoming:
     """The receiving end of an edge from rank `peer`, on the ring that the sender offers."""
 
     def __init__(
-        self, peer: int, timeout: Timeout, wake_socket: WakeSocket, host: Host, offer: tuple[int, int]
+        self, peer: int, timeout: Timeout, wake_pipe: WakePipe, host: Host, offer: tuple[int, int]
     ) -> None:
-        self.peer, self.timeout, self.wake_socket, self.host = peer, timeout, wake_socket, host
-        wake_socket.connect(host)
+        self.peer, self.timeout, self.wake_pipe, self.host = peer, timeout, wake_pipe, host
+        wake_pipe.connect(host)
         descriptor, slots = offer
         self.ring = _Ring(slots, f"/proc/{host.pid}/fd/{descriptor}")
         self._taken = 0
@@ -369,7 +367,7 @@ class SharedIncoming:
         slot = self._taken % ring.slots
         number = ring.numbers[slot]
         if number[0] != wanted:
-            self.wake_socket.wait(
+            self.wake_pipe.wait(
                 lambda: number[0] == wanted,
                 ring.counters, _RECEIVER_SLEEPS, self.host, self.timeout.seconds, self.peer, "send",
             )  # fmt: skip
@@ -385,4 +383,4 @@ class SharedIncoming:
         self._taken += 1
         self.ring.counters[_TAKEN] = self._taken
         if self.ring.counters[_SENDER_SLEEPS]:
-            self.wake_socket.wake(self.host)
+            self.wake_pipe.wake(self.host)
