@@ -29,13 +29,18 @@ class Message(NamedTuple):
     Attributes:
         leaves: tensors and plain values; for a gradient, a tensor or None for each leaf that needed one.
         structure: pytree spec that assembles the leaves; None for one bare leaf, and for gradients.
-        needs_grad: for every leaf, whether a gradient for it must come back; for a gradient, whether a layer has registered
-            a hook on the tensor it belongs to.
+        needs_grad: for every leaf, whether a gradient for it must come back. A gradient needs none itself: its flags are
+            `hooked`, which only `grad_messages` writes.
     """
 
     leaves: tuple[Any, ...]
     structure: Any = None
     needs_grad: tuple[bool, ...] = (False,)
+
+    @property
+    def hooked(self) -> tuple[bool, ...]:
+        """For each leaf of a gradient, whether a layer has registered a hook on the tensor it belongs to."""
+        return self.needs_grad
 
 
 def pack(value: object, *, travels: bool = True) -> tuple[Message, tuple[Tensor, ...]]:
@@ -213,20 +218,20 @@ def describe(message: Message) -> str:
 
 
 def grad_messages(
-    grads: Sequence[Tensor | None], routes: Sequence[int], hooked: Sequence[bool] = ()
+    grads: Sequence[Tensor | None], grad_counts: Sequence[int], hooked: Sequence[bool] = ()
 ) -> tuple[Message, ...]:
     """Return the gradients of a stage's inputs as messages to the stages that made the inputs.
 
     Args:
         grads: gradient of each input that needs one.
-        routes: number of these inputs from each route, in order.
-        hooked: for each input, whether a layer has registered a hook on it; sent as the messages' `needs_grad`. Empty if
-            no layer has.
+        grad_counts: number of these inputs in each input message, in order.
+        hooked: for each input, whether a layer has registered a hook on it; sent in the place of `needs_grad`. Empty if no
+            layer has.
     """
     grad, hook = iter(grads), iter(hooked)
     if not hooked:
-        return tuple(Message(tuple(islice(grad, n)), None, (False,) * n) for n in routes)
-    return tuple(Message(tuple(islice(grad, n)), None, tuple(islice(hook, n))) for n in routes)
+        return tuple(Message(tuple(islice(grad, n)), None, (False,) * n) for n in grad_counts)
+    return tuple(Message(tuple(islice(grad, n)), None, tuple(islice(hook, n))) for n in grad_counts)
 
 
 class StageState(NamedTuple):

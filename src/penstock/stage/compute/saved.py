@@ -67,7 +67,7 @@ class SavedMicrobatch(NamedTuple):
     """State for the backward of one microbatch."""
 
     segments: list[SavedGraph | SavedInputs]
-    routes: tuple[int, ...]  # number of leaves in each input message that collect a gradient
+    grad_counts: tuple[int, ...]  # number of leaves in each input message that collect a gradient
     queue: Queue | None
 
 

@@ -327,11 +327,11 @@ class Stage:
 
     def backward_input(self, microbatch: int, grads: Messages | None) -> Messages:
         """Run the first half of `backward`: the inputs' gradients, and those weight gradients that cannot wait."""
-        records, routes, queue = self._require(microbatch)
+        records, grad_counts, queue = self._require(microbatch)
         del self._saved[microbatch]
         drop = isinstance(records[0], SavedInputs) and records[0].segment is self._all_layers
         output_grads: list[Any] | None = None if grads is None else [g for p in grads for g in p.leaves]
-        hooked: Sequence[bool] = () if grads is None else [h for p in grads for h in p.needs_grad]
+        hooked: Sequence[bool] = () if grads is None else [h for p in grads for h in p.hooked]
         check = queue.check if queue is not None else None
         while records:
             record = records.pop()
@@ -359,7 +359,7 @@ class Stage:
             if self._waiting_bytes is None:
                 self._waiting_bytes = Footprint(self.module).of(queue.tensors())
             self.held_bytes += self._waiting_bytes
-        messages = grad_messages(output_grads or (), routes, hooked)
+        messages = grad_messages(output_grads or (), grad_counts, hooked)
         for message in messages:
             self.finite_sums += [(microbatch, finite_sum(g)) for g in message.leaves if g is not None]
         return messages
