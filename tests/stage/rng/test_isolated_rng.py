@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from penstock.stage.rng.isolated_rng import _REPLACED, isolated_rng
 from penstock.stage.rng.seeds import seed_of
 from penstock.stage.split_backward.deferring import defer_weight_grads
-from penstock.stage.split_backward.weight_grad import Queue
+from penstock.stage.split_backward.weight_grad import WeightGradQueue
 
 FIXED = torch.Generator().manual_seed(0)
 KEY = (1, 2, 3, "blocks.0")
@@ -298,7 +298,7 @@ def test_with_the_split_backward_gradients_are_those_of_torch(name: str, order: 
         (y.float() * weights).sum().backward()
 
     alone(plain)
-    queue, state = Queue(), torch.get_rng_state()
+    queue, state = WeightGradQueue(), torch.get_rng_state()
     modes = [defer_weight_grads(queue), isolated_rng(*KEY)]
     outer, inner = modes if order == "within" else reversed(modes)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), outer, inner:

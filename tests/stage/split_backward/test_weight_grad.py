@@ -16,7 +16,7 @@ from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.deferring import defer_weight_grads
-from penstock.stage.split_backward.weight_grad import Queue
+from penstock.stage.split_backward.weight_grad import WeightGradQueue
 from penstock.stage.values import Message
 
 FLOATS = torch.Generator().manual_seed(0)
@@ -98,7 +98,7 @@ def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcont
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
         with context():
             plain(leaves[0]).float().square().mean().backward()
-        queue = Queue(shared)
+        queue = WeightGradQueue(shared)
         with context():
             with defer_weight_grads(queue):
                 y = net(leaves[1])
@@ -176,7 +176,7 @@ def test_hooks_of_a_parameter_fire_once_a_microbatch_after_the_last_contribution
     net, seen = Tied(), []
     net.table.weight.register_hook(lambda g: seen.append(("grad", g.clone())))
     net.table.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("done", p.grad.clone())))
-    queue = Queue()
+    queue = WeightGradQueue()
     with defer_weight_grads(queue):
         loss = net(torch.arange(5)).square().mean()
     loss.backward()
@@ -198,7 +198,7 @@ def test_an_input_that_is_written_to_after_its_use_is_refused():
             x += 1
             return y
 
-    net, queue = Overwrites(), Queue()
+    net, queue = Overwrites(), WeightGradQueue()
     with defer_weight_grads(queue):
         loss = net(randn(2, 4)).sum()
     loss.backward()

@@ -23,7 +23,7 @@ from penstock.stage.module import StageModule
 from penstock.stage.named import Context, IsolatedCall, set_context
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split_backward.deferring import defer_weight_grads
-from penstock.stage.split_backward.weight_grad import Queue
+from penstock.stage.split_backward.weight_grad import WeightGradQueue
 from penstock.stage.values import InputGrads, Message, StageState, pack, unpack
 
 _LOSS = "(loss)"
@@ -193,7 +193,7 @@ class Runner:
         microbatch: int,
         state: StageState,
         loss_inputs: LossInputs | None,
-        queue: Queue | None,
+        queue: WeightGradQueue | None,
     ) -> SegmentOutput:
         """Run a segment's layers and, after the last layer of the last stage, the loss.
 
@@ -238,7 +238,9 @@ class Runner:
 
         return isolated_call
 
-    def _run_layers(self, segment: Segment, value: Any, context: Context, queue: Queue | None) -> Any:
+    def _run_layers(
+        self, segment: Segment, value: Any, context: Context, queue: WeightGradQueue | None
+    ) -> Any:
         previous = set_context(context)
         try:
             if queue is None and self.settings.autocast is None:

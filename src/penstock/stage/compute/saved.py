@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import PenstockError
 from penstock.stage.compute.recompute import Segment
 from penstock.stage.compute.runner import LossInputs, Messages, SegmentOutput
-from penstock.stage.split_backward.weight_grad import Queue
+from penstock.stage.split_backward.weight_grad import WeightGradQueue
 from penstock.stage.values import InputGrads, same_values
 
 
@@ -68,7 +68,7 @@ class SavedMicrobatch(NamedTuple):
 
     segments: list[SavedGraph | SavedInputs]
     grad_counts: tuple[int, ...]  # number of leaves in each input message that collect a gradient
-    queue: Queue | None
+    queue: WeightGradQueue | None
 
 
 class LayerBytes(NamedTuple):

@@ -31,7 +31,7 @@ from penstock.stage.compute.saved import LayerBytes, SavedGraph, SavedInputs, Sa
 from penstock.stage.isolation import Isolation, graph_nodes
 from penstock.stage.module import StageModule
 from penstock.stage.split_backward.split_check import SplitCheck, SplitChecks
-from penstock.stage.split_backward.weight_grad import GradAccumulator, Queue
+from penstock.stage.split_backward.weight_grad import GradAccumulator, WeightGradQueue
 from penstock.stage.values import InputGrads, finite_sum, grad_messages
 
 
@@ -72,7 +72,7 @@ class Stage:
         self.isolation = isolation or Isolation()
         self._first = True  # until the first backward has run
         self._saved: dict[int, SavedMicrobatch] = {}
-        self._waiting: dict[int, Queue] = {}
+        self._waiting: dict[int, WeightGradQueue] = {}
         self._accumulators: dict[tuple[int, ...], GradAccumulator] = {}
         self._saved_bytes: dict[tuple[bool, bool], int] = {}  # by (split, dropped)
         self._waiting_bytes: int | None = None
@@ -188,7 +188,7 @@ class Stage:
         microbatch: int,
         inputs: Messages,
         loss_inputs: LossInputs | None,
-        queue: Queue | None,
+        queue: WeightGradQueue | None,
         footprint: Footprint | None,
     ) -> tuple[SavedGraph | SavedInputs, SegmentOutput]:
         input_grads = InputGrads()
@@ -218,7 +218,7 @@ class Stage:
         microbatch: int,
         inputs: Messages,
         loss_inputs: LossInputs | None,
-        _: Queue | None,
+        _: WeightGradQueue | None,
         footprint: Footprint | None,
     ) -> tuple[SavedGraph | SavedInputs, SegmentOutput]:
         outputs: list[SegmentOutput] = []
@@ -255,7 +255,7 @@ class Stage:
         saved.segments[0] = graph
         self.held_bytes += self._saved_bytes.get((split, False), 0) - self._saved_bytes.get((split, True), 0)
 
-    def _recompute(self, record: SavedInputs, microbatch: int, queue: Queue | None) -> SavedGraph:
+    def _recompute(self, record: SavedInputs, microbatch: int, queue: WeightGradQueue | None) -> SavedGraph:
         layer = record.segment.start
         measured = layer in self._layer_bytes or record.segment is self._all_layers
         if self.settings.recompute != "auto" or measured:
@@ -266,7 +266,9 @@ class Stage:
         self._layer_bytes[layer] = LayerBytes(kept, inputs.of_messages(record.inputs))
         return graph
 
-    def _forward_again(self, record: SavedInputs, microbatch: int, queue: Queue | None) -> SavedGraph:
+    def _forward_again(
+        self, record: SavedInputs, microbatch: int, queue: WeightGradQueue | None
+    ) -> SavedGraph:
         segment = record.segment
         with torch.enable_grad(), self._buffers_of(segment).restored(record.buffers):
             state, input_grads = self._runner.join(record.inputs, segment)

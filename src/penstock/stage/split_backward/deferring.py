@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PenstockError
-from penstock.stage.split_backward.weight_grad import Queue, Use, WeightFormula
+from penstock.stage.split_backward.weight_grad import WeightFormula, WeightGradQueue, WeightUse
 
 
 class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
@@ -36,7 +36,7 @@ class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context m
         queue: queue of the microbatch; parameters that are used in any other way are added to its `excluded`.
     """
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: WeightGradQueue) -> None:
         super().__init__()
         self.queue = queue
         self._saved_hooks: object = None
@@ -49,7 +49,7 @@ class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context m
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        make_use = _USES.get(func)
+        make_use = _WEIGHT_USES.get(func)
         if make_use is not None:
             use = make_use(*args, **(kwargs or {}))
             if use is not None and self._can_defer(use):
@@ -68,7 +68,7 @@ class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context m
             elif type(arg) is list or type(arg) is tuple:
                 self._exclude(arg)
 
-    def _can_defer(self, use: Use) -> bool:
+    def _can_defer(self, use: WeightUse) -> bool:
         """Return whether a use can be deferred: trained leaves as weights, in a context that does not run again."""
         weight, bias, excluded = use.weight, use.bias, self.queue.excluded
         return (
@@ -82,7 +82,7 @@ class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context m
             and not _in_transform()
         )
 
-    def _defer(self, use: Use) -> Tensor:
+    def _defer(self, use: WeightUse) -> Tensor:
         queue = self.queue
         if queue.check is not None:
             output = queue.check.run(use)
@@ -101,7 +101,7 @@ class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context m
 
 
 def _enqueue(
-    queue: Queue,
+    queue: WeightGradQueue,
     formula: WeightFormula,
     x: Tensor,
     version: int,
@@ -162,14 +162,14 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Use | None:
-    """Return the `Use` of y = x Wᵀ + b, with any number of leading dimensions."""
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightUse | None:
+    """Return the `WeightUse` of y = x Wᵀ + b, with any number of leading dimensions."""
     # For an input that is not contiguous, matmul decides by the weight's requires_grad whether to fold it into a matrix
     # (should_fold in ATen's LinearAlgebra.cpp), which changes the last bits of the result.
     folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
     if not folds or weight.dim() != 2:
         return None
-    return Use(input, weight, bias, F.linear, partial(_linear_weights, weight, bias))
+    return WeightUse(input, weight, bias, F.linear, partial(_linear_weights, weight, bias))
 
 
 def _linear_weights(
@@ -180,11 +180,11 @@ def _linear_weights(
     return _pairs(weight, bias, product, None if bias is None else flat.sum(0))
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Use | None:
-    """Return the `Use` of y = x W + b, as in Hugging Face's GPT-2."""
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> WeightUse | None:
+    """Return the `WeightUse` of y = x W + b, as in Hugging Face's GPT-2."""
     if options or input.dim() != 1:
         return None
-    return Use(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input))
+    return WeightUse(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input))
 
 
 def _call_addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -204,8 +204,8 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Use | None:
-    """Return the `Use` of an embedding table, whose input has no gradient."""
+) -> WeightUse | None:
+    """Return the `WeightUse` of an embedding table, whose input has no gradient."""
     if max_norm is not None or sparse:
         return None
 
@@ -213,7 +213,9 @@ def _embedding(
         return F.embedding(x, table, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return Use(input, weight, None, call, partial(_embedding_weights, weight, padding, scale_grad_by_freq))
+    return WeightUse(
+        input, weight, None, call, partial(_embedding_weights, weight, padding, scale_grad_by_freq)
+    )
 
 
 def _embedding_weights(
@@ -223,7 +225,7 @@ def _embedding_weights(
     return _pairs(weight, None, table, None)
 
 
-def _convolution(dimensions: int, function: Any) -> Callable[..., Use | None]:
+def _convolution(dimensions: int, function: Any) -> Callable[..., WeightUse | None]:
     """Return the function that makes the use of a convolution in one, two or three dimensions."""
 
     def make_use(
@@ -234,7 +236,7 @@ def _convolution(dimensions: int, function: Any) -> Callable[..., Use | None]:
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
-    ) -> Use | None:
+    ) -> WeightUse | None:
         if input.dim() != dimensions + 2 or isinstance(padding, str):
             return None
 
@@ -244,7 +246,7 @@ def _convolution(dimensions: int, function: Any) -> Callable[..., Use | None]:
 
         sizes = [[v] * dimensions if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
         options = (*sizes, False, [0] * dimensions, groups)
-        return Use(input, weight, bias, call, partial(_convolution_weights, weight, bias, options))
+        return WeightUse(input, weight, bias, call, partial(_convolution_weights, weight, bias, options))
 
     return make_use
 
@@ -264,7 +266,7 @@ def _convolution_weights(
     return _pairs(weight, bias, of_weight, of_bias)
 
 
-_USES: dict[Any, Callable[..., Use | None]] = {
+_WEIGHT_USES: dict[Any, Callable[..., WeightUse | None]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     F.embedding: _embedding,

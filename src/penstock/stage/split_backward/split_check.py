@@ -30,7 +30,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError, SplitBackwardError
 from penstock.stage.module import StageModule
-from penstock.stage.split_backward.weight_grad import Queue, Use
+from penstock.stage.split_backward.weight_grad import WeightGradQueue, WeightUse
 from penstock.stage.values import same_values
 
 
@@ -76,19 +76,19 @@ class SplitChecks:
         self._modes = None
         self._running = None
 
-    def queue(self, leaves: Sequence[object]) -> Queue | None:
+    def queue(self, leaves: Sequence[object]) -> WeightGradQueue | None:
         """Return the queue of a microbatch with these inputs; None if it needs the full backward."""
         if self._modes is None:
             self._modes = _modes_of(self.module)
         pattern = (self._modes, tuple((x.dtype, x.dim()) if isinstance(x, Tensor) else None for x in leaves))
         if pattern in self._checked:
-            return Queue(self._excluded)
+            return WeightGradQueue(self._excluded)
         if self._running is not None:  # the check of an earlier microbatch waits for its backward
             return None
         self._running = pattern
-        return Queue(self._excluded, SplitCheck())
+        return WeightGradQueue(self._excluded, SplitCheck())
 
-    def end(self, queue: Queue) -> None:
+    def end(self, queue: WeightGradQueue) -> None:
         """End a check, after the microbatch's full backward.
 
         Raises:
@@ -134,7 +134,7 @@ class SplitCheck:
         self._rejected: set[int] = set()
         self._full: dict[int, Tensor] = {}
 
-    def run(self, use: Use) -> Tensor:
+    def run(self, use: WeightUse) -> Tensor:
         """Call a function as plain PyTorch does, and compare the result with that of detached weights."""
         for weight in (use.weight, use.bias):
             if weight is not None:
@@ -174,7 +174,7 @@ class SplitCheck:
 
         return record
 
-    def rejected(self, queue: Queue) -> set[int]:
+    def rejected(self, queue: WeightGradQueue) -> set[int]:
         """Return the ids of parameters whose gradients differ, after the full backward; empty the queue."""
         try:
             sums = {id(p): g for p, g in zip(*queue.sums(), strict=True)}
@@ -190,7 +190,7 @@ class SplitCheck:
         return self._rejected
 
 
-def _same_without_weights(use: Use, output: Tensor) -> bool:
+def _same_without_weights(use: WeightUse, output: Tensor) -> bool:
     """Return whether a use gives the same output and input gradient with its weights detached."""
     if _is_dtensor(use.weight):
         return True

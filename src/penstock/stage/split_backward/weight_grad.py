@@ -24,7 +24,7 @@ _SumsByDtype = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
 """(Parameter id, dtype of its uses) → the parameter, and the sum of the gradients of those uses."""
 
 
-class Use(NamedTuple):
+class WeightUse(NamedTuple):
     """One call of a function that owns weights.
 
     Attributes:
@@ -44,14 +44,14 @@ class Use(NamedTuple):
 class Check(Protocol):
     """A comparison of the split backward with the full one; see `split_check`."""
 
-    def run(self, use: Use) -> Tensor:
+    def run(self, use: WeightUse) -> Tensor:
         """Call a function as plain PyTorch does, and record the use."""
 
     def reject(self, weight: Tensor) -> None:
         """Reject a weight, so that the layers that hold it are never deferred."""
 
 
-class Queue:
+class WeightGradQueue:
     """Uses of weights in one microbatch of one stage, for W.
 
     Args:
