@@ -135,6 +135,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def is_gloo_timeout(error: RuntimeError) -> bool:
+    """Return whether gloo raised an error because a wait timed out; else the connection broke."""
+    return "imed out" in str(error)  # "Timed out" or "timed out"; gloo has no class of its own for it
+
+
 def nearest(given: str, allowed: list[str]) -> str:
     """Return ``' (did you mean ...?)'`` with the closest allowed names, or an empty string."""
     import difflib

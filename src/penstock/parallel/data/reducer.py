@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError, first_line
+from penstock.errors import (
+    ConfigError,
+    PeerError,
+    PenstockError,
+    WaitTimeoutError,
+    first_line,
+    is_gloo_timeout,
+)
 from penstock.parallel.data.attendance import Visit
 from penstock.parallel.data.exchange import gather_values
 
@@ -202,7 +209,7 @@ class _Waiting:
                 self.work.wait(timedelta(seconds=_POLL_INTERVAL))
                 return
             except RuntimeError as error:
-                if "imed out" not in str(error):
+                if not is_gloo_timeout(error):
                     raise
             self.require_all()
             if self.visit is not None:
@@ -213,8 +220,7 @@ class _Waiting:
 def _failure(
     error: RuntimeError, what: str, timeout: timedelta | None, visit: Visit | None = None
 ) -> PenstockError:
-    text = str(error)
-    if "imed out" in text:
+    if is_gloo_timeout(error):
         waited = f"{timeout.total_seconds():g} s" if timeout is not None else "too long"
         missing = visit.missing() if visit is not None else ""
         return WaitTimeoutError(

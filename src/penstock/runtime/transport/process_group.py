@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import PeerError, WaitTimeoutError, first_line
+from penstock.errors import PeerError, WaitTimeoutError, first_line, is_gloo_timeout
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (
     DEVICE,
@@ -334,7 +334,7 @@ def _wait(work: dist.Work, timeout: timedelta | None, peer: int, action: str) ->
         else:
             work.wait(timeout)
     except RuntimeError as error:
-        if "imed out" in str(error) and timeout is not None:
+        if timeout is not None and is_gloo_timeout(error):
             raise WaitTimeoutError(
                 f"waited {timeout.total_seconds():g} s for rank {peer} to {action}"
             ) from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import PeerError, WaitTimeoutError, first_line
+from penstock.errors import PeerError, WaitTimeoutError, first_line, is_gloo_timeout
 from penstock.parallel.data.attendance import Attendance, Visit
 from penstock.parallel.data.exchange import gather_values
 from penstock.runtime.health.hang import POLL_INTERVAL, dump_stacks
@@ -112,7 +112,7 @@ class Collectives:
                     work.wait(timedelta(seconds=POLL_INTERVAL))
                     return
                 except RuntimeError as error:
-                    if "imed out" not in str(error):
+                    if not is_gloo_timeout(error):
                         raise self._connection_error(action, error, visit) from error
                     if monotonic() > deadline:
                         raise self._timeout_error(action, seconds, visit) from error
