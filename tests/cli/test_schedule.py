@@ -63,8 +63,8 @@ def test_the_list_says_which_counts_a_family_refuses():
     }
     refusing = {name: row["refused"] for name, row in rows.items() if row["refused"]}
     assert list(refusing) == ["dualpipe", "chimera", "hanayo"]
-    assert "even number of ranks, not 3" in refusing["dualpipe"]
-    assert "even number of ranks, not 3" in run("list", "-p", 3, "-m", 2).output
+    assert "even number of ranks, got 3" in refusing["dualpipe"]
+    assert "even number of ranks, got 3" in run("list", "-p", 3, "-m", 2).output
 
 
 def test_show_prints_the_ops_of_every_rank():
@@ -161,8 +161,8 @@ def test_draw_draws_in_the_terminal_and_into_a_file(tmp_path: Path):
         (("show", "1f1n", "-p", 2, "-m", 2), "no schedule family '1f1n' (did you mean '1f1b'"),
         (("show", "1f1b", "-p", 2), "1f1b is a family and needs --microbatches"),
         (("draw", "1f1b", "-m", 2), "1f1b is a family and needs --ranks"),
-        (("csv", "dualpipe", "-p", 3, "-m", 2), "dualpipe needs an even number of ranks, not 3"),
-        (("show", "gpipe", "-p", 2, "-m", 2, "-v", 2), "gpipe has one stage a rank, not 2"),
+        (("csv", "dualpipe", "-p", 3, "-m", 2), "dualpipe needs an even number of ranks, got 3"),
+        (("show", "gpipe", "-p", 2, "-m", 2, "-v", 2), "gpipe has one stage a rank, got 2"),
         (
             ("show", "gpipe", "-p", 2, "-m", 2, "-o", "speed"),
             "--option must be NAME=VALUE, such as group_size=4, got 'speed'",

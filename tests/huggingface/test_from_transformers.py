@@ -217,7 +217,7 @@ def test_without_the_library_the_error_says_how_to_install_it(monkeypatch: pytes
 
 
 def test_an_object_that_is_no_model_is_refused():
-    with pytest.raises(ConfigError, match="not a Linear"):
+    with pytest.raises(ConfigError, match="got a Linear"):
         penstock.from_transformers(nn.Linear(2, 2))
 
 

@@ -38,7 +38,7 @@ def test_rank_and_coordinates_are_inverses_in_any_order(order):
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"pp": 0}, "pp must be a positive number of ranks, not 0"),
+        ({"pp": 0}, "pp must be a positive number of ranks, got 0"),
         ({"tp": True}, "tp must be"),
         ({"dp": 1.5}, "dp must be"),
         ({"order": ("pp", "dp")}, "once each"),

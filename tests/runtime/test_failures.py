@@ -247,9 +247,9 @@ def test_a_shape_the_next_stage_cannot_take_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"microbatches": 0}, "microbatches must be a whole number of at least 1, not 0"),
-        ({"microbatches": -3}, "not -3"),
-        ({"microbatches": True}, "not True"),
+        ({"microbatches": 0}, "microbatches must be a whole number of at least 1, got 0"),
+        ({"microbatches": -3}, "got -3"),
+        ({"microbatches": True}, "got True"),
         ({"microbatches": 2, "ranks": 0}, "ranks must be"),
         ({"microbatches": 2, "virtual_stages": 0}, "virtual_stages must be"),
         ({"microbatches": 2, "timeout": 0}, "timeout must be a positive number of seconds"),

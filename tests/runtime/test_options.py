@@ -12,10 +12,10 @@ from penstock.runtime.pipeline import Pipeline
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compile": "all"}, "compile must be 'none', 'block' or 'stage', not 'all'"),
+        ({"compile": "all"}, "compile must be 'none', 'block' or 'stage', got 'all'"),
         ({"first_timeout": -1.0}, "first_timeout must be a positive number of seconds"),
-        ({"memory": 0}, "memory must be a positive number of bytes or None, not 0"),
-        ({"memory": True}, "memory must be a positive number of bytes or None, not True"),
+        ({"memory": 0}, "memory must be a positive number of bytes or None, got 0"),
+        ({"memory": True}, "memory must be a positive number of bytes or None, got True"),
     ],
 )
 def test_execution_options_are_checked_where_they_are_made(options, words):
@@ -26,11 +26,11 @@ def test_execution_options_are_checked_where_they_are_made(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bucket_bytes": 0}, "bucket_bytes must be a positive number of bytes or 'auto', not 0"),
-        ({"bucket_bytes": "all"}, "bucket_bytes must be a positive number of bytes or 'auto', not 'all'"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be a positive number of bytes or 'auto', got 0"),
+        ({"bucket_bytes": "all"}, "bucket_bytes must be a positive number of bytes or 'auto', got 'all'"),
         ({"buffers": "last"}, "buffers must be"),
-        ({"check_replicas": True}, "check_replicas must be a number of steps, or 0 for never, not True"),
-        ({"check_replicas": -1}, "check_replicas must be a number of steps, or 0 for never, not -1"),
+        ({"check_replicas": True}, "check_replicas must be a number of steps, or 0 for never, got True"),
+        ({"check_replicas": -1}, "check_replicas must be a number of steps, or 0 for never, got -1"),
     ],
 )
 def test_parallel_options_are_checked_where_they_are_made(options, words):

@@ -83,8 +83,8 @@ def test_a_rank_without_ops_holds_nothing():
             {"saved": [1, 2, 3]},
             "saved has shape (3,); give one number of bytes, or one for each of the 2 stages",
         ),
-        ({"saved": -1}, "saved must be whole bytes of at least 0, not -1"),
-        ({"waiting": 0.5}, "waiting must be whole bytes of at least 0, not 0.5"),
+        ({"saved": -1}, "saved must be whole bytes of at least 0, got -1"),
+        ({"waiting": 0.5}, "waiting must be whole bytes of at least 0, got 0.5"),
         ({"inputs": [[1]]}, "inputs has shape (1, 1)"),
     ],
 )

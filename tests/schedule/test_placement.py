@@ -59,7 +59,7 @@ def test_two_pipes_need_an_even_number_of_ranks(ranks: int):
 
 def test_loops_and_waves_of_nothing_are_refused():
     for make in (Placement.loop, Placement.waves):
-        with pytest.raises(ScheduleError, match="at least 1, not 0 and 1"):
+        with pytest.raises(ScheduleError, match="at least 1, got 0 and 1"):
             make(0, 1)
-        with pytest.raises(ScheduleError, match="at least 1, not 2 and 0"):
+        with pytest.raises(ScheduleError, match="at least 1, got 2 and 0"):
             make(2, 0)

@@ -52,7 +52,7 @@ def test_schedules_differ_by_order_counts_and_placement():
 def test_lists_must_be_one_a_rank_and_microbatches_at_least_one():
     with pytest.raises(ScheduleError, match="1 lists of ops for 2 ranks"):
         Schedule.from_ops("short", TWO, 1, [[]])
-    with pytest.raises(ScheduleError, match="microbatches must be at least 1, not 0"):
+    with pytest.raises(ScheduleError, match="microbatches must be at least 1, got 0"):
         Schedule.from_ops("none", TWO, 0, [[], []])
 
 

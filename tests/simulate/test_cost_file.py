@@ -60,10 +60,10 @@ def test_a_latency_given_beside_the_file_replaces_both_of_it(tmp_path: Path):
     [
         ("F = 1\nB = 2\n", "W is missing; F, B and W are needed"),
         ("F = 1\nB = 2\nW = 3\nlatencies = 1\n", r"no cost is called 'latencies' \(did you mean 'latency'"),
-        ("F = 1\nB = -2\nW = 3\n", "B must be a finite number of at least 0, not -2"),
-        ("F = nan\nB = 2\nW = 3\n", "F must be a finite number of at least 0, not nan"),
+        ("F = 1\nB = -2\nW = 3\n", "B must be a finite number of at least 0, got -2"),
+        ("F = nan\nB = 2\nW = 3\n", "F must be a finite number of at least 0, got nan"),
         ("F = [1, 1, 1]\nB = 2\nW = 3\n", r"F must cover stages 0\.\.1"),
-        ('F = 1\nB = 2\nW = "x"\n', "W of stage 0 must be a number, not 'x'"),
+        ('F = 1\nB = 2\nW = "x"\n', "W of stage 0 must be a number, got 'x'"),
         ("F = 1\nB = 2\nW = 3\nlatency = -1\n", "latency must be a finite number"),
         ("F = 1\nF = 2\n", "is no TOML file"),
     ],

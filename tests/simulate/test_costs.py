@@ -40,9 +40,9 @@ def test_a_list_gives_the_seconds_of_every_stage():
 
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf, -0.5])
 def test_a_cost_that_is_no_time_is_refused(bad: float):
-    with pytest.raises(ConfigError, match=r"B must be a finite number of at least 0, not"):
+    with pytest.raises(ConfigError, match=r"B must be a finite number of at least 0, got"):
         Costs.of(FOUR, 1, bad, 1)
-    with pytest.raises(ConfigError, match=r"W of stage 2 must be a finite number of at least 0, not"):
+    with pytest.raises(ConfigError, match=r"W of stage 2 must be a finite number of at least 0, got"):
         Costs.of(FOUR, 1, 1, [1, 1, bad, 1])
     with pytest.raises(ConfigError, match=r"latency must be a finite number"):
         Link(bad)
@@ -50,7 +50,7 @@ def test_a_cost_that_is_no_time_is_refused(bad: float):
 
 @pytest.mark.parametrize("bad", ["1", None, True, [1]])
 def test_a_cost_that_is_no_number_is_refused(bad: object):
-    with pytest.raises(ConfigError, match=r"F of stage 1 must be a number, not"):
+    with pytest.raises(ConfigError, match=r"F of stage 1 must be a number, got"):
         Costs.of(FOUR, [1, bad, 1, 1], 1, 1)
 
 
@@ -93,10 +93,10 @@ def test_ranks_fill_nodes_in_order():
         ("bandwidth must be above 0", lambda: Link(0, "fast")),
         ("bandwidth must be above 0", lambda: Link(0, math.nan)),
         ("message_bytes must be a finite number", lambda: Communication(-1)),
-        ("ranks_per_node must be a whole number of at least 1, not 0", lambda: Communication(ranks_per_node=0)),
-        ("ranks_per_node must be a whole number of at least 1, not '8'", lambda: Communication(ranks_per_node="8")),
-        ("blocks must be one of none, sender, receiver, both, not 'all'", lambda: Communication(blocks="all")),
-        ("pair_output must be end or early, not 'now'", lambda: Costs.of(FOUR, 1, 1, 1, pair_output="now")),
+        ("ranks_per_node must be a whole number of at least 1, got 0", lambda: Communication(ranks_per_node=0)),
+        ("ranks_per_node must be a whole number of at least 1, got '8'", lambda: Communication(ranks_per_node="8")),
+        ("blocks must be one of none, sender, receiver, both, got 'all'", lambda: Communication(blocks="all")),
+        ("pair_output must be end or early, got 'now'", lambda: Costs.of(FOUR, 1, 1, 1, pair_output="now")),
         (
             "pair_output early needs messages that block no rank",
             lambda: Costs.of(FOUR, 1, 1, 1, pair_output="early", communication=Communication(blocks="receiver")),
@@ -110,5 +110,5 @@ def test_what_means_nothing_is_refused(message: str, make):
 
 @pytest.mark.parametrize("cost", [2**63, 10**400, 1e300])
 def test_a_cost_whose_sums_would_not_fit_is_refused(cost):
-    with pytest.raises(ConfigError, match=r"F must be at most 4,611,686,018,427,387,904, not "):
+    with pytest.raises(ConfigError, match=r"F must be at most 4,611,686,018,427,387,904, got "):
         Costs.of(FOUR, cost, 1, 1)

@@ -62,7 +62,7 @@ def test_only_stages_whose_reduction_shows_are_cut_finely():
 def test_times_and_buckets_that_cannot_be_are_refused():
     program = built("1f1b", 2, 2)
     trace = timed(program, 1, 1, 1)
-    with pytest.raises(ConfigError, match=r"each of the 2 stages, not \[1\]"):
+    with pytest.raises(ConfigError, match=r"each of the 2 stages, got \[1\]"):
         reduce_gradients(program, trace, [1])
-    with pytest.raises(ConfigError, match="at least 1 bucket, not 0"):
+    with pytest.raises(ConfigError, match="at least 1 bucket, got 0"):
         reduce_gradients(program, trace, [1, 1], 0)

@@ -44,7 +44,7 @@ def test_what_is_held_is_saved_too(tmp_path: Path):
 
 def test_columns_of_different_lengths_are_refused():
     plain = trace_of(*LINES)
-    with pytest.raises(DataError, match=r"must be of one length, not \[3, 4\]"):
+    with pytest.raises(DataError, match=r"must be of one length, got \[3, 4\]"):
         Trace(**{**vars(plain), "end": plain.end[:3]})
 
 

@@ -34,7 +34,7 @@ def test_bytes_may_be_counted_instead_of_chunks():
 
 def test_a_trace_that_does_not_know_is_refused():
     trace = timed(built("1f1b", 2, 3), 1, 1, 1)
-    with pytest.raises(ConfigError, match=r"ranks 0\.\.1, not 2"):
+    with pytest.raises(ConfigError, match=r"rank must be one of the trace's, 0\.\.1, got 2"):
         memory_curve(trace, 2)
     object.__setattr__(trace, "held", None)
     with pytest.raises(ConfigError, match="does not say what the ranks hold"):

@@ -76,7 +76,7 @@ class Checkpoints:
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if type(value) is not int or value < 0:
-                raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r}")
+                raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}")
         self.folder = Path(folder).expanduser()
         self.pipe = pipe
         self.optimizer = optimizer

@@ -61,7 +61,7 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
     names = [name for run in manifest.layers for name in run]
     if not 1 <= stages <= len(names):
         raise ConfigError(
-            f"the model has {len(names)} layers; they make 1 to {len(names)} stages, not {stages}"
+            f"the model has {len(names)} layers; they make 1 to {len(names)} stages, got {stages}"
         )
     cuts = [s * len(names) // stages for s in range(stages + 1)]
     layers = tuple(tuple(names[a:b]) for a, b in pairwise(cuts))

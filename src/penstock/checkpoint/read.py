@@ -148,7 +148,7 @@ def prepare(path: Path, manifest: Manifest, pipe: Pipeline, optimizer: PipelineO
         state = None if optimizer is None else _optimizer_state(reader, pipe, optimizer)
         extra = decode(manifest.values.get("extra"), reader.tensor)
         if not isinstance(extra, dict):
-            raise DataError(f"{path}: 'extra' must be a dictionary, not {extra!r:.80}")
+            raise DataError(f"{path}: 'extra' must be a dictionary, got {extra!r:.80}")
         generators = _generators(reader, pipe)
     return Prepared(manifest.step, weights, state, extra, generators)
 
@@ -173,7 +173,7 @@ def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
     held = dict.fromkeys([*pipe.state_dict(), *parameters])
     values = reader.manifest.values.get("model")
     if not isinstance(values, dict):
-        raise DataError(f"{reader.path}: 'model' must be a dictionary, not {values!r:.80}")
+        raise DataError(f"{reader.path}: 'model' must be a dictionary, got {values!r:.80}")
     weights: dict[str, Any] = {}
     for name in held:
         key = f"model/{name}"

@@ -78,7 +78,7 @@ def from_transformers(model: object, *, seed: int = 0) -> list[Layer]:
         _require_known_ties(pattern)
         return _layers(pattern, partial(_initialised, pattern, seed))
     raise ConfigError(
-        f"from_transformers takes a transformers model, a config or a local folder, not a {type(model).__name__}"
+        f"from_transformers takes a transformers model, a config or a local folder, got a {type(model).__name__}"
     )
 
 

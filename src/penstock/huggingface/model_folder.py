@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} is no JSON: {error}") from error
     if not isinstance(table, dict):
-        raise DataError(f"{path} must hold a JSON object, not {type(table).__name__}")
+        raise DataError(f"{path} must hold a JSON object, got {type(table).__name__}")
     return table
 
 

@@ -139,7 +139,7 @@ def config_of(like: object) -> dict[str, Any]:
     config = like.config if isinstance(like, PreTrainedModel) else like
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
-            f"like must be the model, the config or the folder that the layers came from, not {like!r}"
+            f"like must be the model, the config or the folder that the layers came from, got {like!r}"
         )
     table: dict[str, Any] = config.to_diff_dict()
     table["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]

@@ -41,10 +41,10 @@ class MeshShape:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ConfigError(f"{axis} must be a positive number of ranks, not {size!r}")
+                raise ConfigError(f"{axis} must be a positive number of ranks, got {size!r}")
         if sorted(self.order) != sorted(AXES):
             raise ConfigError(
-                f"the order of the mesh must name pp, dp and tp once each, outermost first, not {self.order!r}"
+                f"the order of the mesh must name pp, dp and tp once each, outermost first, got {self.order!r}"
             )
 
     def __str__(self) -> str:

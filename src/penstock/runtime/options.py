@@ -43,12 +43,12 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         if self.bucket_bytes != "auto" and not _is_count(self.bucket_bytes, 1):
             raise ConfigError(
-                f"bucket_bytes must be a positive number of bytes or 'auto', not {self.bucket_bytes!r}"
+                f"bucket_bytes must be a positive number of bytes or 'auto', got {self.bucket_bytes!r}"
             )
         require_rule(self.buffers)
         if not _is_count(self.check_replicas, 0):
             raise ConfigError(
-                f"check_replicas must be a number of steps, or 0 for never, not {self.check_replicas!r}"
+                f"check_replicas must be a number of steps, or 0 for never, got {self.check_replicas!r}"
             )
 
 
@@ -82,9 +82,9 @@ class ExecutionOptions:
     def __post_init__(self) -> None:
         require_timeout(self.first_timeout, "first_timeout")
         if self.compile not in COMPILED:
-            raise ConfigError(f"compile must be 'none', 'block' or 'stage', not {self.compile!r}")
+            raise ConfigError(f"compile must be 'none', 'block' or 'stage', got {self.compile!r}")
         if self.memory is not None and not _is_count(self.memory, 1):
-            raise ConfigError(f"memory must be a positive number of bytes or None, not {self.memory!r}")
+            raise ConfigError(f"memory must be a positive number of bytes or None, got {self.memory!r}")
 
 
 def _is_count(value: object, least: int) -> bool:

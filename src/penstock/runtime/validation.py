@@ -24,13 +24,13 @@ from penstock.stage.rng.random_state import RandomState
 def require_count(name: str, value: object) -> None:
     """Raise a `ConfigError` unless an argument is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def require_loss(loss_fn: object) -> None:
     """Raise a `ConfigError` unless the loss function is callable."""
     if not callable(loss_fn):
-        raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), not {loss_fn!r}")
+        raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r}")
 
 
 def require_loss_without_parameters(loss_fn: object, schedule: Schedule, mesh: MeshShape | None) -> None:
@@ -180,7 +180,7 @@ def make_settings(
     elif memory is not None:
         raise ConfigError(f"memory={memory!r} is for recompute='auto', not for recompute={recompute!r}")
     if autocast not in (None, torch.bfloat16, torch.float16):
-        raise ConfigError(f"autocast must be torch.bfloat16, torch.float16 or None, not {autocast!r}")
+        raise ConfigError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
     assert autocast is None or isinstance(autocast, torch.dtype)
     return Settings(policy, options.offload, autocast, random, options.strict)
 
@@ -188,5 +188,5 @@ def make_settings(
 def require_seed(seed: object) -> int:
     """Return a random seed; raise a `ConfigError` unless it is a whole number."""
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"seed must be a whole number, not {seed!r}")
+        raise ConfigError(f"seed must be a whole number, got {seed!r}")
     return seed

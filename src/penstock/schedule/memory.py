@@ -144,5 +144,5 @@ def _whole(name: str, sizes: npt.ArrayLike, count: int, each: str) -> Bytes:
             f"{name} has shape {table.shape}; give one number of bytes, or one for each of the {count} {each}s"
         )
     if table.dtype.kind not in "iu" or (table < 0).any():
-        raise ScheduleError(f"{name} must be whole bytes of at least 0, not {sizes!r}")
+        raise ScheduleError(f"{name} must be whole bytes of at least 0, got {sizes!r}")
     return np.broadcast_to(table.astype(np.int64), (count,))

@@ -22,7 +22,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise ScheduleError(f"ranks must be at least 1, not {self.ranks}")
+            raise ScheduleError(f"ranks must be at least 1, got {self.ranks}")
         if not self.holders:
             raise ScheduleError("a placement needs at least one stage")
         for stage, ranks in enumerate(self.holders):
@@ -58,7 +58,7 @@ class Placement:
         """Place stage s on rank s mod ranks: rank r holds r, r + p, r + 2p, ... (Megatron-LM, 2104.04473)."""
         if ranks < 1 or virtual_stages < 1:
             raise ScheduleError(
-                f"ranks and virtual_stages must be at least 1, not {ranks} and {virtual_stages}"
+                f"ranks and virtual_stages must be at least 1, got {ranks} and {virtual_stages}"
             )
         return Placement(ranks, tuple((s % ranks,) for s in range(ranks * virtual_stages)))
 
@@ -67,7 +67,7 @@ class Placement:
         """Place stages down and up the ranks again: with two virtual stages the V of ZB-V, with 2W the W waves of Hanayo."""
         if ranks < 1 or virtual_stages < 1:
             raise ScheduleError(
-                f"ranks and virtual_stages must be at least 1, not {ranks} and {virtual_stages}"
+                f"ranks and virtual_stages must be at least 1, got {ranks} and {virtual_stages}"
             )
         down, up = range(ranks), range(ranks - 1, -1, -1)
         return Placement(ranks, tuple((r,) for v in range(virtual_stages) for r in (up if v % 2 else down)))
@@ -76,5 +76,5 @@ class Placement:
     def two_way(ranks: int) -> Placement:
         """Place two pipes in opposite directions: stage s on rank s and a copy on rank p-1-s (Chimera)."""
         if ranks < 2 or ranks % 2:
-            raise ScheduleError(f"two pipes need an even number of ranks, at least 2, not {ranks}")
+            raise ScheduleError(f"two pipes need an even number of ranks, at least 2, got {ranks}")
         return Placement(ranks, tuple((s, ranks - 1 - s) for s in range(ranks)))

@@ -144,7 +144,7 @@ class Schedule:
                 f"{name}: {len(per_rank)} lists of ops for {placement.ranks} ranks; one a rank"
             )
         if microbatches < 1:
-            raise ScheduleError(f"{name}: microbatches must be at least 1, not {microbatches}")
+            raise ScheduleError(f"{name}: microbatches must be at least 1, got {microbatches}")
         offsets = np.zeros(placement.ranks + 1, np.int64)
         np.cumsum([len(c.stage) for c in per_rank], out=offsets[1:])
         return Schedule(

@@ -45,7 +45,7 @@ class Link:
     def __post_init__(self) -> None:
         _number("latency", self.latency)
         if not isinstance(self.bandwidth, int | float) or not self.bandwidth > 0:
-            raise ConfigError(f"bandwidth must be above 0 bytes a second, not {self.bandwidth!r}")
+            raise ConfigError(f"bandwidth must be above 0 bytes a second, got {self.bandwidth!r}")
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Communication:
             _number("message_bytes", size)
         if self.ranks_per_node is not None and not (_whole(self.ranks_per_node) and self.ranks_per_node >= 1):
             raise ConfigError(
-                f"ranks_per_node must be a whole number of at least 1, not {self.ranks_per_node!r}"
+                f"ranks_per_node must be a whole number of at least 1, got {self.ranks_per_node!r}"
             )
         if self.blocks not in get_args(Blocks):
-            raise ConfigError(f"blocks must be one of {', '.join(get_args(Blocks))}, not {self.blocks!r}")
+            raise ConfigError(f"blocks must be one of {', '.join(get_args(Blocks))}, got {self.blocks!r}")
 
     def transfer(self, stages: int) -> Table:
         """Return seconds a message takes over each boundary within and between nodes, shape (stages - 1, 2)."""
@@ -134,7 +134,7 @@ class Costs:
             for stage, cost in enumerate(self.pair):
                 _number(f"pair of stage {stage}", cost)
         if self.pair_output not in get_args(PairOutput):
-            raise ConfigError(f"pair_output must be end or early, not {self.pair_output!r}")
+            raise ConfigError(f"pair_output must be end or early, got {self.pair_output!r}")
         if self.pair_output == "early" and self.communication.blocks != "none":
             raise ConfigError(
                 "pair_output early needs messages that block no rank: the pair is still computing when they travel"
@@ -230,8 +230,8 @@ def _whole(number: object) -> bool:
 
 def _number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise ConfigError(f"{name} must be a number, not {value!r}")
+        raise ConfigError(f"{name} must be a number, got {value!r}")
     if not 0 <= value < math.inf:
-        raise ConfigError(f"{name} must be a finite number of at least 0, not {value}")
+        raise ConfigError(f"{name} must be a finite number of at least 0, got {value}")
     if value > _MAX:
-        raise ConfigError(f"{name} must be at most {_MAX:,}, not {'more' if value > 1e300 else f'{value:g}'}")
+        raise ConfigError(f"{name} must be at most {_MAX:,}, got {'more' if value > 1e300 else f'{value:g}'}")

@@ -51,11 +51,11 @@ def reduce_gradients(
     stages = program.schedule.stages
     if len(seconds) != stages or not all(s >= 0 for s in seconds):
         raise ConfigError(
-            f"reductions take one time of at least 0 for each of the {stages} stages, not {list(seconds)}"
+            f"reductions take one time of at least 0 for each of the {stages} stages, got {list(seconds)}"
         )
     counts = buckets if isinstance(buckets, Mapping) else dict.fromkeys(range(stages), buckets)
     if any(n < 1 for n in counts.values()):
-        raise ConfigError(f"gradients are cut into at least 1 bucket, not {buckets!r}")
+        raise ConfigError(f"gradients are cut into at least 1 bucket, got {buckets!r}")
     rows: list[tuple[int, int, Any, Any]] = []
     exposed: list[Any] = []
     total: list[Any] = []

@@ -123,7 +123,7 @@ def add_loss(value: Tensor, name: str = "auxiliary") -> None:
     context = _context("add_loss")
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         raise PenstockError(
-            f"add_loss takes a scalar floating-point tensor, not {_kind(value)}; take its mean or sum first"
+            f"add_loss takes a scalar floating-point tensor, got {_kind(value)}; take its mean or sum first"
         )
     context.add(name, value)
 
@@ -162,7 +162,7 @@ def names_given(layer: nn.Module) -> tuple[str, ...]:
         gives = getattr(module, "gives", ())
         if not isinstance(gives, tuple) or not all(isinstance(name, str) for name in gives):
             raise SplitError(
-                f"{type(module).__name__}.gives must be a tuple of names, as ('mask',), not {gives!r}"
+                f"{type(module).__name__}.gives must be a tuple of names, as ('mask',), got {gives!r}"
             )
         names.update(dict.fromkeys(gives))
     return tuple(names)

@@ -95,7 +95,7 @@ def by_weights(weights: Sequence[float], stages: int) -> Ranges:
 
 def _require_enough(blocks: int, stages: int) -> None:
     if stages < 1:
-        raise SplitError(f"the number of stages must be at least 1, not {stages}")
+        raise SplitError(f"the number of stages must be at least 1, got {stages}")
     if blocks < stages:
         raise SplitError(
             f"{stages} stages but only {blocks} layer(s) to cut; use at most {blocks} stage(s) "

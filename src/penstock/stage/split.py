@@ -68,7 +68,7 @@ def _numbers(key: str, value: object) -> list[int | float]:
     if not isinstance(value, Sequence) or any(
         isinstance(v, bool) or not isinstance(v, int | float) for v in value
     ):
-        raise SplitError(f"{key} must be a list of numbers, not {value!r}")
+        raise SplitError(f"{key} must be a list of numbers, got {value!r}")
     return list(value)
 
 
@@ -83,7 +83,7 @@ def _pairs(value: object) -> list[tuple[int, int]]:
 
 def _fixed(blocks: int, stages: int, each: int) -> Ranges:
     if each < 1:
-        raise SplitError(f"layers_per_stage must be at least 1, not {each}")
+        raise SplitError(f"layers_per_stage must be at least 1, got {each}")
     last = blocks - each * (stages - 1)
     if not 1 <= last <= each:
         raise SplitError(

@@ -76,7 +76,7 @@ class Trace:
         lengths = {len(getattr(self, name)) for name in _COLUMNS}
         lengths |= set() if self.held is None else {len(self.held)}
         if len(lengths) > 1:
-            raise DataError(f"the columns of a trace must be of one length, not {sorted(lengths)}")
+            raise DataError(f"the columns of a trace must be of one length, got {sorted(lengths)}")
 
     def __len__(self) -> int:
         return len(self.rank)

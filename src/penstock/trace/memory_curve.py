@@ -31,7 +31,7 @@ def memory_curve(trace: Trace, rank: int) -> Curve:
     """
     column = _held(trace)
     if not 0 <= rank < trace.ranks:
-        raise ConfigError(f"the trace has ranks 0..{trace.ranks - 1}, not {rank}")
+        raise ConfigError(f"rank must be one of the trace's, 0..{trace.ranks - 1}, got {rank}")
     rows = trace.rank_slices()[rank]
     after = column[rows]
     change = np.diff(after, prepend=np.int64(0))

@@ -148,7 +148,7 @@ def test_a_rank_that_is_slow_but_lives_raises_no_alarm():
 
 
 def test_a_timeout_of_0_is_refused():
-    with pytest.raises(PenstockError, match=r"\btimeout must be a positive number of seconds, .* not 0"):
+    with pytest.raises(PenstockError, match=r"\btimeout must be a positive number of seconds, .* got 0"):
         Pipeline(plain.model(2), nn.functional.mse_loss, ranks=2, microbatches=2, timeout=0)
-    with pytest.raises(PenstockError, match=r"first_timeout must be a positive number of seconds, .* not 0"):
+    with pytest.raises(PenstockError, match=r"first_timeout must be a positive number of seconds, .* got 0"):
         ExecutionOptions(first_timeout=0)

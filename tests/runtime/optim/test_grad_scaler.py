@@ -205,12 +205,12 @@ def test_a_disabled_scaler_changes_nothing():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"init_scale": 0.0}, "init_scale must be a positive float32 number, not 0.0"),
+        ({"init_scale": 0.0}, "init_scale must be a positive float32 number, got 0.0"),
         ({"init_scale": 1e39}, "init_scale must be a positive float32 number"),
         ({"growth_factor": 1.0}, "growth_factor must be a number above 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be a number between 0 and 1"),
         ({"growth_interval": 0}, "growth_interval must be a whole number of at least 1"),
-        ({"growth_interval": "often"}, "growth_interval must be a whole number of at least 1, not 'often'"),
+        ({"growth_interval": "often"}, "growth_interval must be a whole number of at least 1, got 'often'"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(given, message):
@@ -224,7 +224,7 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     with pytest.raises(ConfigError, match="growth_factor is missing; backoff_factor is missing"):
         scaler.load_state_dict({"scale": 2.0})
     with pytest.raises(
-        ConfigError, match="scale must be a positive float32 number, not nan; growth_interval must be"
+        ConfigError, match="scale must be a positive float32 number, got nan; growth_interval must be"
     ):
         scaler.load_state_dict({**before, "scale": float("nan"), "growth_interval": 0})
     assert scaler.state_dict() == before

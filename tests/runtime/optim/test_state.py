@@ -197,5 +197,5 @@ def test_the_scale_is_part_of_the_state():
         optimizer = optimizer_of(pipe, scaler=GradScaler())
         optimizer.load_state_dict(state)
         assert pipe.scaler.scale == 16.0
-        with pytest.raises(ConfigError, match="scaler: scale must be a positive float32 number, not 0"):
+        with pytest.raises(ConfigError, match="scaler: scale must be a positive float32 number, got 0"):
             optimizer.load_state_dict({**state, "scaler": {**state["scaler"], "scale": 0}})

@@ -96,7 +96,7 @@ def refused(rank: int) -> str:
 
 
 def test_sizes_that_cannot_be_are_refused(processes: LocalProcesses):
-    with pytest.raises(ConfigError, match="bucket_bytes must be a positive number of bytes or 'auto', not 0"):
+    with pytest.raises(ConfigError, match="bucket_bytes must be a positive number of bytes or 'auto', got 0"):
         pipe_of(MeshShape(1, 2, 1), 0)
     for said in processes.run(2, refused):
         assert "zero=True keeps the buckets that it begins with" in said

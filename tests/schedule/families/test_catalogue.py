@@ -63,7 +63,7 @@ def test_in_order_says_whether_each_stages_gradients_are_summed_in_order_on_one_
 def test_one_rank_is_allowed_or_refused_with_a_way_out(name: str):
     if name in ("dualpipe", "chimera"):
         with pytest.raises(
-            ScheduleError, match=f"{name} needs an even number of ranks, not 1; .* takes any number"
+            ScheduleError, match=f"{name} needs an even number of ranks, got 1; .* takes any number"
         ):
             build_schedule(name, 1, 4)
     else:
@@ -91,7 +91,7 @@ def test_placements(name: str, placement: Placement):
 
 def test_hanayo_goes_down_and_up_in_every_wave():
     assert build_schedule("hanayo", 3, 6, 4).placement == Placement.waves(3, 4)
-    with pytest.raises(ScheduleError, match="virtual_stages must be even, not 3"):
+    with pytest.raises(ScheduleError, match="virtual_stages must be even, got 3"):
         build_schedule("hanayo", 2, 2, 3)
 
 
@@ -111,13 +111,13 @@ def test_counts_that_are_none_are_refused(count: object):
         counts[position] = count
         if count is None and what == "virtual_stages":
             continue
-        with pytest.raises(ScheduleError, match=f"{what} must be a whole number of at least 1, not"):
+        with pytest.raises(ScheduleError, match=f"{what} must be a whole number of at least 1, got"):
             build_schedule("1f1b", *counts)
 
 
 @pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if not f.chooses_virtual_stages])
 def test_a_family_with_its_own_number_of_virtual_stages_says_who_takes_others(name: str):
-    with pytest.raises(ScheduleError, match=f"{name} has .* a rank, not 3; .* free in interleaved-1f1b, "):
+    with pytest.raises(ScheduleError, match=f"{name} has .* a rank, got 3; .* free in interleaved-1f1b, "):
         build_schedule(name, 4, 4, 3)
 
 

@@ -53,7 +53,7 @@ def test_an_illegal_group_size_is_refused_with_the_smallest_legal_one(family: st
         build_schedule(family, 4, 9, 2, group_size=4)
     with pytest.raises(ScheduleError, match="there is one group of all 3"):
         build_schedule(family, 4, 3, 2, group_size=2)
-    with pytest.raises(ScheduleError, match="group_size must be a whole number, not 4"):
+    with pytest.raises(ScheduleError, match="group_size must be a whole number, got 4"):
         build_schedule(family, 4, 8, 2, group_size=4.0)
     assert build_schedule(family, 4, 3, 2, group_size=3) == build_schedule(family, 4, 3, 2)
 

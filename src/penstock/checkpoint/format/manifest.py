@@ -149,13 +149,13 @@ class _ErrorAt:
 
     def take(self, table: dict[str, Any], key: str, kind: type) -> Any:
         if not isinstance(table.get(key), kind):
-            raise self(f"{key!r} must be a {kind.__name__}, not {table.get(key)!r:.80}")
+            raise self(f"{key!r} must be a {kind.__name__}, got {table.get(key)!r:.80}")
         return table[key]
 
     def count(self, table: dict[str, Any], key: str) -> int:
         value = table.get(key)
         if type(value) is not int or value < 0:
-            raise self(f"{key!r} must be a whole number of at least 0, not {value!r:.80}")
+            raise self(f"{key!r} must be a whole number of at least 0, got {value!r:.80}")
         return value
 
 
@@ -181,5 +181,5 @@ def _tensor(errors: _ErrorAt, name: str, entry: Any, files: dict[str, StoredFile
 def _layers(errors: _ErrorAt, stages: list[Any]) -> tuple[tuple[str, ...], ...]:
     for names in stages:
         if not isinstance(names, list) or any(not isinstance(name, str) for name in names):
-            raise errors(f"'layers' must be a list of names for every stage, not {names!r:.80}")
+            raise errors(f"'layers' must be a list of names for every stage, got {names!r:.80}")
     return tuple(tuple(names) for names in stages)

@@ -33,8 +33,8 @@ def require_options(missing: object, reduce_dtype: torch.dtype | None, divisor: 
         ConfigError: if an option cannot be used.
     """
     if missing not in ("error", "zeros"):
-        raise ConfigError(f'missing must be "error" or "zeros", not {missing!r}')
+        raise ConfigError(f'missing must be "error" or "zeros", got {missing!r}')
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-        raise ConfigError(f"reduce_dtype must be a floating-point dtype, not {reduce_dtype}")
+        raise ConfigError(f"reduce_dtype must be a floating-point dtype, got {reduce_dtype}")
     if not divisor > 0:
-        raise ConfigError(f"divisor must be a positive number, not {divisor!r}")
+        raise ConfigError(f"divisor must be a positive number, got {divisor!r}")

@@ -85,7 +85,7 @@ def plan_buckets(
     """
     for name, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a positive number of bytes, not {value!r}")
+            raise ConfigError(f"{name} must be a positive number of bytes, got {value!r}")
     if sorted(order) != list(range(len(slots))):
         raise ConfigError(f"the order must name each of the {len(slots)} gradients once; it is {list(order)}")
     place = {slot: n for n, slot in enumerate(order)}

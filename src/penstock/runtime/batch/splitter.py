@@ -40,7 +40,7 @@ def require_reduction(reduction: object) -> Reduction:
     if callable(reduction) or (isinstance(reduction, str) and reduction in ("mean", "sum")):
         return reduction
     raise ConfigError(
-        f"reduction must be 'mean', 'sum' or a function that returns the weight of a microbatch's target, not {reduction!r}"
+        f"reduction must be 'mean', 'sum' or a function that returns the weight of a microbatch's target, got {reduction!r}"
     )
 
 

@@ -39,7 +39,7 @@ def require_rule(rule: object) -> Rule:
         ConfigError: if it is not "refuse", "mean" or "first".
     """
     if rule not in ("refuse", "mean", "first"):
-        raise ConfigError(f"buffers must be 'refuse', 'mean' or 'first', not {rule!r}")
+        raise ConfigError(f"buffers must be 'refuse', 'mean' or 'first', got {rule!r}")
     return rule
 
 

@@ -112,7 +112,7 @@ def require_zero(pipe: Pipeline, zero: object) -> None:
         ConfigError: if it is not a valid value, or the pipeline chooses its buckets while it runs.
     """
     if zero not in (False, True, "overlap"):
-        raise ConfigError(f"zero must be False, True or 'overlap', not {zero!r}")
+        raise ConfigError(f"zero must be False, True or 'overlap', got {zero!r}")
     if zero and pipe.parallel.bucket_bytes == "auto" and pipe.replicas > 1:
         raise ConfigError(
             f"zero={zero!r} keeps the buckets that it begins with, since parameters live in them; give bucket_bytes a "

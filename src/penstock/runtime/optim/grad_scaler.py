@@ -136,7 +136,7 @@ class GradScaler:
 
 def _invalid(state: Mapping[str, Any]) -> list[str]:
     return [
-        f"{key} must be {allowed}, not {state[key]!r}"
+        f"{key} must be {allowed}, got {state[key]!r}"
         for key, (allowed, is_valid) in _RULES.items()
         if isinstance(state[key], bool)
         or not isinstance(state[key], int | float)

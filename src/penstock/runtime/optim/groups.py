@@ -85,7 +85,7 @@ def _require_used(pipe: Pipeline, groups: list[Group], ranks: dict[int, list[Nam
 
 def _read(given: object) -> Iterator[Group]:
     if not isinstance(given, list | tuple):
-        raise ConfigError(f"groups must be a list of dictionaries, not {given!r}")
+        raise ConfigError(f"groups must be a list of dictionaries, got {given!r}")
     for n, group in enumerate(given):
         if not isinstance(group, Mapping) or ("match" in group) == ("names" in group):
             raise ConfigError(
@@ -99,7 +99,7 @@ def _read(given: object) -> Iterator[Group]:
             names = group["names"]
             if isinstance(names, str) or not isinstance(names, Sequence) or not names:
                 raise ConfigError(
-                    f"groups[{n}]: 'names' must be a list of names of parameters, not {names!r}"
+                    f"groups[{n}]: 'names' must be a list of names of parameters, got {names!r}"
                 )
             yield Group(f"groups[{n}]", partial(_is_named, frozenset(names)), tuple(names), options)
         else:
@@ -122,6 +122,6 @@ def _match(n: int, match: object) -> tuple[str, Match]:
         return repr(match), lambda name, _: bool(pattern.search(name))
     if not callable(match):
         raise ConfigError(
-            f"groups[{n}]: 'match' must be a regular expression or a function of name and parameter, not {match!r}"
+            f"groups[{n}]: 'match' must be a regular expression or a function of name and parameter, got {match!r}"
         )
     return str(getattr(match, "__name__", match)), lambda name, parameter: bool(match(name, parameter))

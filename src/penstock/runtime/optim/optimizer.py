@@ -110,7 +110,7 @@ class PipelineOptimizer:
         require_count("accumulate", accumulate)
         require_zero(pipe, zero)
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-            raise ConfigError(f"clip must be a positive number or None, not {clip!r}")
+            raise ConfigError(f"clip must be a positive number or None, got {clip!r}")
         if lr_factor is not None and lr_scheduler is not None:
             raise ConfigError("give lr_factor or lr_scheduler, not both")
         self.pipe = pipe

@@ -21,7 +21,7 @@ def require_timeout(timeout: object, name: str = "timeout") -> float:
     if isinstance(timeout, int | float) and 0 < timeout <= YEAR:
         return float(timeout)
     raise ConfigError(
-        f"{name} must be a positive number of seconds, at most {YEAR} (a year), not {timeout!r}"
+        f"{name} must be a positive number of seconds, at most {YEAR} (a year), got {timeout!r}"
     )
 
 

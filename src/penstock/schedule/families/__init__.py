@@ -83,7 +83,7 @@ class Family:
         v = self.virtual_stages if virtual_stages is None else virtual_stages
         for name, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ScheduleError(f"{name} must be a whole number of at least 1, not {count!r}")
+                raise ScheduleError(f"{name} must be a whole number of at least 1, got {count!r}")
         require_size(self.name, ranks, microbatches, v)
         return v
 
@@ -104,7 +104,7 @@ class Family:
             choosing = ", ".join(f.name for f in FAMILIES.values() if f.chooses_virtual_stages)
             fixed = "one stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
             raise ScheduleError(
-                f"{self.name} has {fixed} a rank, not {v}; the number of virtual stages is free in {choosing}"
+                f"{self.name} has {fixed} a rank, got {v}; the number of virtual stages is free in {choosing}"
             )
         return self.rule(ranks, microbatches, **options)
 

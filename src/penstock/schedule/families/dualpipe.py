@@ -43,7 +43,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """
     p, m = ranks, microbatches
     if p % 2:
-        raise ScheduleError(f"dualpipe needs an even number of ranks, not {p}; dualpipe-v takes any number")
+        raise ScheduleError(f"dualpipe needs an even number of ranks, got {p}; dualpipe-v takes any number")
     down, up = (m + 1) // 2, m // 2
     columns = []
     for r in range(p):

@@ -54,7 +54,7 @@ def chosen_group(family: str, ranks: int, microbatches: int, group_size: int | N
     if group_size is None:
         return smallest
     if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise ScheduleError(f"{family}: group_size must be a whole number, not {group_size!r}")
+        raise ScheduleError(f"{family}: group_size must be a whole number, got {group_size!r}")
     if group_size == smallest or legal_group(p, m, group_size):
         return group_size
     if m < p:

@@ -35,7 +35,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """
     p, m = ranks, microbatches
     if p % 2:
-        raise ScheduleError(f"chimera needs an even number of ranks, not {p}; hanayo takes any number")
+        raise ScheduleError(f"chimera needs an even number of ranks, got {p}; hanayo takes any number")
     each = np.arange(m)
     block, place = np.divmod(each, p)
     half = (np.minimum(m - block * p, p) + 1) // 2
@@ -71,7 +71,7 @@ def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     """
     p, m, v = ranks, microbatches, virtual_stages
     if v % 2:
-        raise ScheduleError(f"hanayo goes down and up in every wave: virtual_stages must be even, not {v}")
+        raise ScheduleError(f"hanayo goes down and up in every wave: virtual_stages must be even, got {v}")
     each = np.arange(m)
     block, place = np.divmod(each, p)
     start = 2 * p * v * block + 2 * place

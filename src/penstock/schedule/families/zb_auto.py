@@ -80,16 +80,16 @@ def zb_auto(
         )
     if not _is_number(kept) or not 0 <= kept <= 1:
         raise ScheduleError(
-            f"zb-auto: kept is the part of an activation that stays until W, 0 to 1, not {kept!r}"
+            f"zb-auto: kept is the part of an activation that stays until W, 0 to 1, got {kept!r}"
         )
     if objective not in ("longest", "makespan"):
-        raise ScheduleError(f"zb-auto: the objective is longest or makespan, not {objective!r}")
+        raise ScheduleError(f"zb-auto: the objective is longest or makespan, got {objective!r}")
     if not isinstance(costs, Sequence) or isinstance(costs, str) or len(costs) != 3:
-        raise ScheduleError(f"zb-auto: costs are three, of F, I and W, not {costs!r}")
+        raise ScheduleError(f"zb-auto: costs are three, of F, I and W, got {costs!r}")
     f, b, w = (_per_stage(name, cost, p) for name, cost in zip("FIW", costs, strict=True))
     if not _is_number(latency) or latency < 0:
         raise ScheduleError(
-            f"zb-auto: the latency must be a number of seconds of at least 0, not {latency!r}"
+            f"zb-auto: the latency must be a number of seconds of at least 0, got {latency!r}"
         )
     problem = Problem(m, f, b, w, float(latency), float(limit), float(kept))
     lists = _best_lists(problem, objective)
@@ -242,7 +242,7 @@ def _per_stage(name: str, cost: object, stages: int) -> npt.NDArray[np.float64]:
         if not _is_number(seconds) or seconds < 0:
             raise ScheduleError(
                 f"zb-auto: the cost of {name} on stage {stage} must be a number of seconds of at least 0, "
-                f"not {seconds!r}"
+                f"got {seconds!r}"
             )
     return np.array(costs, np.float64)
 

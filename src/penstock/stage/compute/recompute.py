@@ -41,7 +41,7 @@ def require_policy(policy: object) -> Policy:
     if isinstance(policy, str) and policy in ("none", "full", "auto"):
         return policy
     raise ConfigError(
-        f"recompute must be 'none', 'full', 'auto', or k to recompute every k-th layer, not {policy!r}"
+        f"recompute must be 'none', 'full', 'auto', or k to recompute every k-th layer, got {policy!r}"
     )
 
 
