@@ -154,7 +154,7 @@ class OpCompiler:
         def close() -> None:
             nonlocal run
             if run is not None:
-                ops.append((run.row, self._run(run, receives, sends, reduced)))
+                ops.append((run.row, self._compile_run(run, receives, sends, reduced)))
                 run = None
                 receives.clear()
                 sends.clear()
@@ -164,18 +164,18 @@ class OpCompiler:
             match line.action:
                 case Action.RECV | Action.TAKE:
                     close()
-                    receives.setdefault(line.row, []).append(self._receive(line))
+                    receives.setdefault(line.row, []).append(self._compile_receive(line))
                 case Action.RUN:
                     close()
                     run = line
                 case Action.SEND | Action.HAND:
-                    sends.setdefault(line.row, []).append(self._send(line))
+                    sends.setdefault(line.row, []).append(self._compile_send(line))
                 case Action.REDUCE:
                     reduced.append(line.number)
         close()
         return ops
 
-    def _run(
+    def _compile_run(
         self,
         run: Instruction,
         receives: Mapping[int, list[_Receive]],
@@ -183,11 +183,11 @@ class OpCompiler:
         reduced: Sequence[int],
     ) -> Callable[[], None]:
         rows = range(run.row, run.row + run.number)
-        calls = [self._op(row, receives.get(row, []), sends.get(row, [])) for row in rows]
+        calls = [self._compile_op(row, receives.get(row, []), sends.get(row, [])) for row in rows]
         calls += [partial(each.complete, stage) for stage in reduced for each in self._gradients]
         return calls[0] if len(calls) == 1 else partial(_call_all, calls)
 
-    def _receive(self, line: Instruction) -> _Receive:
+    def _compile_receive(self, line: Instruction) -> _Receive:
         tag, peer = self._program.tag(line.row, line.route), line.peer
         if line.action is Action.TAKE:
             local = self._state.local
@@ -196,7 +196,7 @@ class OpCompiler:
         assert channel is not None
         return lambda: channel.recv(peer, tag)
 
-    def _send(self, line: Instruction) -> _Send:
+    def _compile_send(self, line: Instruction) -> _Send:
         receiver = next(row for row, route in self._program.consumers(line.row) if route == line.route)
         tag, peer = self._program.tag(receiver, line.route), line.peer
         if line.action is Action.HAND:
@@ -206,23 +206,25 @@ class OpCompiler:
         assert channel is not None
         return lambda message: channel.send(peer, tag, message)
 
-    def _op(self, row: int, receives: list[_Receive], sends: list[_Send]) -> Callable[[], None]:
+    def _compile_op(self, row: int, receives: list[_Receive], sends: list[_Send]) -> Callable[[], None]:
         op = self._program.schedule.op(row)
         stage = self._stages[op.stage]
         slot = row - self._first_row
         if op.kind == Kind.F:
-            receive = _receive_all([self._input(op.microbatch), *receives] if op.stage == 0 else receives)
+            receive = _receive_all(
+                [self._compile_input(op.microbatch), *receives] if op.stage == 0 else receives
+            )
             if op.stage == self._last_stage:
-                return self._last_forward(op.microbatch, stage, slot, receive)
-            return self._forward(op.microbatch, stage, slot, receive, _send_all(sends))
+                return self._compile_last_forward(op.microbatch, stage, slot, receive)
+            return self._compile_forward(op.microbatch, stage, slot, receive, _send_all(sends))
         if op.kind == Kind.W:
-            return self._timed(partial(stage.backward_weight, op.microbatch), stage, slot)
+            return self._compile_timed(partial(stage.backward_weight, op.microbatch), stage, slot)
         if op.kind == Kind.R:
-            return self._timed(partial(stage.recompute, op.microbatch), stage, slot)
+            return self._compile_timed(partial(stage.recompute, op.microbatch), stage, slot)
         half = op.kind == Kind.I and op not in self._backwards.merged
         run = stage.backward_input if half else stage.backward
-        send = _send_all([self._input_gradient(op.microbatch), *sends] if op.stage == 0 else sends)
-        return self._backward(
+        send = _send_all([self._compile_input_gradient(op.microbatch), *sends] if op.stage == 0 else sends)
+        return self._compile_backward(
             op.microbatch, stage, run, slot, _receive_all(receives) if receives else None, send
         )
 
@@ -230,11 +232,11 @@ class OpCompiler:
         key = (stage.index, microbatch)
         return {"split": key in self._backwards.split, "drop": key in self._backwards.dropped}
 
-    def _input(self, microbatch: int) -> _Receive:
+    def _compile_input(self, microbatch: int) -> _Receive:
         state = self._state
         return lambda: state.work.input(microbatch)
 
-    def _input_gradient(self, microbatch: int) -> _Send:
+    def _compile_input_gradient(self, microbatch: int) -> _Send:
         state = self._state
 
         def keep(message: Message) -> None:
@@ -244,7 +246,7 @@ class OpCompiler:
 
         return keep
 
-    def _forward(
+    def _compile_forward(
         self, microbatch: int, stage: Stage, slot: int, receive: _ReceiveAll, send: _SendAll
     ) -> Callable[[], None]:
         state, records, now = self._state, self._records, self._records.now
@@ -263,7 +265,7 @@ class OpCompiler:
 
         return op
 
-    def _last_forward(
+    def _compile_last_forward(
         self, microbatch: int, stage: Stage, slot: int, receive: _ReceiveAll
     ) -> Callable[[], None]:
         state, records, now = self._state, self._records, self._records.now
@@ -294,7 +296,7 @@ class OpCompiler:
 
         return op
 
-    def _backward(
+    def _compile_backward(
         self,
         microbatch: int,
         stage: Stage,
@@ -316,7 +318,7 @@ class OpCompiler:
 
         return op
 
-    def _timed(self, run: Callable[[], None], stage: Stage, slot: int) -> Callable[[], None]:
+    def _compile_timed(self, run: Callable[[], None], stage: Stage, slot: int) -> Callable[[], None]:
         records, now = self._records, self._records.now
         start, end, held = records.start, records.end, records.held
 
