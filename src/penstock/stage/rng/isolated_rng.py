@@ -3,7 +3,7 @@
 All code of a process shares torch's default generators. A layer's draws from them depend on which draws came before, which
 other layers share the process, and, in threads, on chance. Within `isolated_rng` every function of torch that draws uses a
 generator seeded only by (seed, step, microbatch, layer). Functions that take a generator get it as an argument; the others
-are computed from its draws (`stage.rng.dropout`).
+are computed from its draws (`stage.rng.random_functions`).
 
 On a CPU a layer within `isolated_rng` gives bit for bit the results that it gives alone in a process after
 ``torch.manual_seed`` with the same seed.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from penstock.stage.rng.dropout import COMPUTED, Replacement
+from penstock.stage.rng.random_functions import COMPUTED, Replacement
 from penstock.stage.rng.seeds import seed_of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from penstock.stage.rng.dropout import _Masked
 from penstock.stage.rng.isolated_rng import isolated_rng
+from penstock.stage.rng.random_functions import _Masked
 
 
 def test_the_mask_of_one_byte_gives_the_product_and_its_gradients():
