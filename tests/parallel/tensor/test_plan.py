@@ -282,7 +282,7 @@ def test_families_without_a_plan_are_refused():
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         plan_of("lama")
     with pytest.raises(
-        ConfigError, match="transformers cuts colwise_gather_output, rowwise_split_input, and here"
+        ConfigError, match="transformers uses colwise_gather_output, rowwise_split_input, and here"
     ):
         plan_of("glm")
     with pytest.raises(ConfigError, match="built-in model, not for 'llama'"):

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def cut_columns(module: nn.Module, mesh: DeviceMesh) -> None:
+def shard_columns(module: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a module by columns: each rank computes its slice of the outputs from the full inputs."""
     from torch.distributed.tensor import Shard
 
     _distribute(module, mesh, {"weight": Shard(1), "bias": Shard(0)}, Shard(-1))
 
 
-def cut_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+def shard_rows(module: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a module by rows: each rank takes its slice of the inputs; outputs are summed over the ranks."""
     from torch.distributed.tensor import Replicate, Shard
 
     _distribute(module, mesh, {"weight": Shard(0), "bias": Replicate()}, Replicate())
 
 
-def cut_side_by_side(module: nn.Module, mesh: DeviceMesh, parts: int) -> None:
+def shard_side_by_side(module: nn.Module, mesh: DeviceMesh, parts: int) -> None:
     """Shard each of `parts` matrices that lie side by side by columns."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard

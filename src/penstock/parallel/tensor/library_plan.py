@@ -1,7 +1,7 @@
 """Plans for tensor parallelism from transformers, for families without a plan of ours.
 
-A config's ``base_model_tp_plan`` names the matrices of a block and how each is cut. It does not name modules that are
-computed from a rank's part without being cut, so all parameters beside the named matrices are checked.
+A config's ``base_model_tp_plan`` names the matrices of a block and how each is sharded. It does not name modules that are
+computed from a rank's part without being sharded, so all parameters beside the named matrices are checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def library_patterns(family: str) -> dict[str, Any] | None:
         return None
     if unknown := sorted({*plan.values()} - _STYLES):
         raise ConfigError(
-            f"there is no plan for tensor parallelism of {family!r}: that of transformers cuts {', '.join(unknown)}, and "
+            f"there is no plan for tensor parallelism of {family!r}: that of transformers uses {', '.join(unknown)}, and "
             f"here are only {', '.join(sorted(_STYLES))}; leave tp at 1"
         )
     names = {style: [n.rpartition("*.")[2] for n, s in plan.items() if s == style] for style in _STYLES}

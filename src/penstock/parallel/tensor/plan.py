@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from penstock.errors import BatchError, ConfigError, nearest
-from penstock.parallel.tensor.conv1d import cut_columns, cut_rows, cut_side_by_side
+from penstock.parallel.tensor.conv1d import shard_columns, shard_rows, shard_side_by_side
 from penstock.parallel.tensor.library_plan import library_patterns
 
 if TYPE_CHECKING:
@@ -217,12 +217,12 @@ def _apply(
     if _is(plan.within_heads, name):
         for parameter in module.parameters():
             parameter.register_hook(_AddUp(mesh.get_group()))  # type: ignore[no-untyped-call]
-    cut = _by_columns_and_rows(plan, name) if plan.inputs_first else None
-    cut = cut or _by_style(plan, name, sequence)
-    if cut is None:
+    shard = _by_columns_and_rows(plan, name) if plan.inputs_first else None
+    shard = shard or _by_style(plan, name, sequence)
+    if shard is None:
         return
     before = dict(module.named_parameters(recurse=False))
-    cut(module, mesh)
+    shard(module, mesh)
     for key, parameter in before.items():
         # A parameter that two modules share must remain one parameter.
         now = done.setdefault(id(parameter), getattr(module, key))
@@ -236,10 +236,10 @@ def _apply(
 def _by_columns_and_rows(plan: TensorPlan, name: str) -> Callable[[nn.Module, DeviceMesh], object] | None:
     """Return the function that shards a matrix of shape (in, out); None for other modules."""
     if _is(plan.heads, name) and plan.qkv == "side by side":
-        return partial(cut_side_by_side, parts=3)
+        return partial(shard_side_by_side, parts=3)
     if _is(f"{plan.heads}|{plan.columns}", name):
-        return cut_columns
-    return cut_rows if _is(plan.rows, name) else None
+        return shard_columns
+    return shard_rows if _is(plan.rows, name) else None
 
 
 def _by_style(
