@@ -100,10 +100,10 @@ def _figures(run: RunView, number: int) -> dict[str, Any]:
         "ranks": trace.ranks,
         "ranks_present": step.ranks,
         "clock_error": trace.info.get("clock_error"),
-        "makespan": float(step.split.makespan),
+        "makespan": float(step.bubbles.makespan),
         "bubble_of_makespan": bubble_fraction(trace),
-        "busy": step.split.busy.tolist(),
-        "bubble_causes": {cause: time.tolist() for cause, time in step.split.idle.items()},
+        "busy": step.bubbles.busy.tolist(),
+        "bubble_causes": {cause: time.tolist() for cause, time in step.bubbles.idle.items()},
         "peak_held": None if step.peaks is None else step.peaks.tolist(),
         "planned_makespan": None if step.plan is None else float(step.plan.trace.end.max()),
         "where": step.where,
@@ -124,12 +124,12 @@ def _show(run: RunView, number: int) -> None:
     others = f"; traced steps: {', '.join(map(str, run.traces))}" if len(run.traces) > 1 else ""
     name = f"{run.title}, step {number}{others}" if number else run.title
     click.echo(
-        f"{name}\n{trace.info.get('schedule', 'a trace')}, {trace.ranks} ranks, {unit.text(step.split.makespan)}\n"
+        f"{name}\n{trace.info.get('schedule', 'a trace')}, {trace.ranks} ranks, {unit.text(step.bubbles.makespan)}\n"
     )
     click.echo(step.where)
     click.echo(f"There is no plan: {step.unplanned}" if step.advice is None else step.advice.sentence)
     click.echo(f"\nTimes are in {unit.name}." if unit.name else "")
     held = {} if step.peaks is None else {"most\nheld": [amount(trace, peak) for peak in step.peaks.tolist()]}
-    console.print(bubble_table(step.split, held, unit, narrow=console.width < WIDE))
+    console.print(bubble_table(step.bubbles, held, unit, narrow=console.width < WIDE))
     console.print()
     console.print(draw_terminal(trace, console.width))

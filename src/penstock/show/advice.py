@@ -67,15 +67,15 @@ class Advice:
     changes: tuple[Change, ...]
 
 
-def where_time_went(split: Bubbles, ranks: Sequence[int]) -> str:
+def where_time_went(bubbles: Bubbles, ranks: Sequence[int]) -> str:
     """Return a sentence that says how much of the ranks' time was idle, and why.
 
     Args:
-        split: the time of every rank.
+        bubbles: the time of every rank.
         ranks: the ranks that have events; the others do not count.
     """
-    total = float(split.makespan) * len(ranks)
-    idle = {cause: float(time[ranks].sum()) / total if total else 0.0 for cause, time in split.idle.items()}
+    total = float(bubbles.makespan) * len(ranks)
+    idle = {cause: float(time[ranks].sum()) / total if total else 0.0 for cause, time in bubbles.idle.items()}
     share = sum(idle.values())
     if share < 0.001:
         return "The ranks computed all the time."
@@ -83,17 +83,17 @@ def where_time_went(split: Bubbles, ranks: Sequence[int]) -> str:
     return f"{share:.1%} of the ranks' time was idle. The largest part, {idle[largest]:.1%}, was {CAUSES[largest].sentence}."
 
 
-def compare_with_plan(split: Bubbles, planned: Bubbles) -> str:
+def compare_with_plan(bubbles: Bubbles, planned: Bubbles) -> str:
     """Return a sentence that says how much longer a step took than its plan, and what makes up most of the difference."""
-    more = float(split.makespan) - float(planned.makespan)
+    more = float(bubbles.makespan) - float(planned.makespan)
     share = more / float(planned.makespan) if planned.makespan else 0.0
     if abs(share) < 0.005:
         return "The step took as long as planned from its usual op times."
     # A rank's work and its imbalance add up to the work of the busiest rank.
-    parts = {"busy": float(split.busy.max() - planned.busy.max())}
-    for cause in split.idle:
+    parts = {"busy": float(bubbles.busy.max() - planned.busy.max())}
+    for cause in bubbles.idle:
         if cause != "imbalance":
-            parts[cause] = float((split.idle[cause] - planned.idle[cause]).mean())
+            parts[cause] = float((bubbles.idle[cause] - planned.idle[cause]).mean())
     longer = more > 0
     largest = max(parts, key=lambda part: parts[part] if longer else -parts[part])
     if largest == "busy":

@@ -43,7 +43,7 @@ class StepAnalysis:
         return present(self.trace)
 
     @cached_property
-    def split(self) -> Bubbles:
+    def bubbles(self) -> Bubbles:
         """The time of every rank, by cause."""
         return bubbles(self.trace)
 
@@ -77,11 +77,11 @@ class StepAnalysis:
     @cached_property
     def where(self) -> str:
         """A sentence that says where the time went."""
-        return where_time_went(self.split, self.ranks)
+        return where_time_went(self.bubbles, self.ranks)
 
     @cached_property
     def over_plan(self) -> str:
         """A sentence that compares a measured step with its plan; empty if it has no plan or was simulated."""
         if self.plan is None or not self.measured:
             return ""
-        return compare_with_plan(self.split, bubbles(self.plan.trace))
+        return compare_with_plan(self.bubbles, bubbles(self.plan.trace))

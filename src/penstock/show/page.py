@@ -56,7 +56,7 @@ def render(
     early, late, style = (_source(name) for name in ("nonce.js", "page.js", "page.css"))
     scripts = [f"\n{script}\n" for script in (early, *library, late)]
     nonce = secrets.token_urlsafe(16)
-    causes = [cause for cause in CAUSES if any(cause in step.split.causes for step in steps)]
+    causes = [cause for cause in CAUSES if any(cause in step.bubbles.causes for step in steps)]
     return _ENVIRONMENT.get_template("page.html").render(
         title=title,
         steps=[_view(step, unit) for step in steps],
@@ -131,11 +131,11 @@ def _many(count: int, noun: str) -> str:
 def _cards(step: StepAnalysis, unit: Unit) -> list[tuple[str, str]]:
     trace = step.trace
     cards = [
-        (unit.text(step.split.makespan), "step"),
+        (unit.text(step.bubbles.makespan), "step"),
         (f"{bubble_fraction(trace):.1%}", "of the ranks' time idle"),
     ]
     if step.plan is not None and step.measured:
-        more = float(step.split.makespan) / float(step.plan.trace.end.max(initial=0) or 1) - 1
+        more = float(step.bubbles.makespan) / float(step.plan.trace.end.max(initial=0) or 1) - 1
         cards.append((f"{more:+.1%}", "against the plan"))
     if step.peaks is not None:
         cards.append((amount(trace, int(step.peaks.max())), "most held by a rank"))
@@ -152,12 +152,14 @@ def _sentences(step: StepAnalysis) -> list[str]:
 
 def _times(step: StepAnalysis, unit: Unit) -> dict[str, object]:
     """Return time by rank and cause as a table without empty columns; of very many ranks it has the first only."""
-    split, held, ranks = step.split, step.peaks, step.ranks
-    causes = split.causes
+    bubbles, held, ranks = step.bubbles, step.peaks, step.ranks
+    causes = bubbles.causes
     heads = ["rank", "computing", "idle", *(CAUSES[cause].meaning for cause in causes)]
     heads += [] if held is None else ["most held"]
-    makespan = float(split.makespan) or 1.0
-    times = np.stack([split.busy, makespan - split.busy, *(split.idle[cause] for cause in causes)], axis=1)
+    makespan = float(bubbles.makespan) or 1.0
+    times = np.stack(
+        [bubbles.busy, makespan - bubbles.busy, *(bubbles.idle[cause] for cause in causes)], axis=1
+    )
     rows = []
     for rank in ranks[:MAX_ROWS]:
         memory = [] if held is None else [amount(step.trace, int(held[rank]))]

@@ -30,7 +30,7 @@ def step_data(step: StepAnalysis, unit: Unit) -> dict[str, Any]:
         "blocks": _blocks(trace, unit),
         "planned": None if planned is None else _blocks(planned, unit),
         "gaps": _gaps(trace, unit),
-        "bars": _bars(step.split, unit),
+        "bars": _bars(step.bubbles, unit),
         "memory": _memory(step, planned, unit),
     }
 
@@ -67,12 +67,12 @@ def _gaps(trace: Trace, unit: Unit) -> dict[str, Any]:
     }
 
 
-def _bars(split: Bubbles, unit: Unit) -> dict[str, Any]:
+def _bars(bubbles: Bubbles, unit: Unit) -> dict[str, Any]:
     """Return stacked bars, rank by rank: their ends, ranks, shares of the makespan, and causes (0 is computing)."""
-    times = np.stack([split.busy, *(split.idle[cause] for cause in CAUSES)], axis=1).astype(np.float64)
+    times = np.stack([bubbles.busy, *(bubbles.idle[cause] for cause in CAUSES)], axis=1).astype(np.float64)
     right = np.cumsum(times, axis=1)
     rank, cause = np.nonzero(times > 0)
-    makespan = float(split.makespan) or 1.0
+    makespan = float(bubbles.makespan) or 1.0
     return {
         "left": ((right - times)[rank, cause] * unit.scale).tolist(),
         "right": (right[rank, cause] * unit.scale).tolist(),

@@ -76,29 +76,29 @@ def draw_terminal(trace: Trace, width: int | None = None) -> Text:
 
 
 def bubble_table(
-    split: Bubbles, more: Mapping[str, Sequence[object]], unit: Unit = TICKS, *, narrow: bool = False
+    bubbles: Bubbles, more: Mapping[str, Sequence[object]], unit: Unit = TICKS, *, narrow: bool = False
 ) -> Table:
     """Return a table for rich of where every rank's time went; of more than `MAX_LINES` ranks, some are left out.
 
     Args:
-        split: the time of every rank; a cause that no rank has gets no column.
+        bubbles: the time of every rank; a cause that no rank has gets no column.
         more: further columns by their heads, one value per rank.
         unit: unit of the times, shown to the thousandth of the makespan (default: simulated ticks, to six digits).
         narrow: break up heads so that every cause fits into 80 columns (default: False).
     """
-    causes = split.causes
+    causes = bubbles.causes
     heads = [CAUSES[cause].narrow_heading if narrow else CAUSES[cause].heading for cause in causes]
     table = plain_table("rank", "busy", "bubble", *heads, *more, gap=2 - narrow)
-    times = (split.busy, split.makespan - split.busy, *(split.idle[cause] for cause in causes))
-    digits = f".{decimals(float(split.makespan) * unit.scale)}f" if unit.name else ".6g"
-    ranks = len(split.busy)
+    times = (bubbles.busy, bubbles.makespan - bubbles.busy, *(bubbles.idle[cause] for cause in causes))
+    digits = f".{decimals(float(bubbles.makespan) * unit.scale)}f" if unit.name else ".6g"
+    ranks = len(bubbles.busy)
     for rank in range(ranks):
         if ranks > MAX_LINES and MAX_LINES // 2 <= rank < ranks - MAX_LINES // 2:
             if rank == MAX_LINES // 2:
                 table.add_row("...")
             continue
         shown = (
-            f"{time[rank] * unit.scale:{digits}}" if time[rank] > 1e-9 * split.makespan else "0"
+            f"{time[rank] * unit.scale:{digits}}" if time[rank] > 1e-9 * bubbles.makespan else "0"
             for time in times
         )
         table.add_row(str(rank), *shown, *(str(column[rank]) for column in more.values()))
