@@ -17,7 +17,7 @@ The causes of a rank add up to makespan minus busy: exactly for integer times, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,19 +94,12 @@ def bubbles(trace: Trace) -> Bubbles:
     if not len(real):
         return Bubbles(0, zero, idle)
     begin, finish = real.start.min(), real.end.max()
-    work, reductions = trace.only(_BUSY), trace.only([Activity.REDUCE])
-    outputs = _outputs(work, finish)
-    # Rank by rank, to bound the working memory.
-    for rank, (rows, reducing) in enumerate(zip(work.rank_slices(), reductions.rank_slices(), strict=True)):
-        gaps = _gaps(work.select(rows), rank, outputs, begin, finish)
-        reduced = _reduced(reductions.select(reducing), gaps)
-        waited = np.minimum(gaps.waited, gaps.length - reduced)
-        message = gaps.message | (reduced > 0)
+    for rank, gaps in enumerate(_gaps_of_ranks(trace, begin, finish)):
         for number, cause in enumerate(_WAITS):
-            idle[cause][rank] = waited[gaps.cause == number].sum()
-        rest = gaps.length - waited
-        idle["communication"][rank] = rest[message].sum()
-        idle["overhead"][rank] = rest[~message].sum()
+            idle[cause][rank] = gaps.waited[gaps.cause == number].sum()
+        rest = gaps.length - gaps.waited
+        idle["communication"][rank] = rest[gaps.communicates].sum()
+        idle["overhead"][rank] = rest[~gaps.communicates].sum()
     spent = (finish - begin) - sum(idle.values())
     _charge_imbalance(idle, spent.max() - spent)
     return Bubbles(finish - begin, spent, idle)
@@ -135,13 +128,9 @@ def idle_spans(trace: Trace) -> IdleSpans:
     if not len(real):
         return spans[0]
     begin, finish = real.start.min(), real.end.max()
-    work, reductions = trace.only(_BUSY), trace.only([Activity.REDUCE])
-    outputs = _outputs(work, finish)
-    for rank, (rows, reducing) in enumerate(zip(work.rank_slices(), reductions.rank_slices(), strict=True)):
-        gaps = _gaps(work.select(rows), rank, outputs, begin, finish)
-        reduced = _reduced(reductions.select(reducing), gaps)
-        until = gaps.start + np.minimum(gaps.waited, gaps.length - reduced)
-        rest = np.where(gaps.message | (reduced > 0), CAUSES.index("communication"), CAUSES.index("overhead"))
+    for rank, gaps in enumerate(_gaps_of_ranks(trace, begin, finish)):
+        until = gaps.start + gaps.waited
+        rest = np.where(gaps.communicates, CAUSES.index("communication"), CAUSES.index("overhead"))
         for start, end, cause in ((gaps.start, until, gaps.cause), (until, gaps.start + gaps.length, rest)):
             positive = end > start
             ranks = np.full(int(positive.sum()), rank, np.int32)
@@ -188,14 +177,27 @@ class _Gaps(NamedTuple):
     """Spans in which a rank does not compute; columns of equal length.
 
     `waited` is the length of the first part, until the input of the next op had been computed, and `cause` the index in
-    _WAITS of that part. `message` is True if a message can explain the rest.
+    _WAITS of that part. `communicates` is True if a message or a reduction can explain the rest.
     """
 
     start: Times
     length: Times
     waited: Times
     cause: npt.NDArray[np.int8]
-    message: npt.NDArray[np.bool_]
+    communicates: npt.NDArray[np.bool_]
+
+
+def _gaps_of_ranks(trace: Trace, begin: Any, finish: Any) -> Iterator[_Gaps]:
+    """Yield the gaps of every rank, one rank at a time to bound the working memory."""
+    work, reductions = trace.only(_BUSY), trace.only([Activity.REDUCE])
+    outputs = _outputs(work, finish)
+    for rank, (rows, reducing) in enumerate(zip(work.rank_slices(), reductions.rank_slices(), strict=True)):
+        gaps = _gaps(work.select(rows), rank, outputs, begin, finish)
+        reduced = _reduced(reductions.select(reducing), gaps)
+        yield gaps._replace(
+            waited=np.minimum(gaps.waited, gaps.length - reduced),
+            communicates=gaps.communicates | (reduced > 0),
+        )
 
 
 def _gaps(work: Trace, rank: int, outputs: _Outputs, begin: Any, finish: Any) -> _Gaps:
