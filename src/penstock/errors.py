@@ -50,7 +50,7 @@ class DataError(ConfigError):
 
 
 class StageError(PenstockError):
-    """A stage's own code failed. The cause is chained and has its own traceback."""
+    """A failure of a stage's own code. The cause is chained and has its own traceback."""
 
 
 class StageShapeError(StageError):
@@ -58,11 +58,11 @@ class StageShapeError(StageError):
 
 
 class SplitBackwardError(StageError):
-    """The split backward of a layer gives other gradients than the full one, and ``strict`` forbids the full one."""
+    """A layer whose split backward gives other gradients than the full one, while ``strict`` forbids the full one."""
 
 
 class NonFiniteError(StageError):
-    """A loss or a gradient is NaN or infinite.
+    """A loss or a gradient that is NaN or infinite.
 
     Attributes:
         stage: first stage with such a number, counted back from the loss; -1 for the norm of all gradients.

@@ -113,7 +113,7 @@ def supervise(
 
 
 class _RestartPolicy:
-    """Decides after each failure whether to restart, and from which checkpoint.
+    """Decision after each failure whether to restart, and from which checkpoint.
 
     Args:
         run: the run's folder.

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Runs the steps of this process's ranks.
+    """The part of a pipeline that runs the steps of this process's ranks.
 
     Args:
         local_stages: stages of the ranks.

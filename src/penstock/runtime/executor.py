@@ -40,7 +40,7 @@ from penstock.stage.compute.stage import Stage
 
 
 class Executor:
-    """Runs the steps of one rank.
+    """Executor of one rank's ops, step by step.
 
     Args:
         program: program of the step.

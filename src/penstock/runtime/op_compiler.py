@@ -111,7 +111,7 @@ class BackwardKinds(NamedTuple):
 
 
 class OpCompiler:
-    """Compiles the instructions of one rank.
+    """Compiler of one rank's instructions into ops.
 
     Args:
         program: program of the step.

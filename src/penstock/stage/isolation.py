@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 
 
 class Isolation:
-    """Checks that a stage trains only its own parameters, and does not change shared buffers.
+    """A check that a stage trains only its own parameters, and does not change shared buffers.
 
     Args:
         foreign: names of the model's parameters that the stage does not own, by id (default none).

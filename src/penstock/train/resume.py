@@ -42,7 +42,7 @@ class RunProgress:
 
 
 class RunCheckpointer:
-    """Saves the checkpoints of a run and resumes from one; a context manager around the steps.
+    """Checkpointer that saves a run and resumes it; a context manager around the steps.
 
     Every process has one.
 

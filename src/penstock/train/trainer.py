@@ -63,7 +63,7 @@ class _Measured:
 
 
 class Trainer:
-    """Executes the remaining steps of a run; every process has one.
+    """Trainer for the remaining steps of a run; every process has one.
 
     Args:
         run: the components of the run.

@@ -62,7 +62,7 @@ def require_no_graph(values: Mapping[str, object]) -> None:
 
 
 class BatchSplitter:
-    """Splits each step's batch for one pipeline.
+    """Splitter of each step's batch for one pipeline.
 
     Args:
         microbatches: number of microbatches of one pipeline.

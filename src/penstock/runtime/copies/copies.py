@@ -163,7 +163,7 @@ class Copies:
 
 
 class _Gather:
-    """Gather from other processes the buffers that copies of this process's stages have changed."""
+    """Collective that gathers from other processes the buffers that copies of this process's stages have changed."""
 
     def __init__(
         self, world: World, holders: Sequence[Sequence[int]], replicas: int, over_ranks: bool

@@ -30,7 +30,7 @@ _Key = tuple[int, int, bool]
 
 
 class InPlace:
-    """Tracks which segments of a stage write into their inputs.
+    """Record of the segments of a stage that write into their inputs.
 
     Attributes:
         passthrough: segments that get their inputs directly, without a call of `input_transform`.

@@ -51,7 +51,7 @@ class _AuditResult:
 
 
 class RandomState:
-    """Runs layers within `isolated_rng`. A Pipeline has one; stages in threads share it.
+    """The random draws of a Pipeline's layers, which run within `isolated_rng`; stages in threads share one.
 
     ``run`` calls every layer, and also the loss function, under a reserved name; ``watching`` surrounds every step. A
     recompute calls ``run`` again with the same step and microbatch, and gets the same draws in the same order. The

@@ -125,7 +125,7 @@ def _enqueue(
 
 
 class _Anchor(torch.autograd.Function):
-    """Gives an output a node in the graph if its input has none."""
+    """Function that gives an output a node in the graph if its input has none."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:

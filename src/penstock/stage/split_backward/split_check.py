@@ -35,7 +35,7 @@ from penstock.stage.values import same_values
 
 
 class SplitChecks:
-    """Decides for every microbatch of a stage whether its backward is split, and runs the check where needed.
+    """Decision for every microbatch of a stage whether its backward is split, with the check where one is needed.
 
     A change of a parameter's dtype or ``requires_grad``, of a module's training mode, of autocast, or of the dtypes and
     dimensions of the inputs requires another check.

@@ -153,7 +153,7 @@ def _to_grad_dtype(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 class GradAccumulator:
-    """Accumulates gradients through the autograd engine, as if a backward had just computed them."""
+    """Accumulator of gradients through the autograd engine, as if a backward had just computed them."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._gradients: list[Tensor] = []

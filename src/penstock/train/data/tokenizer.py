@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Tokens are the bytes of UTF-8; an empty prompt is the start of a file, a 0."""
+    """Tokenizer whose tokens are the bytes of UTF-8; an empty prompt is the start of a file, a 0."""
 
     end: int | None = END
     unit: str = "byte"
@@ -65,7 +65,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class NumberTokenizer:
-    """Tokens are numbers below `vocabulary`, separated by blanks; an empty prompt is a 0."""
+    """Tokenizer whose tokens are numbers below `vocabulary`, separated by blanks; an empty prompt is a 0."""
 
     vocabulary: int
     end: int | None = None

@@ -17,7 +17,7 @@ WARM = 10
 
 
 class Profile:
-    """Profiles the `WARM`-th step of a run, when caches and threads are warm, or the last step of a shorter run.
+    """Profile of the `WARM`-th step of a run, when caches and threads are warm, or the last step of a shorter run.
 
     The step takes several times as long as others.
 

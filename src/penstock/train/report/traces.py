@@ -16,7 +16,7 @@ PAGE = "report.html"
 
 
 class Traces:
-    """Saves the traces of a run's first step, its last, and every N-th; other steps cost nothing.
+    """Writer of the traces of a run's first step, its last, and every N-th; other steps cost nothing.
 
     Args:
         run: folder of the run.
