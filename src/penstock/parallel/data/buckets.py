@@ -28,6 +28,7 @@ from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan
 from penstock.parallel.data.leftovers import add_late, find_late, resolve_absent
 from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.data.reduction_stream import ReductionStream
+from penstock.parallel.data.replica_checks import StepReport
 from penstock.parallel.dtensor import local
 
 
@@ -197,10 +198,11 @@ class GradientBuckets:
             raise
         try:
             change = self._frozen.change() if self.dynamic else 0
-            rows = self.reducer.exchange([self._step, 0, len(absent), len(late), change])
+            report = StepReport(self._step, 0, len(absent), len(late), change)
+            reports = replica_checks.exchange_reports(self.reducer, report)
             for bucket in self.buckets:
                 bucket.wait(self.reducer)
-            self._resolve(rows(), absent, late)
+            self._resolve(reports(), absent, late)
             if self._frozen.is_repeated(change) and not self.sharded:
                 self._remake()
             if self._rebuilds:
@@ -222,10 +224,10 @@ class GradientBuckets:
                 for bucket in self.buckets[self._started :]:
                     bucket.start(self.reducer)
                     self._started += 1
-                rows = self.reducer.exchange([self._step, 1, 0, 0, 0])
+                reports = replica_checks.exchange_reports(self.reducer, StepReport(self._step, failed=1))
                 for bucket in self.buckets:
                     bucket.wait(self.reducer)
-                failed = [r for r, row in enumerate(rows()) if row[1]]
+                failed = [r for r, report in enumerate(reports()) if report.failed]
                 replica_checks.raise_failure(self.reducer, failed, f"{type(error).__name__}: {error}")
         self.reset()
 
@@ -366,17 +368,14 @@ class GradientBuckets:
             self._started += 1
         return absent
 
-    def _resolve(self, rows: list[list[int]], absent: list[BucketEntry], late: dict[int, Tensor]) -> None:
-        """Handle the differences between replicas, by the report of each.
-
-        A report: (step, whether it failed, number of absent gradients, of late ones, digest of changed ``requires_grad``).
-        """
-        replica_checks.require_same_step(self.reducer, rows)
-        if any(row[4] for row in rows):
-            self._frozen.require_same(self.reducer, [row[4] for row in rows], self.sharded)
-        if any(row[2] for row in rows):
+    def _resolve(self, reports: list[StepReport], absent: list[BucketEntry], late: dict[int, Tensor]) -> None:
+        """Handle the differences between replicas, by the report of each."""
+        replica_checks.require_same_step(self.reducer, reports)
+        if any(report.frozen for report in reports):
+            self._frozen.require_same(self.reducer, [report.frozen for report in reports], self.sharded)
+        if any(report.absent for report in reports):
             resolve_absent(self.reducer, self.entries, absent, self.missing, self._step)
-        if any(row[3] for row in rows):
+        if any(report.late for report in reports):
             add_late(self.reducer, self._frozen.known, self._entry, late, self.divisor, self.reduce_dtype)
 
     def _remake(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,29 @@ from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.dtensor import local
 
 TEXT_BYTES = 1024
+
+
+class StepReport(NamedTuple):
+    """One replica's report at the end of a step, exchanged as whole numbers.
+
+    Attributes:
+        step: number of the step.
+        failed: 1 if the step failed on the replica.
+        absent, late: number of absent gradients, and of late ones.
+        frozen: digest of the changed ``requires_grad``; 0 if there is no change.
+    """
+
+    step: int
+    failed: int = 0
+    absent: int = 0
+    late: int = 0
+    frozen: int = 0
+
+
+def exchange_reports(reducer: Reducer, report: StepReport) -> Callable[[], list[StepReport]]:
+    """Begin to exchange reports; return a function that waits for those of all replicas."""
+    rows = reducer.exchange(list(report))
+    return lambda: [StepReport(*row) for row in rows()]
 
 
 def require_equal_models(reducer: Reducer, parameters: Sequence[tuple[str, Tensor]]) -> None:
@@ -45,18 +68,18 @@ def require_equal_models(reducer: Reducer, parameters: Sequence[tuple[str, Tenso
             )
 
 
-def require_same_step(reducer: Reducer, rows: Sequence[Sequence[int]]) -> None:
-    """Check the replicas' reports at the end of a step: (step, whether it failed, ...) of each.
+def require_same_step(reducer: Reducer, reports: Sequence[StepReport]) -> None:
+    """Check the replicas' reports at the end of a step.
 
     Raises:
         PeerError: if a replica failed.
         PenstockError: if they are at different steps.
     """
-    failed = [r for r, row in enumerate(rows) if row[1]]
+    failed = [r for r, report in enumerate(reports) if report.failed]
     if failed:
         raise_failure(reducer, failed)
-    if any(row[0] != rows[0][0] for row in rows):
-        steps = ", ".join(f"replica {r} is at step {row[0]}" for r, row in enumerate(rows))
+    if any(report.step != reports[0].step for report in reports):
+        steps = ", ".join(f"replica {r} is at step {report.step}" for r, report in enumerate(reports))
         raise PenstockError(f"the replicas do not take the same steps: {steps}; one of them left out a step")
 
 
