@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -78,7 +78,7 @@ class Engine:
         self._reduced = False
         self._reductions = 0
         self._step = 0
-        self._failed = self._busy = False
+        self._status: Literal["idle", "stepping", "failed"] = "idle"
         self._works: list[Work] | None = None
         self._late = LateRanks()
         self._traced: list[Executor] | None = None
@@ -157,7 +157,7 @@ class Engine:
         if self._copies.sync_parameters():
             self.make_buckets()
         self._step += 1
-        self._failed = self._busy = True
+        self._status = "stepping"
         self._works = None
         executors = self._prepare(trains)
         splitting = False
@@ -179,8 +179,8 @@ class Engine:
             self._works = None
             raise
         finally:
-            self._busy = False
-        self._failed = False
+            self._status = "failed"  # a step that succeeded continues with the next line
+        self._status = "idle"
         self._conclude(trains, executors)
 
     def run(self, batches: Sequence[LocalBatch], options: StepOptions) -> list[Work]:
@@ -215,7 +215,7 @@ class Engine:
                 self._tune(executors)
 
     def _require_idle(self, trains: bool) -> None:
-        if self._busy:
+        if self._status == "stepping":
             raise PenstockError(
                 "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
                 "a hook, the loss function or another thread; call it between two steps"
@@ -376,7 +376,7 @@ class Engine:
             return
         self.closed = True
         try:
-            if not self._failed:
+            if self._status == "idle":
                 self.wait_for_parameters()
         finally:
             self._end()
@@ -387,13 +387,13 @@ class Engine:
         # Hooks on the parameters would keep the reducers, and with them the communicators, as long as the model.
         for local_stages in self._all_replicas:
             for reduction in local_stages.replica_reductions.values():
-                reduction.detach(wait=self._world is None or not self._failed)
+                reduction.detach(wait=self._world is None or self._status == "idle")
         if self._rank_threads is not None:
             self._rank_threads.close()
         if self._watch is not None:
             self._watch.close()
         if self._world is not None:
-            self._world.disconnect(failed=self._failed)
+            self._world.disconnect(failed=self._status != "idle")
 
 
 def _idle(why: str = "") -> None:
