@@ -19,7 +19,8 @@ FLOORS = [
     {"encoding", "scratch", "run_lock"},
     {"tensor_file"},
     {"schedule", "stage", "parallel", "trace"},
-    {"simulate"},
+    {"simulate", "profile"},
+    {"plan"},
     {"runtime", "show"},
     {"verify", "huggingface"},
     {"checkpoint"},
@@ -29,7 +30,7 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR = {room: n for n, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = ["schedule", "trace", "simulate", "show"]
+WITHOUT_TORCH = ["schedule", "trace", "simulate", "show", "profile", "plan"]
 
 
 def imports(path: Path) -> set[str]:

@@ -32,8 +32,8 @@ from penstock.train.model.trainable import TrainableModel, build_model
 from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.loggers import Logger, open_loggers, require_loggers
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
-from penstock.train.report.profile import Profile
 from penstock.train.report.progress import Reporter
+from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.traces import Traces, write_page
 from penstock.train.resume import RunCheckpointer
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
@@ -83,7 +83,7 @@ def train(
     Args:
         config: a checked config, not yet resolved.
         make_reporter: function of the number of steps, and of whether this process leads, that returns a reporter.
-        profile: profile one step with torch's profiler (default False); see `Profile`.
+        profile: profile one step with torch's profiler (default False); see `StepProfiler`.
         stopping: function that returns True if this process shall stop, called before every step; for every process or for
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.launch.signals.Interrupts` does so.
@@ -133,7 +133,7 @@ def train(
             run_group.decide(lambda: loggers.extend(_begin(path, config, progress.done)))
             with MetricsWriter(path if run_group.leads else None, loggers, reporter.say) as metrics:
                 traces = Traces(path, config.train.steps, config.train.trace_every, metrics, reporter.say)
-                profiles = Profile(path if profile else None, config.train.steps, run_group.rank)
+                profiles = StepProfiler(path if profile else None, config.train.steps, run_group.rank)
                 run = TrainingRun(
                     config,
                     model,

@@ -16,8 +16,8 @@ from penstock.train.config.config import Config
 from penstock.train.data.run_data import RunData, held_out_bits, training_batch
 from penstock.train.model.trainable import TrainableModel
 from penstock.train.report.metrics_writer import MetricsWriter
-from penstock.train.report.profile import Profile
 from penstock.train.report.progress import Reporter
+from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.traces import Traces
 from penstock.train.resume import RunCheckpointer, RunProgress
 
@@ -39,7 +39,7 @@ class TrainingRun:
     metrics: MetricsWriter
     checkpointer: RunCheckpointer
     traces: Traces
-    profiles: Profile
+    profiles: StepProfiler
     stopping: Stopping | None
 
 

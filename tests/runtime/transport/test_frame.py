@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.errors import TransportError
-from penstock.runtime.transport.frame import Layout, layout_of
+from penstock.runtime.transport.frame import MessageLayout, layout_of
 from penstock.stage.structures import dumps
 from penstock.stage.values import Message, pack
 
@@ -27,7 +27,7 @@ def message(value: object) -> Message:
 def test_a_layout_arrives_as_it_was_sent():
     value = {"a": defaultdict(list, {"x": torch.ones(2)}), Colour.RED: (torch.zeros(1), 3, "text")}
     layout = layout_of(message(value))
-    assert Layout.from_bytes(layout.to_bytes()) == layout
+    assert MessageLayout.from_bytes(layout.to_bytes()) == layout
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_a_module_that_is_not_loaded_is_not_imported(value: object):
     said = json.dumps({"leaves": [["float32", [1], False]], "plain": [], "structure": text}).encode()
     sys.modules.pop("this", None)
     with pytest.raises(TransportError, match="the module 'this' in it, which is not loaded here"):
-        Layout.from_bytes(said)
+        MessageLayout.from_bytes(said)
     assert "this" not in sys.modules
 
 
 def test_a_dtype_is_a_dtype():
     said = json.dumps({"leaves": [["load", [1], False]], "plain": [], "structure": None}).encode()
     with pytest.raises(TransportError, match="dtype 'load'"):
-        Layout.from_bytes(said)
+        MessageLayout.from_bytes(said)

@@ -107,7 +107,7 @@ class Leaf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """The shape of a value.
 
     Attributes:
@@ -193,14 +193,14 @@ class Layout:
         return json.dumps({"leaves": leaves, "plain": self.plain, "structure": structure}).encode()
 
     @staticmethod
-    def from_bytes(data: bytes) -> Layout:
+    def from_bytes(data: bytes) -> MessageLayout:
         """Decode a layout from JSON.
 
         Raises:
             TransportError: if it names an unknown dtype or class, or a module that this process has not loaded.
         """
         fields = json.loads(data)
-        return Layout(
+        return MessageLayout(
             tuple(None if leaf is None else _leaf(*leaf) for leaf in fields["leaves"]),
             tuple(fields["plain"]),
             None if fields["structure"] is None else structures.loads(fields["structure"]),
@@ -221,10 +221,10 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def layout_of(message: Message) -> Layout:
+def layout_of(message: Message) -> MessageLayout:
     """Return the layout of a message."""
     leaves = message.leaves
-    return Layout(
+    return MessageLayout(
         tuple(
             Leaf(leaf.dtype, tuple(leaf.shape), need, Strided.of(leaf)) if isinstance(leaf, Tensor) else None
             for leaf, need in zip(leaves, message.needs_grad, strict=True)
@@ -253,9 +253,9 @@ class SentLayouts:
     """The sender's numbering of the layouts on an edge."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[int, Layout]] = {}
+        self._known: dict[tuple[Any, ...], tuple[int, MessageLayout]] = {}
 
-    def enter(self, message: Message) -> tuple[int, Layout, bytes]:
+    def enter(self, message: Message) -> tuple[int, MessageLayout, bytes]:
         """Return the layout's number, the layout, and its encoding if the receiver does not know it (else empty)."""
         key = signature(message)
         known = self._known.get(key)
@@ -272,15 +272,15 @@ class ReceivedLayouts:
     """The receiver's numbering of the layouts on an edge."""
 
     def __init__(self) -> None:
-        self._known: list[Layout] = []
+        self._known: list[MessageLayout] = []
 
-    def read(self, header: Header, frame: memoryview) -> Layout:
+    def read(self, header: Header, frame: memoryview) -> MessageLayout:
         """Return the layout of a frame, which it contains or an earlier one did."""
         if header.flags & LAYOUT:
             if header.layout == 0:  # the sender numbers from 0 again after `MAX_LAYOUTS`
                 self._known.clear()
             end = HEADER_BYTES + header.layout_bytes
-            self._known.append(Layout.from_bytes(bytes(frame[HEADER_BYTES:end])))
+            self._known.append(MessageLayout.from_bytes(bytes(frame[HEADER_BYTES:end])))
         return self._known[header.layout]
 
 
@@ -289,9 +289,9 @@ class Views:
 
     def __init__(self, frame: Tensor) -> None:
         self._frame = frame
-        self._known: dict[tuple[int, int], tuple[Layout, list[Tensor]]] = {}
+        self._known: dict[tuple[int, int], tuple[MessageLayout, list[Tensor]]] = {}
 
-    def of(self, start: int, layout: Layout) -> list[Tensor]:
+    def of(self, start: int, layout: MessageLayout) -> list[Tensor]:
         """Return the tensors of a payload that begins at byte `start`."""
         key = (start, id(layout))
         known = self._known.get(key)

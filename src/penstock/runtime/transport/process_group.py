@@ -41,7 +41,7 @@ from penstock.runtime.transport.frame import (
     LAYOUT,
     OVERSIZE,
     Header,
-    Layout,
+    MessageLayout,
     ReceivedLayouts,
     SentLayouts,
     Views,
@@ -265,7 +265,9 @@ class GroupIncoming:
         self._post(frame)
         return header.step, header.tag, content
 
-    def _tensors(self, header: Header, layout: Layout, frame: _Frame, payload: Tensor | None) -> list[Tensor]:
+    def _tensors(
+        self, header: Header, layout: MessageLayout, frame: _Frame, payload: Tensor | None
+    ) -> list[Tensor]:
         if header.flags & INLINE:
             start = aligned(HEADER_BYTES + header.layout_bytes)
             return [view.clone() for view in frame.views.of(start, layout)]
@@ -278,7 +280,7 @@ class GroupIncoming:
         assert payload is not None
         return layout.views(payload)
 
-    def _from_device(self, layout: Layout) -> list[Tensor]:
+    def _from_device(self, layout: MessageLayout) -> list[Tensor]:
         bulk, receiving = self.bulk, self._stream
         assert bulk is not None
         # In this context `receiving` is the current stream: it owns the buffer's memory, and it is the one that waits.
@@ -295,7 +297,7 @@ class GroupIncoming:
         return layout.views(payload)
 
 
-def _joined(tensors: list[Tensor], layout: Layout, device: torch.device | None) -> Tensor:
+def _joined(tensors: list[Tensor], layout: MessageLayout, device: torch.device | None) -> Tensor:
     """Return a payload in one piece: the tensor itself if there is one, or a buffer with all of them."""
     if len(tensors) == 1:
         return tensors[0].detach().contiguous().resolve_neg()

@@ -16,8 +16,8 @@ FOLDER = "profile"
 WARM = 10
 
 
-class Profile:
-    """Profile of the `WARM`-th step of a run, when caches and threads are warm, or the last step of a shorter run.
+class StepProfiler:
+    """StepProfiler of the `WARM`-th step of a run, when caches and threads are warm, or the last step of a shorter run.
 
     The step takes several times as long as others.
 

@@ -1,0 +1,257 @@
+"""Clusters: devices, their achieved rates, and the links between them.
+
+A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), or a TOML file::
+
+    name = "mine"
+    ranks_per_node = 8
+    nodes = 4
+    dtype = "bf16"                   # of the matrix products, unless a layout says otherwise
+    error = 0.08                     # half-width of a prediction's interval, as a share
+
+    [device]
+    memory = 80e9                    # bytes
+    matmul = {bf16 = 232e12}         # FLOP/s of large matrix products
+    matmul_width = 300               # size of matrices at which half of that is reached
+    attention = {bf16 = 150e12}      # FLOP/s of fused attention
+    memory_bandwidth = 1.8e12        # bytes/s of elementwise kernels, read and written
+    score_bandwidth = 1.8e12         # the same for kernels on stored scores of attention
+    launch = 5e-6                    # seconds of a kernel launch
+    optimizer_bandwidth = 1.5e12     # bytes/s of the optimizer's update
+
+    [node]                           # links within a node
+    latency = 5e-6                   # seconds
+    bandwidth = 250e9                # bytes/s of a device
+
+    [network]                        # links between nodes
+    latency = 2e-5
+    bandwidth = 20e9                 # bytes/s of a device
+    reduce_bandwidth = 10e9          # bytes/s of a device while all reduce gradients; bandwidth otherwise
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from penstock.bounded_io import MEGABYTE, read_bytes
+from penstock.errors import ConfigError, nearest
+
+PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
+"""Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
+_MAX_BYTES = 4 * MEGABYTE
+_MAX_DEVICES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Device:
+    """Achieved rates of one device; see the module's docstring for units."""
+
+    memory: float
+    matmul: Mapping[str, float]
+    memory_bandwidth: float
+    matmul_width: float = 0.0
+    attention: Mapping[str, float] | None = None
+    score_bandwidth: float | None = None
+    launch: float = 0.0
+    optimizer_bandwidth: float | None = None
+    peak: Mapping[str, float] | None = None
+
+    def matmul_rate(self, dtype: str, width: float) -> float:
+        """Return the FLOP/s of a matrix product of the given width (see `LayerCost`)."""
+        return self._of("matmul", self.matmul, dtype) / (1 + self.matmul_width / max(width, 1.0))
+
+    def attention_rate(self, dtype: str) -> float:
+        """Return the FLOP/s of fused attention; with fp8 it runs in bf16."""
+        table = self.attention or self.matmul
+        return table[dtype] if dtype in table else self._of("attention", table, "bf16")
+
+    def peak_rate(self, dtype: str) -> float:
+        """Return the rated FLOP/s, the base of MFU; the achieved ones if there is no rating."""
+        return self._of("matmul", self.peak or self.matmul, dtype)
+
+    def _of(self, what: str, table: Mapping[str, float], dtype: str) -> float:
+        if dtype not in table:
+            raise ConfigError(
+                f"the cluster has no {what} rate for {dtype}; it has {', '.join(table)}. Choose one of these with "
+                "dtype=... in the layout, or add it to the cluster's file"
+            )
+        return table[dtype]
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """A link of one device.
+
+    Attributes:
+        latency: seconds of a message whatever its size.
+        bandwidth: bytes a second.
+        reduce_bandwidth: bytes a second in reductions of gradients; None (default) is `bandwidth`.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    reduce_bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices on nodes, and the links between them.
+
+    Attributes:
+        name: name for messages.
+        device: achieved rates of each device.
+        ranks_per_node, nodes: number of devices.
+        node, network: links within a node and between nodes.
+        dtype: default dtype of matrix products.
+        error: half-width of a prediction's interval, as a share of it.
+        op_overhead: seconds that the runtime adds to each op of a schedule.
+        step_overhead: seconds that the runtime adds to each step.
+        overlap: True (default) if reductions of gradients hide behind the backward; a layout may say otherwise.
+        unfused_dropout: True if models with dropout in attention run kernels that store scores.
+    """
+
+    name: str
+    device: Device
+    ranks_per_node: int = 1
+    nodes: int = 1
+    node: LinkSpeed = LinkSpeed()
+    network: LinkSpeed = LinkSpeed()
+    dtype: str = "bf16"
+    error: float = 0.1
+    op_overhead: float = 0.0
+    step_overhead: float = 0.0
+    overlap: bool = True
+    unfused_dropout: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.ranks_per_node * self.nodes
+
+    def link(self, span: int) -> LinkSpeed:
+        """Return the slowest link within a group of neighbouring ranks."""
+        return self.node if span <= self.ranks_per_node else self.network
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def read_cluster(text: str | Path) -> Cluster:
+    """Return a preset, or a cluster read from a TOML file.
+
+    Args:
+        text: name of a preset or path of a file, with ``*N`` for N devices on one node or ``*NxM`` for N on each of M nodes.
+
+    Raises:
+        ConfigError: if there is no such preset or file, or a value is missing, unknown or out of range.
+    """
+    name, counts = str(text), None
+    if match := re.fullmatch(r"(.+?)\*(\d+)(?:[xX](\d+))?", name):
+        name, counts = match[1], (int(match[2]), int(match[3] or 1))
+    if name in PRESETS:
+        source = (files("penstock.plan") / "clusters" / f"{name}.toml").read_text()
+    elif name.endswith(".toml") or Path(name).exists():
+        try:
+            source = read_bytes(Path(name), _MAX_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the cluster {name!r}: {error}") from error
+    else:
+        raise ConfigError(
+            f"no cluster {name!r}{nearest(name, list(PRESETS))}; give a TOML file, or one of {', '.join(PRESETS)} with its "
+            "size, such as a100-80gb*8x4 for 4 nodes of 8"
+        )
+    try:
+        table = tomllib.loads(source)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{name} is no TOML: {error}") from error
+    cluster = _from_table(table, name)
+    if counts is not None:
+        cluster = replace(cluster, ranks_per_node=counts[0], nodes=counts[1])
+    if not 1 <= cluster.devices <= _MAX_DEVICES:
+        raise ConfigError(
+            f"{text}: a cluster has 1 to {_MAX_DEVICES:,} devices, got {cluster.ranks_per_node} x {cluster.nodes}"
+        )
+    return cluster
+
+
+def _from_table(table: dict[str, Any], name: str) -> Cluster:
+    _only(table, Cluster, name, "")
+    if not isinstance(table.get("device"), dict):
+        raise ConfigError(f"{name}: the section [device] is missing")
+    given: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{name}: {key}"
+        if key == "device":
+            given[key] = _device(value, name)
+        elif key in ("node", "network"):
+            given[key] = _link(value, where)
+        elif key in ("name", "dtype"):
+            if not isinstance(value, str):
+                raise ConfigError(f"{where} must be text, got {value!r}")
+            given[key] = value
+        elif key in ("overlap", "unfused_dropout"):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{where} must be true or false, got {value!r}")
+            given[key] = value
+        elif key in ("ranks_per_node", "nodes"):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{where} must be a whole number of at least 1, got {value!r}")
+            given[key] = value
+        else:
+            given[key] = _number(value, where, zero=True)
+    if given.get("error", 0) >= 1:
+        raise ConfigError(f"{name}: error must be below 1, got {given['error']}")
+    cluster = Cluster(**{"name": Path(name).stem, **given})
+    if cluster.dtype not in cluster.device.matmul:
+        raise ConfigError(
+            f"{name}: dtype is {cluster.dtype!r}, but device.matmul has rates for {', '.join(cluster.device.matmul)}"
+        )
+    return cluster
+
+
+def _device(table: dict[str, Any], name: str) -> Device:
+    _only(table, Device, name, "device.")
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{name}: device.{key}"
+        if key in ("matmul", "attention", "peak"):
+            if not isinstance(value, dict) or not value:
+                raise ConfigError(
+                    f"{where} must be a table of FLOP/s by dtype, as in {{bf16 = 2e14}}, got {value!r}"
+                )
+            values[key] = {dtype: _number(rate, f"{where}.{dtype}") for dtype, rate in value.items()}
+        else:
+            values[key] = _number(value, where, zero=key in ("launch", "matmul_width"))
+    for key in ("memory", "matmul", "memory_bandwidth"):
+        if key not in values:
+            raise ConfigError(f"{name}: device.{key} is missing")
+    return Device(**values)
+
+
+def _link(table: object, where: str) -> LinkSpeed:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a section with latency and bandwidth, got {table!r}")
+    _only(table, LinkSpeed, where.rpartition(": ")[0], f"{where.rpartition(': ')[2]}.")
+    return LinkSpeed(**{k: _number(v, f"{where}.{k}", zero=k == "latency") for k, v in table.items()})
+
+
+def _only(table: Mapping[str, Any], kind: type, name: str, prefix: str) -> None:
+    known = [field.name for field in fields(kind)]
+    for key in table:
+        if key not in known:
+            raise ConfigError(
+                f"{name}: no key {prefix}{key}{nearest(key, known)}; there are {', '.join(known)}"
+            )
+
+
+def _number(value: object, where: str, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{where} must be a finite number, got {value!r}")
+    if value < 0 or (value == 0 and not zero):
+        raise ConfigError(f"{where} must be {'at least' if zero else 'above'} 0, got {value}")
+    return float(value)

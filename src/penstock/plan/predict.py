@@ -1,0 +1,310 @@
+"""Prediction of a step: its time, memory and idle time, from a profile, a cluster and a layout.
+
+The step is the same Program as in a run, timed by the simulator. The time of a step is the simulated makespan, the part of
+the gradients' reduction that is exposed, and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.plan.cluster import Cluster
+from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory
+from penstock.plan.run_layout import Layout, layout_of
+from penstock.plan.stage_costs import StageCosts, attention_of, dtype_of, layer_times, stage_costs
+from penstock.plan.timing import collective_seconds
+from penstock.profile.closed_form import PARAMETER_BYTES
+from penstock.profile.model_profile import Profile
+from penstock.schedule.check import check
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.ops import Kind
+from penstock.schedule.program import Program
+from penstock.schedule.text import read_csv
+from penstock.simulate.costs import Communication, Costs, Link
+from penstock.simulate.reduction import reduce_gradients
+from penstock.simulate.simulator import simulate
+from penstock.trace.bubbles import bubbles, makespan
+from penstock.trace.events import Trace
+
+MAX_BUCKETS = 16
+_UPDATE_BYTES = {"fp32": 32, "bf16": 38, "fp16": 38, "fp8": 38}
+"""Bytes that norm and update read and write per parameter: gradient, moments, main weight, weight."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted step of a layout.
+
+    Attributes:
+        layout: the layout, with the number of stages a rank filled in.
+        step_seconds: seconds of a step.
+        low, high: interval in which the measured step is expected.
+        tokens_per_second: tokens of a batch over the seconds of a step, over all devices.
+        tflops_per_device: TFLOP/s of a device, of the model's FLOPs: forward and twice as many in the backward.
+        hardware_tflops_per_device: the same with what is recomputed.
+        mfu, hfu: these two over the device's rated FLOP/s.
+        memory: peak bytes of a device of every pipeline rank.
+        capacity: bytes of memory of a device.
+        bubble: idle share of ranks × makespan.
+        causes: that share by cause, as in `penstock.trace.bubbles`.
+        parts: seconds of a step by part: "pipeline", "reduction" (exposed), "optimizer", "overhead".
+        assumptions: sentences about what the layout leaves open.
+        program, trace: the simulated step.
+    """
+
+    layout: Layout
+    step_seconds: float
+    low: float
+    high: float
+    tokens_per_second: float
+    tflops_per_device: float
+    hardware_tflops_per_device: float
+    mfu: float
+    hfu: float
+    memory: tuple[RankMemory, ...]
+    capacity: float
+    bubble: float
+    causes: Mapping[str, float]
+    parts: Mapping[str, float]
+    assumptions: tuple[str, ...] = ()
+    costs: StageCosts | None = field(default=None, repr=False, compare=False)
+    program: Program | None = field(default=None, repr=False, compare=False)
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes of the fullest device."""
+        return max(rank.total for rank in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """True if every device has the memory it needs."""
+        return self.peak_bytes <= self.capacity
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the prediction as values that JSON can represent."""
+        return {
+            "layout": self.layout.as_dict(),
+            "step_seconds": self.step_seconds,
+            "low": self.low,
+            "high": self.high,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_device": self.tflops_per_device,
+            "hardware_tflops_per_device": self.hardware_tflops_per_device,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "memory": [rank.as_dict() for rank in self.memory],
+            "capacity": round(self.capacity),
+            "fits": self.fits,
+            "bubble": self.bubble,
+            "bubble_causes": dict(self.causes),
+            "parts": dict(self.parts),
+            "split": list(self.costs.counts) if self.costs is not None else None,
+            "assumptions": list(self.assumptions),
+        }
+
+
+def predict(
+    profile: Profile,
+    cluster: Cluster,
+    layout: Layout | Mapping[str, Any] | str,
+    *,
+    sequence: int,
+    batch: int,
+) -> Prediction:
+    """Predict a step.
+
+    Args:
+        profile: costs of the model's layers.
+        cluster: devices and links.
+        layout: the layout, as `Layout.parse` reads it if it is text.
+        sequence: tokens of a sample.
+        batch: samples of a step, over all replicas.
+
+    Raises:
+        ConfigError: if the layout contradicts itself, needs more devices than there are, or does not divide the batch.
+        ScheduleError: if the schedule's family does not allow the counts.
+    """
+    layout = layout_of(layout)
+    microbatches = count_microbatches(layout, cluster, batch)
+    program = step_program(layout.schedule, layout.pp, microbatches, layout.v)
+    schedule = program.schedule
+    layout = layout.with_values(v=schedule.stages // layout.pp)
+    times = layer_times(profile, cluster, layout, sequence)
+    costs = stage_costs(times, layout, schedule.placement)
+    dtype = dtype_of(profile, cluster, layout)
+    trace = simulate(program, op_costs(costs, cluster, layout))
+    split = bubbles(trace)
+    pipeline = float(makespan(trace))
+
+    reduction, trace = _exposed_reduction(program, trace, costs, cluster, layout, dtype)
+    optimizer = _optimizer_seconds(costs, cluster, layout, dtype, schedule.placement.stages_of)
+    overhead = cluster.step_overhead + profile.step_overhead
+    seconds = pipeline + reduction + optimizer + overhead
+    replicas = layout.dp * microbatches
+    forward, repeated = float(costs.model_flops.sum()), float(costs.repeated_flops.sum())
+    per_device = 1e12 * seconds * layout.devices
+    model = 3 * forward * replicas / per_device
+    hardware = (3 * forward + repeated) * replicas / per_device
+    peak_rate = cluster.device.peak_rate(dtype) / 1e12
+    error = max(cluster.error, profile.spread)
+    total = float(split.makespan) * schedule.ranks
+    causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
+    return Prediction(
+        layout, seconds, seconds * (1 - error), seconds * (1 + error), batch * sequence / seconds,
+        model, hardware, model / peak_rate, hardware / peak_rate,
+        rank_memory(schedule, costs, layout, dtype), cluster.device.memory,
+        sum(causes.values()), causes,
+        {"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
+        _assumptions(profile, cluster, layout), costs, program, trace,
+    )  # fmt: skip
+
+
+def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
+    """Return the number of microbatches of a replica.
+
+    Raises:
+        ConfigError: if the layout needs more devices than the cluster has, or does not divide the batch.
+    """
+    if layout.devices > cluster.devices:
+        raise ConfigError(
+            f"the layout needs {layout.devices} devices (pp={layout.pp} x dp={layout.dp} x tp={layout.tp}), and "
+            f"{cluster.name} has {cluster.devices}; take smaller degrees or a larger cluster"
+        )
+    share = layout.dp * layout.microbatch
+    if batch % share:
+        below, above = batch // share * share, -(-batch // share) * share
+        near = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            f"a batch of {batch} does not divide over dp={layout.dp} with microbatches of {layout.microbatch}; the nearest "
+            f"batch that does is {near}"
+        )
+    return batch // share
+
+
+@lru_cache(maxsize=256)
+def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Program:
+    """Return the proven program of a schedule family, or of a CSV file.
+
+    Raises:
+        ScheduleError: if the family does not allow the counts, or the schedule of the file is not valid.
+        ConfigError: if the file's counts are not those of the layout.
+    """
+    if schedule.endswith(".csv"):
+        built = read_csv(schedule)
+        if (built.ranks, built.microbatches) != (ranks, microbatches):
+            raise ConfigError(
+                f"{schedule} is for {built.ranks} ranks and {built.microbatches} microbatches, but the layout has "
+                f"pp={ranks} and {microbatches} microbatches a replica"
+            )
+        return check(built).program
+    v = virtual_stages
+    if schedule in FAMILIES and not FAMILIES[schedule].chooses_virtual_stages and v == 1:
+        v = None
+    return check(build_schedule(schedule, ranks, microbatches, v)).program
+
+
+def op_costs(costs: StageCosts, cluster: Cluster, layout: Layout) -> Costs:
+    """Return the simulator's costs of a layout's stages."""
+    extra = cluster.op_overhead
+    seconds = np.zeros((len(costs.forward), len(Kind)))
+    # What is recomputed runs before the first half of the backward.
+    seconds[:, Kind.F] = costs.forward + extra
+    seconds[:, Kind.I] = costs.input_grad + costs.again + extra
+    seconds[:, Kind.W] = costs.weight_grad + extra
+    seconds[:, Kind.B] = costs.input_grad + costs.again + costs.weight_grad + extra
+    seconds[:, Kind.R] = costs.forward + extra
+    span = layout.dp * layout.tp
+    near, far = (Link(link.latency, link.bandwidth) for link in (cluster.node, cluster.network))
+    message = [round(size) for size in costs.messages[:-1]]
+    communication = Communication(message, near, far, max(1, cluster.ranks_per_node // span))
+    return Costs(seconds, communication=communication)
+
+
+def _exposed_reduction(
+    program: Program, trace: Trace, costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str
+) -> tuple[float, Trace]:
+    """Return the seconds by which reducing the gradients lengthens the step, and the trace with the reductions."""
+    copies = max(len(ranks) for ranks in program.schedule.placement.holders)
+    if layout.dp * copies == 1:
+        return 0.0, trace
+    weight, gradient, _ = PARAMETER_BYTES[dtype]
+    size = costs.parameters * gradient
+    seconds = [reduce_seconds(float(n), cluster, layout, copies) for n in size]
+    if not overlaps(cluster, layout):
+        exposed = max(sum(seconds[s] for s in stages) for stages in program.schedule.placement.stages_of)
+        return exposed + _exposed_gather(costs, cluster, layout, weight, copies), trace
+    buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(size)}
+    reductions = reduce_gradients(program, trace, seconds, buckets)
+    ends = float(reductions.trace.end.max())
+    exposed = max(0.0, ends - float(makespan(trace)) - float(trace.start.min()))
+    return exposed + _exposed_gather(costs, cluster, layout, weight, copies), reductions.trace
+
+
+def overlaps(cluster: Cluster, layout: Layout) -> bool:
+    """Return whether a layout's gradients are reduced while the backward runs."""
+    return cluster.overlap if layout.overlap is None else layout.overlap
+
+
+def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight: int, copies: int) -> float:
+    """Return the seconds to gather the first layer's weights (ZeRO); the others are gathered while the next step runs."""
+    if not layout.zero or layout.dp == 1:
+        return 0.0
+    per_layer = costs.parameters * weight / np.maximum(1, costs.counts)
+    return max(_group_seconds("all_gather", float(n), cluster, layout, copies) for n in per_layer)
+
+
+def reduce_seconds(size: float, cluster: Cluster, layout: Layout, copies: int = 1) -> float:
+    """Return the seconds to sum gradients of `size` bytes over the replicas, where all devices of the cluster do."""
+    return _group_seconds("all_reduce", size, cluster, layout, copies)
+
+
+def _group_seconds(unit: str, size: float, cluster: Cluster, layout: Layout, copies: int) -> float:
+    group = layout.dp * copies
+    link = cluster.node
+    if layout.dp * layout.tp > cluster.ranks_per_node or (
+        copies > 1 and layout.devices > cluster.ranks_per_node
+    ):
+        # Neighbours in a group that share a node share its links, so each of them has that many.
+        together = max(1, min(layout.dp, cluster.ranks_per_node // layout.tp))
+        network = cluster.network
+        bandwidth = min(together * (network.reduce_bandwidth or network.bandwidth), link.bandwidth)
+        link = type(link)(network.latency, bandwidth)
+    return collective_seconds(unit, size, group, link)
+
+
+def _optimizer_seconds(
+    costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str, stages_of: tuple[tuple[int, ...], ...]
+) -> float:
+    device = cluster.device
+    bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
+    most = max(float(costs.parameters[list(stages)].sum()) for stages in stages_of)
+    return most / (layout.dp if layout.zero else 1) * _UPDATE_BYTES[dtype] / bandwidth
+
+
+def _assumptions(profile: Profile, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
+    sentences = []
+    if profile.shape is not None:
+        if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
+            sentences.append(
+                f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "
+                "attention=fused predicts kernels that do not."
+            )
+        dtype = dtype_of(profile, cluster, layout)
+        sentences.append(
+            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes a parameter for weights, gradients and AdamW."
+        )
+    if layout.overlap is None and not cluster.overlap and layout.dp > 1:
+        sentences.append(
+            f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
+            "overlap=true predicts reductions that hide behind it."
+        )
+    if layout.devices < cluster.devices:
+        sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
+    return tuple(sentences)

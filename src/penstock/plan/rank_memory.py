@@ -1,0 +1,114 @@
+"""Bytes that each pipeline rank of a layout needs at its peak, by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.plan.run_layout import Layout
+from penstock.plan.stage_costs import StageCosts
+from penstock.profile.closed_form import PARAMETER_BYTES
+from penstock.schedule.memory import held
+from penstock.schedule.ops import Kind
+from penstock.schedule.schedule import Schedule
+
+BUCKET_BYTES = 25_000_000
+"""Bytes of a bucket of gradients in flight."""
+MARGIN = 0.02
+"""Share of the rest that the allocator needs besides, for what it rounds and cannot reuse."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak bytes of one device of a pipeline rank.
+
+    Attributes:
+        weights, gradients, optimizer: bytes of parameters, of their gradients, and of the optimizer's state.
+        activations: bytes kept for backwards at the peak.
+        recompute: bytes of a recomputed layer that is back in memory.
+        logits: bytes of the gradient of the logits.
+        messages: bytes of values received and sent.
+        buckets: bytes of gradients under reduction.
+        margin: bytes of the allocator's margin.
+        peak_op: op after which the activations are at their peak, such as ``3F7``.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    recompute: float
+    logits: float
+    messages: float
+    buckets: float
+    margin: float
+    peak_op: str
+
+    @property
+    def total(self) -> float:
+        return (
+            self.weights + self.gradients + self.optimizer + self.activations + self.recompute
+            + self.logits + self.messages + self.buckets + self.margin
+        )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        parts = {
+            name: round(getattr(self, name))
+            for name in (
+                "weights", "gradients", "optimizer", "activations", "recompute", "logits", "messages", "buckets", "margin",
+            )
+        }  # fmt: skip
+        return {"total": sum(parts.values()), **parts, "peak_op": self.peak_op}
+
+
+def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
+    """Return the peak memory of every pipeline rank.
+
+    Args:
+        schedule: order of the ops, which gives the microbatches in flight.
+        costs: bytes of the stages.
+        layout: layout of the run.
+        dtype: dtype of the matrix products, which gives the bytes of a parameter.
+    """
+    weight, gradient, state = PARAMETER_BYTES[dtype]
+    saved = costs.saved.round().astype(np.int64)
+    splits = bool((schedule.kind == Kind.W).any())
+    column = held(schedule, saved, costs.waiting.round().astype(np.int64) if splits else 0)
+    # A recomputed layer, and the gradient of the logits, are in memory during their stage's backward alone.
+    backward = (schedule.kind == Kind.B) | (schedule.kind == Kind.I)
+    # A full backward has freed what it needed when it ends; the first half of a split one has not.
+    freed = np.where(schedule.kind == Kind.B, saved[schedule.stage], 0)
+    inside = column + freed + np.where(backward, costs.transient[schedule.stage], 0).astype(np.int64)
+    ranks = []
+    for rank, stages in enumerate(schedule.placement.stages_of):
+        rows, mine = schedule.rows(rank), list(stages)
+        parameters = float(costs.parameters[mine].sum())
+        row = rows.start + int(inside[rows].argmax()) if len(inside[rows]) else None
+        peak, op, back, logits = 0.0, "", 0.0, 0.0
+        if row is not None:
+            stage = int(schedule.stage[row])
+            op = str(schedule.op(row))
+            if backward[row]:
+                peak = float(column[row] + freed[row])
+                logits = float(costs.logits[stage])
+                back = float(costs.transient[stage]) - logits if costs.transient[stage] > logits else 0.0
+            else:
+                peak = float(column[row])
+        sends = max((float(costs.messages[s]) for s in mine), default=0.0)
+        takes = max((float(costs.messages[s - 1]) for s in mine if s > 0), default=0.0)
+        messages = 2 * (sends + takes) if layout.pp > 1 else 0.0
+        buckets = min(2 * BUCKET_BYTES, parameters * gradient) if layout.dp > 1 else 0.0
+        parts = (
+            weight * parameters,
+            gradient * parameters,
+            state * parameters / (layout.dp if layout.zero else 1),
+            peak,
+            back,
+            logits,
+            messages,
+            buckets,
+        )
+        ranks.append(RankMemory(*parts, MARGIN * sum(parts[3:]), op))
+    return tuple(ranks)

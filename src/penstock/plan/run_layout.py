@@ -1,0 +1,173 @@
+"""Layout of a run: how a model is cut over devices, in which order it runs, and what it keeps in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from penstock.errors import ConfigError, nearest
+
+Recompute = str | int
+"""``"none"``, ``"selective"`` (scores of attention), ``"full"`` (every block), or k (every k-th block of a stage)."""
+
+_KEYS = {"virtual_stages": "v", "sp": "sequence_parallel"}
+"""Other names of keys."""
+_TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a model on devices.
+
+    Attributes:
+        pp: pipeline ranks (default 1).
+        dp: replicas of the pipeline that share each batch (default 1).
+        tp: devices that share every matrix of a stage (default 1).
+        v: stages a rank; None (default) is the schedule family's number.
+        microbatch: samples of a microbatch (default 1).
+        schedule: name of a schedule family, or path of a CSV file (default "1f1b").
+        recompute: activations that are computed again; see `Recompute` (default "none").
+        zero: True if each replica keeps a share of the optimizer's state (ZeRO-1).
+        sequence_parallel: True if activations between the matrices are divided along the sequence, over `tp`.
+        split: "even" (default), "cost" (equal times, with embedding and head), or the blocks of every stage, with commas.
+        attention: "fused" or "unfused" (stores scores); None (default) is the cluster's rule.
+        overlap: True if gradients are reduced while the backward runs; None (default) is the cluster's rule.
+        dtype: "bf16", "fp16", "fp8" or "fp32"; None (default) is the cluster's.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    v: int | None = None
+    microbatch: int = 1
+    schedule: str = "1f1b"
+    recompute: Recompute = "none"
+    zero: bool = False
+    sequence_parallel: bool = False
+    split: str | tuple[int, ...] = "even"
+    attention: str | None = None
+    overlap: bool | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("pp", "dp", "tp", "microbatch", "v"):
+            value = getattr(self, key)
+            if key == "v" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"layout: {key} must be a whole number of at least 1, got {value!r}")
+        if isinstance(self.recompute, int) and self.recompute < 1:
+            raise ConfigError(
+                f"layout: recompute must be at least 1 where it is a number, got {self.recompute}"
+            )
+        if isinstance(self.recompute, str):
+            _one_of(
+                "recompute", self.recompute, ("none", "selective", "full"), " or a number k: every k-th block"
+            )
+        if self.attention is not None:
+            _one_of("attention", self.attention, ("fused", "unfused"))
+        if self.dtype is not None:
+            _one_of("dtype", self.dtype, ("bf16", "fp16", "fp8", "fp32"))
+        if isinstance(self.split, str):
+            _one_of("split", self.split, ("even", "cost"), " or the blocks of every stage")
+        if self.sequence_parallel and self.tp == 1:
+            object.__setattr__(self, "sequence_parallel", False)
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the layout as `parse` reads it, without values that are the default."""
+        return ",".join(
+            f"{key}={_text(value)}" for key, value in asdict(self).items() if self._shown(key, value)
+        )
+
+    def _shown(self, key: str, value: object) -> bool:
+        default = next(f.default for f in fields(self) if f.name == key)
+        return value != default or key in ("pp", "dp", "tp", "microbatch", "schedule")
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """Read a layout from ``key=value`` pairs with commas, as in ``pp=8,dp=8,tp=8,schedule=1f1b``.
+
+        Several numbers after ``split=`` are separated by ``+`` or ``;``.
+
+        Raises:
+            ConfigError: if a key is unknown (with the nearest one), is given twice, or has a value that it does not allow.
+        """
+        known = [f.name for f in fields(Layout)]
+        values: dict[str, Any] = {}
+        for pair in filter(None, (pair.strip() for pair in text.split(","))):
+            key, equals, value = (part.strip() for part in pair.partition("="))
+            key = _KEYS.get(key, key)
+            if not equals or key not in known:
+                raise ConfigError(
+                    f"layout: no key {key!r}{nearest(key, known)}; write key=value with commas between; the "
+                    f"keys are {', '.join(known)}"
+                )
+            if key in values:
+                raise ConfigError(f"layout: {key} is given twice")
+            values[key] = _value(key, value)
+        return Layout(**values)
+
+    def with_values(self, **values: Any) -> Layout:
+        return replace(self, **values)
+
+
+def _value(key: str, text: str) -> Any:
+    if key in ("zero", "sequence_parallel", "overlap"):
+        if text.lower() in _TRUE | _FALSE:
+            return text.lower() in _TRUE
+        raise ConfigError(f"layout: {key} must be true or false, got {text!r}")
+    if key in ("schedule", "attention", "dtype"):
+        return text
+    if key == "split":
+        if text in ("even", "cost"):
+            return text
+        parts = text.replace(";", "+").split("+")
+        if all(part.strip().isdecimal() for part in parts):
+            return tuple(int(part) for part in parts)
+        raise ConfigError(f"layout: split must be even, cost, or blocks a stage as in 3+3+2, got {text!r}")
+    if key == "recompute" and not text.lstrip("-").isdecimal():
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"layout: {key} must be a whole number, got {text!r}") from None
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...], others: str = "") -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"layout: {key} must be {', '.join(allowed)}{others}, got {value!r}{nearest(value, list(allowed))}"
+        )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def layout_of(values: Mapping[str, Any] | str | Layout) -> Layout:
+    """Return a layout given as text, as a mapping, or as a layout.
+
+    Raises:
+        ConfigError: if it is none of these, or as in `Layout.parse`.
+    """
+    if isinstance(values, Layout):
+        return values
+    if isinstance(values, str):
+        return Layout.parse(values)
+    known = [f.name for f in fields(Layout)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"layout: no key {key!r}{nearest(str(key), known)}; there are {', '.join(known)}"
+            )
+    return Layout(**values)

@@ -1,0 +1,273 @@
+"""Costs of the stages of a layout: the layers' costs on a cluster's devices, summed over each stage's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ConfigError
+from penstock.plan.cluster import Cluster
+from penstock.plan.run_layout import Layout
+from penstock.plan.timing import seconds_of
+from penstock.profile.closed_form import Workload
+from penstock.profile.model_profile import LayerTable, Profile
+from penstock.schedule.placement import Placement
+from penstock.stage.partition import by_counts, even
+
+Table = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTimes:
+    """Seconds and bytes of every layer of a model under one layout's microbatch, tensor degree and recompute.
+
+    Attributes:
+        table: layers and their costs.
+        forward, input_grad, weight_grad, again: seconds of F, I, W and of the part of the forward that the backward repeats,
+            shape (layers,); `again` is for a layer that is recomputed.
+        repeats: model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).
+        saved, kept: bytes that a layer keeps for the backward without recompute, and with it, shape (layers,).
+        waiting, transient, parameters, outputs: bytes and counts as in `LayerCost`, shape (layers,).
+        model_flops: FLOPs of the forward, over all tensor-parallel devices, shape (layers,).
+        recomputes: True for layers that full recompute repeats, shape (layers,).
+    """
+
+    table: LayerTable
+    forward: Table
+    input_grad: Table
+    weight_grad: Table
+    again: Table
+    repeats: Table
+    saved: Table
+    kept: Table
+    waiting: Table
+    transient: Table
+    parameters: Table
+    outputs: Table
+    model_flops: Table
+    recomputes: npt.NDArray[np.bool_]
+
+
+def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> Workload:
+    """Return the workload of a layout's microbatch."""
+    return Workload(
+        layout.microbatch,
+        sequence,
+        layout.tp,
+        layout.sequence_parallel,
+        dtype_of(profile, cluster, layout),
+        "unfused" if attention_of(profile, cluster, layout) == "unfused" else "fused",
+    )
+
+
+def dtype_of(profile: Profile, cluster: Cluster, layout: Layout) -> str:
+    """Return the dtype of a layout's matrix products."""
+    return profile.dtype if profile.shape is None else layout.dtype or cluster.dtype
+
+
+def attention_of(profile: Profile, cluster: Cluster, layout: Layout) -> str:
+    """Return a layout's kind of attention kernel."""
+    if layout.attention is not None:
+        return layout.attention
+    unfused = cluster.unfused_dropout and profile.shape is not None and profile.shape.dropout
+    return "unfused" if unfused else "fused"
+
+
+def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> LayerTimes:
+    """Return the seconds and bytes of every layer.
+
+    Raises:
+        ConfigError: if the profile or the cluster has no costs for the layout.
+    """
+    load = workload(profile, cluster, layout, sequence)
+    if layout.sequence_parallel and sequence % layout.tp:
+        raise ConfigError(
+            f"sequence_parallel divides samples of {sequence} tokens over tp={layout.tp}; take a multiple of {layout.tp}"
+        )
+    table = profile.table(load)
+    link = cluster.link(layout.tp)
+    kinds = table.kinds
+
+    def seconds(works: str) -> Table:
+        each = [
+            seconds_of(getattr(cost, works), cluster.device, load.dtype, layout.tp, link)
+            for cost in table.costs
+        ]
+        return _spread(each, kinds)
+
+    def column(name: str) -> Table:
+        return _spread([float(getattr(cost, name)) for cost in table.costs], kinds)
+
+    forward = seconds("forward")
+    selective = layout.recompute == "selective"
+    return LayerTimes(
+        table,
+        forward,
+        seconds("input_grad"),
+        seconds("weight_grad"),
+        seconds("selective") if selective else forward,
+        column("attention_flops") if selective else column("model_flops"),
+        column("saved_bytes"),
+        column("selective_bytes") if selective else column("input_bytes"),
+        column("waiting_bytes"),
+        column("transient_bytes"),
+        column("parameters"),
+        column("output_bytes"),
+        column("model_flops"),
+        np.array([cost.recomputes for cost in table.costs])[list(kinds)],
+    )
+
+
+def _spread(values: Sequence[float], kinds: Sequence[int]) -> Table:
+    """Return each layer's value, from those of the kinds of layers."""
+    return np.array([values[kind] for kind in kinds], np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """Seconds and bytes of every stage; arrays of shape (stages,).
+
+    Attributes:
+        counts: number of blocks of every stage.
+        starts: first layer of every stage, and the number of layers.
+        forward, input_grad, weight_grad, again: seconds of F, I, W and of what is recomputed before the backward.
+        saved: bytes that a microbatch holds from its forward to its backward.
+        waiting: bytes that wait from I to W.
+        transient: largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
+        logits: part of `transient` that is the loss's.
+        parameters: number of parameters on a device.
+        messages: bytes of the value that each stage hands on.
+        model_flops, repeated_flops: FLOPs of the forward, and of what is recomputed, over all tensor-parallel devices.
+    """
+
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    forward: Table
+    input_grad: Table
+    weight_grad: Table
+    again: Table
+    saved: Table
+    waiting: Table
+    transient: Table
+    logits: Table
+    parameters: Table
+    messages: Table
+    model_flops: Table
+    repeated_flops: Table
+
+
+def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> StageCosts:
+    """Sum the layers' costs over the stages of a layout.
+
+    Raises:
+        ConfigError: if the split does not fit the model and the stages.
+    """
+    stages = placement.stages
+    counts = split_counts(times, layout, placement)
+    starts = _starts(times, counts)
+    again = np.zeros(len(times.forward), np.bool_)
+    if layout.recompute in ("full", "selective"):
+        again[:] = times.recomputes
+    elif isinstance(layout.recompute, int):
+        for start, stop in pairwise(starts):
+            again[start + layout.recompute - 1 : stop : layout.recompute] = True
+        again &= times.recomputes
+    saved = np.where(again, times.kept, times.saved)
+    # A fully recomputed layer is back in memory during its backward.
+    back = np.where(again, times.saved - times.kept, 0.0)
+
+    def per_stage(column: Table) -> Table:
+        return np.array([column[a:b].sum() for a, b in pairwise(starts)])
+
+    def largest(column: Table) -> Table:
+        return np.array([column[a:b].max(initial=0.0) for a, b in pairwise(starts)])
+
+    return StageCosts(
+        counts,
+        starts,
+        per_stage(times.forward),
+        per_stage(times.input_grad),
+        per_stage(times.weight_grad),
+        per_stage(np.where(again, times.again, 0.0)),
+        per_stage(saved),
+        per_stage(times.waiting),
+        largest(np.maximum(back, times.transient)),
+        largest(times.transient),
+        per_stage(times.parameters),
+        np.array([times.outputs[stop - 1] for stop in starts[1 : stages + 1]]),
+        per_stage(times.model_flops),
+        per_stage(np.where(again, times.repeats, 0.0)),
+    )
+
+
+def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tuple[int, ...]:
+    """Return the number of blocks of every stage.
+
+    Raises:
+        ConfigError: if there are fewer blocks than stages, or the layout's counts do not fit.
+    """
+    stages, blocks = placement.stages, sum(role == "block" for role in times.table.roles)
+    if blocks < stages:
+        raise ConfigError(
+            f"the model's {blocks} blocks cannot be cut into {stages} stages (pp x v); take at most {blocks} stages"
+        )
+    if isinstance(layout.split, tuple):
+        if len(layout.split) != stages:
+            raise ConfigError(
+                f"split gives the blocks of {len(layout.split)} stages, but the layout has {stages} stages (pp x v)"
+            )
+        return tuple(stop - start for start, stop in by_counts(layout.split, blocks))
+    counts = [stop - start for start, stop in even(blocks, stages)]
+    if layout.split == "cost":
+        counts = _balanced(times, layout, placement, counts)
+    return tuple(counts)
+
+
+def _balanced(times: LayerTimes, layout: Layout, placement: Placement, counts: list[int]) -> list[int]:
+    """Move blocks from the busiest rank to the least busy one as long as that shortens the busiest rank's work."""
+    repeats = layout.recompute in ("full", "selective")
+    work = (
+        times.forward
+        + times.input_grad
+        + times.weight_grad
+        + (times.again * times.recomputes if repeats else 0.0)
+    )
+    roles = times.table.roles
+    first, last = roles.index("block"), len(roles) - 1 - roles[::-1].index("block")
+    block = float(work[first : last + 1].mean())
+    fixed = np.zeros(placement.stages)
+    fixed[0] += work[:first].sum()
+    fixed[-1] += work[last + 1 :].sum()
+    share = np.array([len(ranks) for ranks in placement.holders], np.float64)
+    of_rank = [list(stages) for stages in placement.stages_of]
+
+    def loads() -> Table:
+        each = (fixed + np.array(counts) * block) / share
+        return np.array([each[stages].sum() for stages in of_rank])
+
+    for _ in range(sum(counts)):
+        load = loads()
+        busiest, idlest = int(load.argmax()), int(load.argmin())
+        movable = [s for s in of_rank[busiest] if counts[s] > 1]
+        if not movable or load[busiest] - load[idlest] <= block * (1 + 1e-9):
+            break
+        # From the stage with most blocks of the busiest rank, the last among equals, to the one with fewest.
+        source = max(movable, key=lambda s: (fixed[s] + counts[s] * block, s))
+        target = min(of_rank[idlest], key=lambda s: (counts[s], s))
+        counts[source] -= 1
+        counts[target] += 1
+    return counts
+
+
+def _starts(times: LayerTimes, counts: Sequence[int]) -> tuple[int, ...]:
+    roles = times.table.roles
+    start = roles.index("block")
+    starts = [0]
+    for count in counts[:-1]:
+        start += count
+        starts.append(start)
+    return (*starts, len(roles))

@@ -1,0 +1,70 @@
+"""Cost of one layer: its operations, the bytes it keeps for the backward, its parameters, the value it hands on.
+
+A cost belongs to one device, one microbatch, and one degree of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Unit = Literal[
+    "matmul", "attention", "memory", "scores", "all_reduce", "all_gather", "reduce_scatter", "seconds"
+]
+
+
+class DeviceWork(NamedTuple):
+    """Operations of one kind on one device.
+
+    Attributes:
+        unit: part of the device that does the work: "matmul" (matrix multiplication), "attention" (matrix products of
+            fused attention), "memory" (elementwise operations, limited by bandwidth), "scores" (the same on stored scores
+            of attention), a collective among the tensor-parallel ranks, or "seconds" (measured).
+        amount: FLOPs of matmul and attention; bytes read and written of memory and scores; bytes of the whole tensor of
+            a collective; seconds if measured.
+        width: smallest dimension of the matrices, on which their efficiency depends (default 0).
+        calls: number of kernel launches, or of collectives (default 1).
+    """
+
+    unit: Unit
+    amount: float
+    width: float = 0
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost of one layer for one microbatch on one device.
+
+    Attributes:
+        forward: operations of the forward.
+        input_grad: operations of the half of the backward that computes the gradient of the input.
+        weight_grad: operations of the half that computes the gradients of the weights.
+        selective: operations that selective recompute does again.
+        saved_bytes: bytes that the forward keeps for the backward, without recompute.
+        selective_bytes: the same if the scores of attention are recomputed.
+        waiting_bytes: bytes of gradients that wait from the first half of a split backward to the second.
+        input_bytes: bytes of the value that the layer takes; with full recompute, all that is kept.
+        output_bytes: bytes of the value that it hands on.
+        transient_bytes: bytes in use only while one microbatch is in the layer's backward, such as the gradient of logits.
+        parameters: number of parameters on this device.
+        model_flops: FLOPs of the forward over all tensor-parallel devices, in the usual convention: matrix products only,
+            attention in full although a causal mask leaves half.
+        attention_flops: part of `model_flops` that selective recompute does again.
+        recomputes: True if the layer runs again with full recompute.
+    """
+
+    forward: tuple[DeviceWork, ...] = ()
+    input_grad: tuple[DeviceWork, ...] = ()
+    weight_grad: tuple[DeviceWork, ...] = ()
+    selective: tuple[DeviceWork, ...] = ()
+    saved_bytes: float = 0
+    selective_bytes: float = 0
+    waiting_bytes: float = 0
+    input_bytes: float = 0
+    output_bytes: float = 0
+    transient_bytes: float = 0
+    parameters: float = 0
+    model_flops: float = 0
+    attention_flops: float = 0
+    recomputes: bool = True

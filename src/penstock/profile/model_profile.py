@@ -1,0 +1,230 @@
+"""Profile of a model: the cost of every layer as a function of microbatch, sequence and tensor-parallel degree.
+
+A profile comes from a model's sizes in closed form, from a trace of its layers on fake tensors, or from measurements on a
+device. It is read, written and used without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.atomic import write_text
+from penstock.bounded_io import MEGABYTE, read_bytes
+from penstock.errors import ConfigError
+from penstock.profile.closed_form import (
+    Workload,
+    block_cost,
+    embedding_cost,
+    head_cost,
+    require_divisible,
+)
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_shape import ModelShape
+
+Source = Literal["sizes", "traced", "measured"]
+Role = Literal["embedding", "block", "head"]
+FORMAT = 1
+_MAX_BYTES = 256 * MEGABYTE
+
+
+@dataclass(frozen=True)
+class ProfiledLayer:
+    """Costs of one kind of layer at several sizes of a microbatch.
+
+    Attributes:
+        points: (samples of a microbatch, cost) pairs, by growing microbatch.
+    """
+
+    points: tuple[tuple[int, LayerCost], ...]
+
+    def at(self, microbatch: int) -> LayerCost:
+        """Return the cost at a microbatch, on the line through the two nearest points."""
+        points = self.points
+        if len(points) == 1:
+            (size, cost), ratio = points[0], microbatch / points[0][0]
+            return _blend(cost, cost, ratio - 1) if size != microbatch else cost
+        after = next((n for n, (size, _) in enumerate(points) if size >= microbatch), len(points) - 1)
+        after = max(after, 1)
+        (low, first), (high, second) = points[after - 1], points[after]
+        weight = (microbatch - low) / (high - low)
+        return _mix(first, second, weight)
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """Layers of a model under one workload.
+
+    Attributes:
+        costs: cost of each kind of layer.
+        kinds: kind of every layer in order, an index of `costs`.
+        roles: role of every layer in order.
+        names: name of every layer in order.
+    """
+
+    costs: tuple[LayerCost, ...]
+    kinds: tuple[int, ...]
+    roles: tuple[Role, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of a model's layers.
+
+    Attributes:
+        name: name of the model.
+        source: "sizes" (closed form), "traced" or "measured".
+        shape: sizes of the model; None unless the source is "sizes".
+        sequence: tokens of a sample that traced and measured costs are for.
+        dtype: dtype of traced and measured costs.
+        kinds: costs of each kind of layer, unless the source is "sizes".
+        layers: (name, role, kind) of every layer in order, unless the source is "sizes".
+        machine: description of the device that was measured.
+        op_overhead: measured seconds that the runtime adds to each op.
+        step_overhead: measured seconds that the runtime adds to each step, optimizer included.
+        spread: measured relative spread of repeated steps.
+    """
+
+    name: str
+    source: Source = "sizes"
+    shape: ModelShape | None = None
+    sequence: int | None = None
+    dtype: str = "fp32"
+    kinds: tuple[ProfiledLayer, ...] = ()
+    layers: tuple[tuple[str, Role, int], ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    op_overhead: float = 0.0
+    step_overhead: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, which a split hands out."""
+        if self.shape is not None:
+            return self.shape.layers
+        return sum(role == "block" for _, role, _ in self.layers)
+
+    @property
+    def parameters(self) -> float:
+        """Number of parameters of the model."""
+        if self.shape is not None:
+            return self.shape.parameters
+        return sum(self.kinds[kind].points[0][1].parameters for *_, kind in self.layers)
+
+    def table(self, load: Workload) -> LayerTable:
+        """Return the costs of all layers under a workload.
+
+        Raises:
+            ConfigError: if tensor parallelism does not divide the model, or the profile has no costs for the workload.
+        """
+        if self.shape is not None:
+            require_divisible(self.shape, load.tp)
+            n = self.shape.layers
+            blocks: list[Role] = ["block"] * n
+            return LayerTable(
+                (embedding_cost(self.shape, load), block_cost(self.shape, load), head_cost(self.shape, load)),
+                (0, *(1 for _ in range(n)), 2),
+                ("embedding", *blocks, "head"),
+                ("embedding", *(f"blocks.{k}" for k in range(n)), "head"),
+            )
+        if load.tp != 1:
+            raise ConfigError(
+                f"the profile of {self.name} was {self.source} without tensor parallelism, so tp must be 1, got {load.tp}"
+            )
+        if self.sequence is not None and load.sequence != self.sequence:
+            raise ConfigError(
+                f"the profile of {self.name} was {self.source} with samples of {self.sequence} tokens, got {load.sequence}; "
+                "profile the model again"
+            )
+        return LayerTable(
+            tuple(kind.at(load.microbatch) for kind in self.kinds),
+            tuple(kind for *_, kind in self.layers),
+            tuple(role for _, role, _ in self.layers),
+            tuple(name for name, *_ in self.layers),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        write_text(Path(path), json.dumps(self.as_dict(), indent=1, default=_plain) + "\n")
+
+
+def of_shape(shape: ModelShape) -> Profile:
+    """Return the profile of a model of given sizes, in closed form."""
+    return Profile(shape.name, "sizes", shape)
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read a profile that `Profile.save` wrote.
+
+    Raises:
+        ConfigError: if the file cannot be read, or is not a profile of this format.
+    """
+    try:
+        table = json.loads(read_bytes(Path(path), _MAX_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read the profile {str(path)!r}: {error}") from error
+    if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
+        raise ConfigError(f"{path} is no profile of format {FORMAT}; make one with penstock.profile_layers")
+    try:
+        shape = table.pop("shape")
+        kinds = tuple(
+            ProfiledLayer(tuple((size, _cost_of(cost)) for size, cost in kind["points"]))
+            for kind in table.pop("kinds")
+        )
+        layers = tuple((name, role, kind) for name, role, kind in table.pop("layers"))
+        return Profile(
+            shape=None if shape is None else ModelShape(**shape), kinds=kinds, layers=layers, **table
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no sound profile: {error!r}") from error
+
+
+def _cost_of(table: dict[str, Any]) -> LayerCost:
+    works = {
+        f.name: tuple(DeviceWork(*work) for work in table[f.name])
+        for f in fields(LayerCost)
+        if f.name in ("forward", "input_grad", "weight_grad", "selective")
+    }
+    return LayerCost(**{**table, **works})
+
+
+def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:
+    """Return the cost on the line through two, at `weight` from the first (0) to the second (1) or beyond."""
+    values: dict[str, Any] = {}
+    for f in fields(LayerCost):
+        a, b = getattr(first, f.name), getattr(second, f.name)
+        if isinstance(a, tuple):
+            values[f.name] = tuple(
+                x._replace(amount=max(0.0, x.amount + weight * (y.amount - x.amount)))
+                for x, y in zip(a, b, strict=True)
+            )
+        elif f.name not in ("parameters", "recomputes"):
+            values[f.name] = max(0.0, a + weight * (b - a))
+    return replace(first, **values)
+
+
+def _blend(first: LayerCost, second: LayerCost, extra: float) -> LayerCost:
+    """Return the cost of `first` with all amounts larger by a share."""
+    values: dict[str, Any] = {}
+    for f in fields(LayerCost):
+        a = getattr(first, f.name)
+        if isinstance(a, tuple):
+            values[f.name] = tuple(x._replace(amount=x.amount * (1 + extra)) for x in a)
+        elif f.name not in ("parameters", "recomputes"):
+            values[f.name] = a * (1 + extra)
+    return replace(first, **values)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"no JSON for {type(value).__name__}")

@@ -1,0 +1,277 @@
+"""Sizes of a decoder-only language model, read from a ``config.json`` or from a ``[model]`` section; needs no torch.
+
+The families are those that `penstock.from_transformers` splits. `model_type` chooses the traits that a config leaves to the
+library's code, such as biases, extra norms and defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.bounded_io import MEGABYTE, read_bytes
+from penstock.errors import ConfigError, nearest
+
+_MAX_BYTES = 16 * MEGABYTE
+_LARGEST = 10**9
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of the layers: an embedding, equal blocks, a final norm and a head.
+
+    Attributes:
+        name: name of the model, for messages.
+        layers: number of blocks.
+        hidden: size of the hidden state.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_size: size of a head.
+        ffn: inner size of the feed-forward.
+        vocabulary: number of tokens.
+        gated: True if the feed-forward has a gate beside its up projection.
+        positions: rows of a learned table of positions; 0 if positions are rotary.
+        tied: True if the head shares the embedding's weight.
+        norm_weights: norm parameters of a block, as a multiple of `hidden`.
+        head_norm_weights: other parameters of a block, such as norms of queries and keys.
+        final_norm_weights: parameters of the final norm, as a multiple of `hidden`.
+        qkv_bias, output_bias, ffn_bias: True if these matrices of a block have biases.
+        norms: number of norms that a block computes over the hidden state.
+        dropout: True if a block drops out attention scores and the outputs of its halves.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    vocabulary: int
+    gated: bool = True
+    positions: int = 0
+    tied: bool = False
+    norm_weights: int = 2
+    head_norm_weights: int = 0
+    final_norm_weights: int = 1
+    qkv_bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    norms: int = 2
+    dropout: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocabulary"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+                raise ConfigError(
+                    f"{key} of the model must be a whole number from 1 to {_LARGEST:,}, got {value!r}"
+                )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"the model's {self.heads} heads must be a multiple of its {self.kv_heads} key and value heads"
+            )
+
+    @property
+    def block_parameters(self) -> int:
+        """Number of parameters of a block."""
+        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
+        matrices = self.hidden * (2 * query + 2 * key) + self.hidden * self.ffn * (3 if self.gated else 2)
+        biases = (query + 2 * key) * self.qkv_bias + self.hidden * self.output_bias
+        biases += (self.ffn * (2 if self.gated else 1) + self.hidden) * self.ffn_bias
+        return matrices + biases + self.norm_weights * self.hidden + self.head_norm_weights
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.hidden * (self.vocabulary + self.positions)
+
+    @property
+    def head_parameters(self) -> int:
+        """Number of parameters of the final norm and of the head, which counts also if it is tied."""
+        return self.hidden * (self.vocabulary + self.final_norm_weights)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model; a tied weight counts once."""
+        total = self.layers * self.block_parameters + self.embedding_parameters + self.head_parameters
+        return total - self.hidden * self.vocabulary * self.tied
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_LLAMA: dict[str, Any] = {}
+_LAYER_NORMS = {"norm_weights": 4, "final_norm_weights": 2}
+_BIASES = {"qkv_bias": True, "output_bias": True, "ffn_bias": True}
+
+_TRAITS: dict[str, dict[str, Any]] = {
+    "apertus": {"gated": False},
+    "arcee": {"gated": False},
+    "ernie4_5": {"tied": True},
+    "gemma": {"tied": True},
+    "gemma2": {"tied": True, "norm_weights": 4, "norms": 4},
+    "gemma3_text": {"tied": True, "norm_weights": 4, "norms": 4},
+    "glm": {},
+    "glm4": {"norm_weights": 4, "norms": 4},
+    "gpt2": {"gated": False, "tied": True, "dropout": True, **_LAYER_NORMS, **_BIASES},
+    "gpt_neox": {"gated": False, **_LAYER_NORMS, **_BIASES},
+    "helium": {},
+    "internlm3": {},
+    "iquestcoder": {},
+    "jais2": {"gated": False, **_LAYER_NORMS},
+    "llama": {},
+    "ministral3": {},
+    "mistral": {},
+    "olmo": {"norm_weights": 0, "final_norm_weights": 0},
+    "olmo2": {},
+    "phi3": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {},
+    "seed_oss": {},
+    "smollm3": {"tied": True},
+    "vaultgemma": {"tied": True},
+}
+"""Traits by ``model_type`` that differ from Llama's, and defaults of keys that a config may lack."""
+
+_FIXED_BIASES = {"gpt2", "ministral3", "mistral", "phi3", "qwen2"}
+"""Families whose biases no key of a config changes."""
+
+_BIAS_KEYS = {"ernie4_5": "use_bias", "internlm3": "qkv_bias"}
+"""Key of the attention's biases where it is not ``attention_bias``."""
+
+_QKV_ONLY = {"glm", "glm4", "helium", "seed_oss"}
+"""Families in which ``attention_bias`` leaves the output projection without one."""
+
+
+def read_shape(path: str | Path) -> ModelShape:
+    """Read the sizes of a model.
+
+    Args:
+        path: a ``config.json``, a folder that has one, or a TOML file with a ``[model]`` section, whose ``config`` or
+            ``path`` may name one of these.
+
+    Raises:
+        ConfigError: if there is no such file, it cannot be read, a size is missing or wrong, or the family is not known.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.exists():
+            raise ConfigError(f"{path.parent} has no config.json; give a model's folder or its config.json")
+    try:
+        text = read_bytes(path, _MAX_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the model {str(path)!r}: {error}") from error
+    if path.suffix == ".toml":
+        return _from_toml(text, path)
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is no JSON: {error}; a model is a config.json, its folder, or a TOML file with [model]"
+        ) from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} must be an object with the keys of a config.json")
+    return _from_config(table, path)
+
+
+def _from_toml(text: str, path: Path) -> ModelShape:
+    try:
+        table = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    model = table.get("model")
+    if not isinstance(model, dict):
+        raise ConfigError(f"{path} has no [model] section, which gives the model's sizes")
+    for key in ("config", "path"):
+        if model.get(key):
+            return read_shape(path.parent / str(model[key]))
+    defaults = {
+        "vocabulary": 256, "width": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 352,
+    }  # fmt: skip
+    allowed = [*defaults, "rotary_base", "norm_epsilon", "path", "config"]
+    for key in model:
+        if key not in allowed:
+            raise ConfigError(
+                f"{path}: no key model.{key}{nearest(key, allowed)}; [model] has {', '.join(allowed)}"
+            )
+    sizes = {key: _count(model, key, path, default) for key, default in defaults.items()}
+    if sizes["width"] % sizes["heads"]:
+        raise ConfigError(f"{path}: width {sizes['width']} does not divide into {sizes['heads']} heads")
+    return ModelShape(
+        path.stem,
+        sizes["layers"],
+        sizes["width"],
+        sizes["heads"],
+        sizes["kv_heads"],
+        sizes["width"] // sizes["heads"],
+        sizes["hidden"],
+        sizes["vocabulary"],
+    )
+
+
+def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
+    kind = table.get("model_type")
+    if not isinstance(kind, str) or kind not in _TRAITS:
+        raise ConfigError(
+            f"{path}: no closed form for a model of type {kind!r}{nearest(str(kind), list(_TRAITS))}; the types are "
+            f"{', '.join(_TRAITS)}. Profile any other model with `penstock.profile_layers`"
+        )
+    traits = dict(_TRAITS[kind])
+    name = _name(table, path)
+    if kind == "gpt2":
+        hidden, heads = _count(table, "n_embd", path, 768), _count(table, "n_head", path, 12)
+        layers, positions = _count(table, "n_layer", path, 12), _count(table, "n_positions", path, 1024)
+        ffn = _count(table, "n_inner", path, 4 * hidden)
+        kv_heads, vocabulary = heads, _count(table, "vocab_size", path, 50257)
+    else:
+        hidden, heads = _count(table, "hidden_size", path), _count(table, "num_attention_heads", path)
+        layers, positions = _count(table, "num_hidden_layers", path), 0
+        ffn, vocabulary = _count(table, "intermediate_size", path), _count(table, "vocab_size", path)
+        kv_heads = heads if kind == "gpt_neox" else _count(table, "num_key_value_heads", path, heads)
+    head_size = _count(table, "head_dim", path, hidden // heads)
+    if not table.get("head_dim") and hidden % heads:
+        raise ConfigError(f"{path}: hidden size {hidden} does not divide into {heads} heads")
+    bias = table.get(_BIAS_KEYS.get(kind, "attention_bias"))
+    if kind not in _FIXED_BIASES and bias is not None:
+        traits["qkv_bias"] = bool(bias)
+        traits["output_bias"] = bool(bias) and kind not in _QKV_ONLY
+    if table.get("mlp_bias") is not None:
+        traits["ffn_bias"] = bool(table["mlp_bias"])
+    if kind == "seed_oss" and table.get("attention_out_bias") is not None:
+        traits["output_bias"] = bool(table["attention_out_bias"])
+    if isinstance(table.get("tie_word_embeddings"), bool):
+        traits["tied"] = table["tie_word_embeddings"]
+    return ModelShape(
+        name, layers, hidden, heads, kv_heads, head_size, ffn, vocabulary,
+        positions=positions, head_norm_weights=_head_norms(kind, heads, kv_heads, head_size), **traits,
+    )  # fmt: skip
+
+
+def _head_norms(kind: str, heads: int, kv_heads: int, head_size: int) -> int:
+    if kind in ("qwen3", "gemma3_text"):
+        return 2 * head_size
+    if kind == "apertus":
+        return 2 * head_size + 2  # and the two parameters of its activation
+    return (heads + kv_heads) * head_size if kind == "olmo2" else 0
+
+
+def _name(table: dict[str, Any], path: Path) -> str:
+    given = table.get("_name_or_path")
+    if isinstance(given, str) and given:
+        return given.rstrip("/").rpartition("/")[2]
+    return path.parent.name if path.name == "config.json" else path.stem
+
+
+def _count(table: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    value = table.get(key)
+    if value is None:
+        if default is None:
+            raise ConfigError(f"{path}: {key} is missing; the model's sizes depend on it")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise ConfigError(f"{path}: {key} must be a whole number from 1 to {_LARGEST:,}, got {value!r}")
+    return value
