@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from bench.published_runs import Run
 from penstock.plan.cluster import Cluster
-from penstock.plan.predict import predict
+from penstock.plan.prediction import predict
 
 Rates = Mapping[str, float]
 Vector = npt.NDArray[np.float64]

@@ -63,6 +63,12 @@ class RankMemory:
         return {"total": sum(parts.values()), **parts, "peak_op": self.peak_op}
 
 
+def state_bytes(parameters: float, layout: Layout, dtype: str) -> float:
+    """Return the bytes of weights, gradients and optimizer state of a number of parameters on one device."""
+    weight, gradient, state = PARAMETER_BYTES[dtype]
+    return parameters * (weight + gradient + state / (layout.dp if layout.zero else 1))
+
+
 def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
     """Return the peak memory of every pipeline rank.
 

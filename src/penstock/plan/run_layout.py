@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, nearest
 Recompute = str | int
 """``"none"``, ``"selective"`` (scores of attention), ``"full"`` (every block), or k (every k-th block of a stage)."""
 
-_KEYS = {"virtual_stages": "v", "sp": "sequence_parallel"}
+SHORT_NAMES = {"virtual_stages": "v", "sp": "sequence_parallel"}
 """Other names of keys."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
@@ -104,7 +104,7 @@ class Layout:
         values: dict[str, Any] = {}
         for pair in filter(None, (pair.strip() for pair in text.split(","))):
             key, equals, value = (part.strip() for part in pair.partition("="))
-            key = _KEYS.get(key, key)
+            key = SHORT_NAMES.get(key, key)
             if not equals or key not in known:
                 raise ConfigError(
                     f"layout: no key {key!r}{nearest(key, known)}; write key=value with commas between; the "

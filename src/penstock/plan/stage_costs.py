@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -166,7 +167,6 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
     Raises:
         ConfigError: if the split does not fit the model and the stages.
     """
-    stages = placement.stages
     counts = split_counts(times, layout, placement)
     starts = _starts(times, counts)
     again = np.zeros(len(times.forward), np.bool_)
@@ -180,28 +180,19 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
     # A fully recomputed layer is back in memory during its backward.
     back = np.where(again, times.saved - times.kept, 0.0)
 
-    def per_stage(column: Table) -> Table:
-        return np.array([column[a:b].sum() for a, b in pairwise(starts)])
-
-    def largest(column: Table) -> Table:
-        return np.array([column[a:b].max(initial=0.0) for a, b in pairwise(starts)])
-
-    return StageCosts(
-        counts,
-        starts,
-        per_stage(times.forward),
-        per_stage(times.input_grad),
-        per_stage(times.weight_grad),
-        per_stage(np.where(again, times.again, 0.0)),
-        per_stage(saved),
-        per_stage(times.waiting),
-        largest(np.maximum(back, times.transient)),
-        largest(times.transient),
-        per_stage(times.parameters),
-        np.array([times.outputs[stop - 1] for stop in starts[1 : stages + 1]]),
-        per_stage(times.model_flops),
-        per_stage(np.where(again, times.repeats, 0.0)),
+    transient = np.maximum(back, times.transient)
+    columns = (
+        times.forward, times.input_grad, times.weight_grad, np.where(again, times.again, 0.0), saved, times.waiting,
+        times.parameters, times.model_flops, np.where(again, times.repeats, 0.0),
+    )  # fmt: skip
+    forward, input_grad, weight_grad, repeated, kept, waiting, parameters, flops, repeated_flops = (
+        np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
     )
+    largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
+    return StageCosts(
+        counts, starts, forward, input_grad, weight_grad, repeated, kept, waiting, largest[0], largest[1], parameters,
+        times.outputs[np.array(starts[1:]) - 1], flops, repeated_flops,
+    )  # fmt: skip
 
 
 def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tuple[int, ...]:
@@ -221,13 +212,27 @@ def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tup
                 f"split gives the blocks of {len(layout.split)} stages, but the layout has {stages} stages (pp x v)"
             )
         return tuple(stop - start for start, stop in by_counts(layout.split, blocks))
-    counts = [stop - start for start, stop in even(blocks, stages)]
-    if layout.split == "cost":
-        counts = _balanced(times, layout, placement, counts)
-    return tuple(counts)
+    counts = even_counts(blocks, stages)
+    return _balanced(times, layout, placement, counts) if layout.split == "cost" else counts
 
 
-def _balanced(times: LayerTimes, layout: Layout, placement: Placement, counts: list[int]) -> list[int]:
+def even_counts(blocks: int, stages: int) -> tuple[int, ...]:
+    """Return the number of blocks of every stage of an even split."""
+    return tuple(stop - start for start, stop in even(blocks, stages))
+
+
+@lru_cache(maxsize=1024)
+def work_shares(placement: Placement) -> Table:
+    """Return each rank's share of the work of every stage, shape (ranks, stages); copies of a stage share it equally."""
+    shares = np.zeros((placement.ranks, placement.stages))
+    for stage, ranks in enumerate(placement.holders):
+        shares[list(ranks), stage] = 1 / len(ranks)
+    return shares
+
+
+def _balanced(
+    times: LayerTimes, layout: Layout, placement: Placement, even_split: tuple[int, ...]
+) -> tuple[int, ...]:
     """Move blocks from the busiest rank to the least busy one as long as that shortens the busiest rank's work."""
     repeats = layout.recompute in ("full", "selective")
     work = (
@@ -242,15 +247,11 @@ def _balanced(times: LayerTimes, layout: Layout, placement: Placement, counts: l
     fixed = np.zeros(placement.stages)
     fixed[0] += work[:first].sum()
     fixed[-1] += work[last + 1 :].sum()
-    share = np.array([len(ranks) for ranks in placement.holders], np.float64)
-    of_rank = [list(stages) for stages in placement.stages_of]
-
-    def loads() -> Table:
-        each = (fixed + np.array(counts) * block) / share
-        return np.array([each[stages].sum() for stages in of_rank])
-
+    shares = work_shares(placement)
+    of_rank = placement.stages_of
+    counts = list(even_split)
+    load = shares @ (fixed + np.array(counts) * block)
     for _ in range(sum(counts)):
-        load = loads()
         busiest, idlest = int(load.argmax()), int(load.argmin())
         movable = [s for s in of_rank[busiest] if counts[s] > 1]
         if not movable or load[busiest] - load[idlest] <= block * (1 + 1e-9):
@@ -260,7 +261,8 @@ def _balanced(times: LayerTimes, layout: Layout, placement: Placement, counts: l
         target = min(of_rank[idlest], key=lambda s: (counts[s], s))
         counts[source] -= 1
         counts[target] += 1
-    return counts
+        load += block * (shares[:, target] - shares[:, source])
+    return tuple(counts)
 
 
 def _starts(times: LayerTimes, counts: Sequence[int]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from penstock.profile.closed_form import (
     require_divisible,
 )
 from penstock.profile.layer_cost import DeviceWork, LayerCost
-from penstock.profile.model_shape import ModelShape
+from penstock.profile.model_shape import ModelShape, read_shape
 
 Source = Literal["sizes", "traced", "measured"]
 Role = Literal["embedding", "block", "head"]
@@ -158,6 +158,26 @@ class Profile:
 def of_shape(shape: ModelShape) -> Profile:
     """Return the profile of a model of given sizes, in closed form."""
     return Profile(shape.name, "sizes", shape)
+
+
+def read_model(path: str | Path) -> Profile:
+    """Return the profile of a model.
+
+    Args:
+        path: a ``config.json`` or a folder with one, a TOML file with ``[model]``, or a profile that `Profile.save` wrote.
+
+    Raises:
+        ConfigError: if there is no such file, or it describes no model that can be costed.
+    """
+    path = Path(path)
+    if path.suffix == ".json" and path.name != "config.json":
+        try:
+            table = json.loads(read_bytes(path, _MAX_BYTES))
+        except (OSError, ValueError, RecursionError):
+            table = None
+        if isinstance(table, dict) and "format" in table and "kinds" in table:
+            return read_profile(path)
+    return of_shape(read_shape(path))
 
 
 def read_profile(path: str | Path) -> Profile:

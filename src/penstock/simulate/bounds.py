@@ -12,7 +12,7 @@ m(F+B+W) + (p-1)(F+c) and (m+p-1)(F+B) + 2(p-1)c + W.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -48,7 +48,13 @@ def bound_of(schedule: Schedule, costs: Costs) -> Bound:
     return lower_bound(schedule.placement, schedule.microbatches, costs, backward)
 
 
-def lower_bound(placement: Placement, microbatches: int, costs: Costs, backward: Backward = "full") -> Bound:
+def lower_bound(
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    backward: Backward = "full",
+    ranks: Set[int] | None = None,
+) -> Bound:
     """Bound the makespan of every schedule from below.
 
     Args:
@@ -57,14 +63,17 @@ def lower_bound(placement: Placement, microbatches: int, costs: Costs, backward:
         costs: seconds of ops and messages; time for which messages block a rank is not counted.
         backward: kind of backward. "full" (default): not split. "split": each may be split. "none": forwards only.
 
+        ranks: ranks whose one-machine bounds count (default all); fewer give a weaker bound in less time.
+
     Raises:
         ConfigError: if the costs do not cover the stages.
     """
     costs.cover(placement.stages)
     paths = _paths(placement, costs, backward)
     machine = np.zeros(placement.ranks, paths.forward.dtype)
-    for ranks, stages in _shared(placement):
-        machine[ranks] = _machine(paths, stages, len(ranks), microbatches, costs)
+    for sharing, stages in _shared(placement):
+        if ranks is None or not ranks.isdisjoint(sharing):
+            machine[sharing] = _machine(paths, stages, len(sharing), microbatches, costs)
     path = paths.head[Kind.I][0] + paths.inputs[0] + paths.tail[Kind.I][0]
     return Bound(max(path, machine.max()), path, machine)
 

@@ -126,9 +126,10 @@ class Costs:
             raise ConfigError(
                 f"the table of costs has shape {self.seconds.shape}; it needs (stages, {len(Kind)}), a column a kind"
             )
-        for kind in Kind:
-            for stage, cost in enumerate(self.seconds[:, kind]):
-                _number(f"{kind.name} of stage {stage}", cost)
+        if self.seconds.dtype.kind not in "iuf" or not ((self.seconds >= 0) & (self.seconds <= _MAX)).all():
+            for kind in Kind:
+                for stage, cost in enumerate(self.seconds[:, kind]):
+                    _number(f"{kind.name} of stage {stage}", cost)
         if self.pair is not None:
             _covers("pair", len(self.pair), self.stages)
             for stage, cost in enumerate(self.pair):

@@ -21,10 +21,12 @@ from penstock.schedule.families.slots import chimera, hanayo
 from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.size import require_size
 
 _COUNTS = ("ranks", "microbatches", "virtual_stages")
+_SPLIT = "split backward"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Family:
         in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
             run is bit-equal to plain accumulation.
         least_virtual_stages: smallest number of stages a rank that the user may choose.
+        place: function of ranks and stages a rank that returns the placement of the family's stages.
+        searches: True if building a schedule is a search that takes seconds.
     """
 
     name: str
@@ -51,6 +55,13 @@ class Family:
     virtual_stages: int = 1
     in_order: bool = True
     least_virtual_stages: int = 1
+    place: Callable[[int, int], Placement] = Placement.loop
+    searches: bool = False
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if backwards run as two halves."""
+        return _SPLIT in self.needs
 
     @property
     def bubble(self) -> Bubble:
@@ -109,8 +120,12 @@ class Family:
         return self.rule(ranks, microbatches, **options)
 
 
-_SPLIT = "split backward"
 _TWICE = "two copies of every stage; even p"
+
+
+def _two_way(ranks: int, virtual_stages: int) -> Placement:
+    return Placement.two_way(ranks)
+
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -122,15 +137,57 @@ FAMILIES: dict[str, Family] = {
         Family("breadth-first", breadth_first, "Lamy-Poirier, 2211.05953", "any counts", 2),
         Family("zb-h1", zb_h1, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}"),
         Family("zb-h2", zb_h2, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}"),
-        Family("zb-auto", zb_auto, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}; costs, memory limit"),
+        Family(
+            "zb-auto",
+            zb_auto,
+            "Zero Bubble, 2401.10241",
+            f"any counts; {_SPLIT}; costs, memory limit",
+            searches=True,
+        ),
         Family("interleaved-zb", interleaved_zb, "torch InterleavedZeroBubble", f"any counts; {_SPLIT}", 2),
-        Family("zb-v", zb_v, "Zero Bubble, 2401.10241", f"any p, m; V; {_SPLIT}", 2),
-        Family("v-half", v_half, "Controllable Memory, 2405.15362", f"any p, m; V; {_SPLIT}", 2),
-        Family("v-min", v_min, "Controllable Memory, 2405.15362", f"any p, m; V; {_SPLIT}", 2),
-        Family("dualpipe", dualpipe, "deepseek-ai/DualPipe", f"{_TWICE}; pairs; {_SPLIT}", in_order=False),
-        Family("dualpipe-v", dualpipe_v, "deepseek-ai/DualPipe", f"any p, m; V; pairs; {_SPLIT}", 2),
-        Family("chimera", chimera, "Chimera, 2107.06925", _TWICE, in_order=False),
-        Family("hanayo", hanayo, "Hanayo, 2308.15762", "even v (v/2 waves)", 2, least_virtual_stages=2),
+        Family("zb-v", zb_v, "Zero Bubble, 2401.10241", f"any p, m; V; {_SPLIT}", 2, place=Placement.waves),
+        Family(
+            "v-half",
+            v_half,
+            "Controllable Memory, 2405.15362",
+            f"any p, m; V; {_SPLIT}",
+            2,
+            place=Placement.waves,
+        ),
+        Family(
+            "v-min",
+            v_min,
+            "Controllable Memory, 2405.15362",
+            f"any p, m; V; {_SPLIT}",
+            2,
+            place=Placement.waves,
+        ),
+        Family(
+            "dualpipe",
+            dualpipe,
+            "deepseek-ai/DualPipe",
+            f"{_TWICE}; pairs; {_SPLIT}",
+            in_order=False,
+            place=_two_way,
+        ),
+        Family(
+            "dualpipe-v",
+            dualpipe_v,
+            "deepseek-ai/DualPipe",
+            f"any p, m; V; pairs; {_SPLIT}",
+            2,
+            place=Placement.waves,
+        ),
+        Family("chimera", chimera, "Chimera, 2107.06925", _TWICE, in_order=False, place=_two_way),
+        Family(
+            "hanayo",
+            hanayo,
+            "Hanayo, 2308.15762",
+            "even v (v/2 waves)",
+            2,
+            least_virtual_stages=2,
+            place=Placement.waves,
+        ),
     )
 }
 

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from penstock.errors import ConfigError, nearest
 from penstock.parallel.data.layout import BUCKET_BYTES
 from penstock.train.config.fields import (
+    Autocast,
     AxisOrder,
     Changed,
     Count,
@@ -24,8 +25,10 @@ from penstock.train.config.fields import (
     NotNegative,
     NotNegativeNumber,
     Positive,
+    Recompute,
     Seconds,
     Share,
+    Split,
     Text,
     Threads,
 )
@@ -123,10 +126,12 @@ class ScheduleConfig(_Table):
     Attributes:
         name: name of a schedule family (``penstock schedule list``), or path of a CSV file.
         microbatches: number of equal parts of a batch, divided equally among the ``parallel.dp`` replicas.
+        split: ``even``, or a list with the number of blocks of every stage.
     """
 
     name: Text = "1f1b"
     microbatches: Count = 8
+    split: Split = "even"
 
 
 @dataclass(frozen=True)
@@ -226,12 +231,16 @@ class RuntimeConfig(_Table):
         threads: CPU threads a rank; 0 for OMP_NUM_THREADS, or a share of the cores of the machine or container.
         timeout: limit of any wait between ranks, in seconds.
         first_timeout: limit of the waits in the first step and the first evaluation, in seconds.
+        recompute: layers that run again before their backward, to save memory: ``none``, ``full``, or k for every k-th.
+        autocast: ``bf16`` for mixed precision, or empty for float32.
     """
 
     device: Text = ""
     threads: Threads = 0
     timeout: Seconds = 60.0
     first_timeout: Seconds = 600.0
+    recompute: Recompute = "none"
+    autocast: Autocast = ""
 
 
 @dataclass(frozen=True)

@@ -61,3 +61,6 @@ FolderName = Annotated[Text, AfterValidator(_check_name)]
 LoggerNames = Annotated[Text, AfterValidator(_check_loggers)]
 AxisOrder = Annotated[Text, AfterValidator(_check_order)]
 Changed = Literal["refuse", "accept"]
+Recompute = Literal["none", "full"] | Count
+Split = Literal["even"] | list[Count]
+Autocast = Literal["", "bf16"]

@@ -17,13 +17,21 @@ from penstock.errors import ConfigError
 from penstock.plan.cluster import Cluster
 from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory
 from penstock.plan.run_layout import Layout, layout_of
-from penstock.plan.stage_costs import StageCosts, attention_of, dtype_of, layer_times, stage_costs
+from penstock.plan.stage_costs import (
+    StageCosts,
+    attention_of,
+    dtype_of,
+    even_counts,
+    layer_times,
+    stage_costs,
+)
 from penstock.plan.timing import collective_seconds
 from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.profile.model_profile import Profile
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.text import read_csv
 from penstock.simulate.costs import Communication, Costs, Link
@@ -33,6 +41,8 @@ from penstock.trace.bubbles import bubbles, makespan
 from penstock.trace.events import Trace
 
 MAX_BUCKETS = 16
+SEQUENCE = 2048
+"""Tokens of a sample where nothing says otherwise."""
 _UPDATE_BYTES = {"fp32": 32, "bf16": 38, "fp16": 38, "fp8": 38}
 """Bytes that norm and update read and write per parameter: gradient, moments, main weight, weight."""
 
@@ -54,6 +64,7 @@ class Prediction:
         bubble: idle share of ranks × makespan.
         causes: that share by cause, as in `penstock.trace.bubbles`.
         parts: seconds of a step by part: "pipeline", "reduction" (exposed), "optimizer", "overhead".
+        dtype: dtype of the matrix products.
         assumptions: sentences about what the layout leaves open.
         program, trace: the simulated step.
     """
@@ -72,6 +83,7 @@ class Prediction:
     bubble: float
     causes: Mapping[str, float]
     parts: Mapping[str, float]
+    dtype: str = "bf16"
     assumptions: tuple[str, ...] = ()
     costs: StageCosts | None = field(default=None, repr=False, compare=False)
     program: Program | None = field(default=None, repr=False, compare=False)
@@ -115,8 +127,8 @@ def predict(
     cluster: Cluster,
     layout: Layout | Mapping[str, Any] | str,
     *,
-    sequence: int,
-    batch: int,
+    sequence: int | None = None,
+    batch: int | None = None,
 ) -> Prediction:
     """Predict a step.
 
@@ -124,27 +136,31 @@ def predict(
         profile: costs of the model's layers.
         cluster: devices and links.
         layout: the layout, as `Layout.parse` reads it if it is text.
-        sequence: tokens of a sample.
-        batch: samples of a step, over all replicas.
+        sequence: tokens of a sample (default: the profile's, or 2048).
+        batch: samples of a step, over all replicas (default: 4 microbatches for each pipeline rank of each replica).
 
     Raises:
         ConfigError: if the layout contradicts itself, needs more devices than there are, or does not divide the batch.
         ScheduleError: if the schedule's family does not allow the counts.
     """
     layout = layout_of(layout)
+    sequence = sequence or profile.sequence or SEQUENCE
+    batch = batch or 4 * layout.pp * layout.dp * layout.microbatch
     microbatches = count_microbatches(layout, cluster, batch)
     program = step_program(layout.schedule, layout.pp, microbatches, layout.v)
     schedule = program.schedule
     layout = layout.with_values(v=schedule.stages // layout.pp)
     times = layer_times(profile, cluster, layout, sequence)
     costs = stage_costs(times, layout, schedule.placement)
+    if layout.split == "cost" and costs.counts == even_counts(profile.blocks, schedule.stages):
+        layout = layout.with_values(split="even")
     dtype = dtype_of(profile, cluster, layout)
     trace = simulate(program, op_costs(costs, cluster, layout))
     split = bubbles(trace)
     pipeline = float(makespan(trace))
 
     reduction, trace = _exposed_reduction(program, trace, costs, cluster, layout, dtype)
-    optimizer = _optimizer_seconds(costs, cluster, layout, dtype, schedule.placement.stages_of)
+    optimizer = optimizer_seconds(costs, cluster, layout, dtype, schedule.placement.stages_of)
     overhead = cluster.step_overhead + profile.step_overhead
     seconds = pipeline + reduction + optimizer + overhead
     replicas = layout.dp * microbatches
@@ -162,7 +178,7 @@ def predict(
         rank_memory(schedule, costs, layout, dtype), cluster.device.memory,
         sum(causes.values()), causes,
         {"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
-        _assumptions(profile, cluster, layout), costs, program, trace,
+        dtype, _assumptions(profile, cluster, layout), costs, program, trace,
     )  # fmt: skip
 
 
@@ -231,20 +247,37 @@ def _exposed_reduction(
     program: Program, trace: Trace, costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str
 ) -> tuple[float, Trace]:
     """Return the seconds by which reducing the gradients lengthens the step, and the trace with the reductions."""
-    copies = max(len(ranks) for ranks in program.schedule.placement.holders)
+    placement = program.schedule.placement
+    copies = _copies(placement)
     if layout.dp * copies == 1:
         return 0.0, trace
+    if not overlaps(cluster, layout):
+        return blocking_reduction(costs, cluster, layout, dtype, placement), trace
     weight, gradient, _ = PARAMETER_BYTES[dtype]
     size = costs.parameters * gradient
-    seconds = [reduce_seconds(float(n), cluster, layout, copies) for n in size]
-    if not overlaps(cluster, layout):
-        exposed = max(sum(seconds[s] for s in stages) for stages in program.schedule.placement.stages_of)
-        return exposed + _exposed_gather(costs, cluster, layout, weight, copies), trace
+    seconds = [_group_seconds("all_reduce", float(n), cluster, layout, copies) for n in size]
     buckets = {s: int(min(MAX_BUCKETS, max(1, n // BUCKET_BYTES))) for s, n in enumerate(size)}
     reductions = reduce_gradients(program, trace, seconds, buckets)
     ends = float(reductions.trace.end.max())
     exposed = max(0.0, ends - float(makespan(trace)) - float(trace.start.min()))
     return exposed + _exposed_gather(costs, cluster, layout, weight, copies), reductions.trace
+
+
+def blocking_reduction(
+    costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str, placement: Placement
+) -> float:
+    """Return the seconds to reduce the gradients after the backward, on the rank with most parameters."""
+    copies = _copies(placement)
+    if layout.dp * copies == 1:
+        return 0.0
+    weight, gradient, _ = PARAMETER_BYTES[dtype]
+    most = max(float(costs.parameters[list(stages)].sum()) for stages in placement.stages_of)
+    seconds = _group_seconds("all_reduce", most * gradient, cluster, layout, copies)
+    return seconds + _exposed_gather(costs, cluster, layout, weight, copies)
+
+
+def _copies(placement: Placement) -> int:
+    return max(len(ranks) for ranks in placement.holders)
 
 
 def overlaps(cluster: Cluster, layout: Layout) -> bool:
@@ -258,11 +291,6 @@ def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight:
         return 0.0
     per_layer = costs.parameters * weight / np.maximum(1, costs.counts)
     return max(_group_seconds("all_gather", float(n), cluster, layout, copies) for n in per_layer)
-
-
-def reduce_seconds(size: float, cluster: Cluster, layout: Layout, copies: int = 1) -> float:
-    """Return the seconds to sum gradients of `size` bytes over the replicas, where all devices of the cluster do."""
-    return _group_seconds("all_reduce", size, cluster, layout, copies)
 
 
 def _group_seconds(unit: str, size: float, cluster: Cluster, layout: Layout, copies: int) -> float:
@@ -279,9 +307,10 @@ def _group_seconds(unit: str, size: float, cluster: Cluster, layout: Layout, cop
     return collective_seconds(unit, size, group, link)
 
 
-def _optimizer_seconds(
+def optimizer_seconds(
     costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str, stages_of: tuple[tuple[int, ...], ...]
 ) -> float:
+    """Return the seconds of gradient norm and update on the rank with most parameters."""
     device = cluster.device
     bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
     most = max(float(costs.parameters[list(stages)].sum()) for stages in stages_of)

@@ -1,0 +1,271 @@
+"""``penstock plan``: the layout of a run, with its predicted time and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.plan.cluster import Cluster
+    from penstock.plan.explore.search_result import SearchResult
+    from penstock.plan.prediction import Prediction
+    from penstock.profile.model_profile import Profile
+
+
+@click.command(
+    epilog="Example:  penstock plan my-model/config.json --cluster 'h100*8x4' --sequence 4096 --batch 512\n\n"
+    "          penstock plan model.toml --cluster cluster.toml --layout pp=4,dp=2,schedule=zb-v,recompute=full\n\n"
+    "          penstock plan my-model --cluster 'a100-80gb*8x64' --batch 1536 --fix tp=8 --fix dp=8 --json"
+)
+@click.argument("model")
+@click.option(
+    "--cluster", "-c", "cluster_name", required=True, metavar="NAME*NxM|FILE",
+    help="Machines: a preset (a100-40gb, a100-80gb, h100, h200, b200, mi300x) with N devices a node and M nodes, or a TOML "
+    "file, as `penstock doctor --measure` writes.",
+)  # fmt: skip
+@click.option(
+    "--sequence", "-s", type=int, metavar="S", help="Tokens of a sample. Default: the config's, or 2048."
+)
+@click.option(
+    "--batch", "-b", type=int, metavar="B",
+    help="Samples of a step, over all devices. Default: the config's, or the power of two from 4 a device on.",
+)  # fmt: skip
+@click.option(
+    "--layout", "layout_text", metavar="KEY=VALUE,...",
+    help="Predict this layout only. Keys: pp, dp, tp, v, microbatch, schedule, recompute, zero, sequence_parallel, split, "
+    "attention, overlap, dtype.",
+)  # fmt: skip
+@click.option(
+    "--fix", "fixes", multiple=True, metavar="KEY=VALUE",
+    help="Search only layouts with this value. May be repeated. Keys as in --layout.",
+)  # fmt: skip
+@click.option(
+    "--schedule",
+    "schedules",
+    metavar="A,B,C",
+    help="Schedule families or CSV files to search. Default: all families.",
+)
+@click.option("--devices", type=int, metavar="N", help="Devices to use. Default: all of the cluster.")
+@click.option(
+    "--memory-limit",
+    metavar="BYTES",
+    help="Memory of a device that a plan may use, such as 70GB. Default: all.",
+)
+@click.option(
+    "--top", type=click.IntRange(1, 100), default=10, show_default=True, help="Number of plans to print."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), metavar="T", help="End the search after T seconds."
+)
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
+    help="Config that `penstock train` starts with the best plan. Default: run.toml, unless --layout or --json is given.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    model: str,
+    cluster_name: str,
+    sequence: int | None,
+    batch: int | None,
+    layout_text: str | None,
+    fixes: tuple[str, ...],
+    schedules: str | None,
+    devices: int | None,
+    memory_limit: str | None,
+    top: int,
+    seconds: float | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Choose how to run a model on machines: the layout, whether it fits, how fast it is.
+
+    MODEL is a config.json or a folder with one, a TOML file with [model], or a profile. The search covers pipeline, data and
+    tensor parallel degrees, virtual stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the
+    step of every plan is simulated as it will run. Ctrl-C ends the search with the best plans so far.
+    """
+    from penstock.plan.cluster import read_cluster
+    from penstock.plan.prediction import predict
+    from penstock.profile.model_profile import read_model
+
+    if layout_text is not None and (fixes or schedules or devices is not None):
+        raise click.UsageError(
+            "--layout predicts one layout; --fix, --schedule and --devices belong to a search"
+        )
+    profile, cluster = read_model(model), read_cluster(cluster_name)
+    sequence, batch = _sizes(Path(model), cluster, sequence, batch)
+    if layout_text is not None:
+        prediction = predict(
+            profile, _limited(cluster, memory_limit), layout_text, sequence=sequence, batch=batch
+        )
+        if as_json:
+            click.echo(json.dumps(prediction.as_dict()))
+        else:
+            _show_one(profile, cluster, prediction, sequence, batch)
+        best = prediction
+    else:
+        result = _search(
+            profile, cluster, sequence, batch, fixes, schedules, devices, memory_limit, top, seconds, as_json
+        )
+        best = result.best
+        if as_json:
+            click.echo(json.dumps(result.as_dict()))
+        else:
+            _show_search(profile, cluster, result, sequence, batch)
+    if out is None and layout_text is None and not as_json:
+        out = Path("run.toml")
+    if out is not None:
+        _write_run(out, Path(model), best, sequence, batch)
+        if not as_json:
+            click.echo(f"\nwritten: {out}\nstart:   {_start_command(best, cluster, out)}")
+
+
+def _sizes(model: Path, cluster: Cluster, sequence: int | None, batch: int | None) -> tuple[int, int]:
+    """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults."""
+    from penstock.plan.prediction import SEQUENCE
+
+    for name, value in (("--sequence", sequence), ("--batch", batch)):
+        if value is not None and not 1 <= value <= 2**31:
+            raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
+    tables = _tables(model)
+    longest = min(SEQUENCE, tables.get("n_positions") or SEQUENCE)
+    of_data, of_train = tables.get("data", {}).get("sequence"), tables.get("train", {}).get("batch")
+    return (
+        sequence or (of_data if isinstance(of_data, int) else longest),
+        batch or (of_train if isinstance(of_train, int) else 2 ** (4 * cluster.devices - 1).bit_length()),
+    )
+
+
+def _tables(model: Path) -> dict[str, Any]:
+    """Return the content of the model's file: the tables of a TOML file, or the keys of a config.json."""
+    import tomllib
+
+    path = model / "config.json" if model.is_dir() else model
+    text = path.read_text()  # it was read before
+    tables = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    return tables if isinstance(tables, dict) else {}
+
+
+def _limited(cluster: Cluster, memory_limit: str | None) -> Cluster:
+    from dataclasses import replace
+
+    if memory_limit is None:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, memory=_bytes(memory_limit)))
+
+
+def _bytes(text: str) -> float:
+    """Return a number of bytes given with or without a unit.
+
+    Raises:
+        ConfigError: if it is none, or not above 0.
+    """
+    units = {
+        "kib": 2**10,
+        "mib": 2**20,
+        "gib": 2**30,
+        "tib": 2**40,
+        "kb": 1e3,
+        "mb": 1e6,
+        "gb": 1e9,
+        "tb": 1e12,
+        "b": 1,
+    }
+    lower = text.strip().lower()
+    unit = next((name for name in units if lower.endswith(name)), None)
+    try:
+        size = float(lower.removesuffix(unit or "")) * (units[unit] if unit else 1)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1e18:
+        raise ConfigError(f"--memory-limit must be bytes above 0, such as 70GB or 64GiB, got {text!r}")
+    return size
+
+
+def _search(
+    profile: Profile, cluster: Cluster, sequence: int, batch: int, fixes: tuple[str, ...], schedules: str | None,
+    devices: int | None, memory_limit: str | None, top: int, seconds: float | None, as_json: bool,
+) -> SearchResult:  # fmt: skip
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    from penstock.plan.explore.branch_and_bound import search
+    from penstock.plan.run_layout import Layout
+
+    given = Layout.parse(",".join(fixes))
+    keys = [pair.partition("=")[0].strip() for pair in ",".join(fixes).split(",") if pair.strip()]
+    fixed = {key: value for key, value in given.as_dict().items() if key in [_full_name(key) for key in keys]}
+    names = None if schedules is None else [name.strip() for name in schedules.split(",") if name.strip()]
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True,
+        disable=as_json or not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("searching", total=None)
+
+        def progress(evaluated: int, simulated: int, leader: Prediction | None) -> None:
+            best = "" if leader is None else f"; best so far {leader.step_seconds:.4g} s"
+            bar.update(task, description=f"{evaluated:,} layouts, {simulated:,} simulated{best}")
+
+        return search(
+            profile, cluster, sequence=sequence, batch=batch, fixed=fixed, schedules=names, devices=devices,
+            memory=None if memory_limit is None else _bytes(memory_limit), top=top, limit=seconds, progress=progress,
+        )  # fmt: skip
+
+
+def _full_name(key: str) -> str:
+    from penstock.plan.run_layout import SHORT_NAMES
+
+    return SHORT_NAMES.get(key, key)
+
+
+def _show_one(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> None:
+    from penstock.cli.plan_text import memory_table, summary
+
+    click.echo(summary(profile, cluster, plan, sequence, batch))
+    click.echo()
+    memory_table(plan)
+
+
+def _show_search(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> None:
+    from penstock.cli.plan_text import memory_table, plans_table, reasons, sensitivity, summary
+
+    plans_table(result)
+    click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, result.best, sequence, batch)}\n")
+    memory_table(result.best)
+    click.echo(f"\nWhy not another:\n{reasons(result)}")
+    click.echo(f"\nWhat would change it:\n{sensitivity(profile, cluster, result, sequence, batch)}")
+
+
+def _write_run(path: Path, model: Path, plan: Prediction, sequence: int, batch: int) -> None:
+    """Write the config of a plan's run.
+
+    Raises:
+        ConfigError: if the path has a file that is not such a config, or it cannot be written.
+    """
+    from penstock.atomic import write_text
+    from penstock.cli.plan_text import HEADER, run_config
+
+    if path.exists() and not path.read_text(errors="replace").startswith(HEADER):
+        raise ConfigError(f"{path} exists and was not written by penstock plan; give another --out")
+    tables = _tables(model) if model.suffix == ".toml" else {}
+    try:
+        write_text(path, run_config(tables, model, plan, sequence, batch))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _start_command(plan: Prediction, cluster: Cluster, out: Path) -> str:
+    layout = plan.layout
+    if cluster.nodes > 1:
+        nodes = -(-layout.devices // cluster.ranks_per_node)
+        each = min(layout.devices, cluster.ranks_per_node)
+        meet = "--rdzv-backend c10d --rdzv-endpoint HOST"
+        return f"torchrun --nnodes {nodes} --nproc-per-node {each} {meet} -m penstock train {out}"
+    if layout.dp * layout.tp > 1 or layout.pp > 2:
+        return f"torchrun --nproc-per-node {layout.devices} -m penstock train {out}"
+    return f"penstock train {out}"

@@ -1,0 +1,227 @@
+"""Text of ``penstock plan``: tables, reasons, and the config of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.output import table_console
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.plan.cluster import Cluster
+    from penstock.plan.explore.search_result import SearchResult
+    from penstock.plan.prediction import Prediction
+    from penstock.profile.model_profile import Profile
+
+HEADER = "# Written by `penstock plan`."
+_MAX_ROWS = 16
+
+
+def plans_table(result: SearchResult) -> None:
+    """Print the best plans, one a row."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (
+        "pp",
+        "dp",
+        "tp",
+        "v",
+        "micro",
+        "schedule",
+        "recompute",
+        "ZeRO",
+        "SP",
+        "step",
+        "tokens/s",
+        "MFU",
+        "memory",
+        "idle",
+    ):
+        table.add_column(name, justify="left" if name in ("schedule", "recompute") else "right")
+    for plan in result.plans:
+        layout = plan.layout
+        table.add_row(
+            str(layout.pp), str(layout.dp), str(layout.tp), str(layout.v), str(layout.microbatch), layout.schedule,
+            str(layout.recompute), "yes" if layout.zero else "", "yes" if layout.sequence_parallel else "",
+            time_text(plan.step_seconds), f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}", size_text(plan.peak_bytes),
+            f"{plan.bubble:.1%}",
+        )  # fmt: skip
+    console = table_console()
+    console.print(table)
+    ended = "" if result.complete else "; ended early, so a better one may exist"
+    console.print(
+        f"{result.evaluated:,} layouts, {result.simulated:,} simulated, in {result.seconds:.1f} s{ended}"
+    )
+
+
+def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> str:
+    """Return the prediction of one layout as lines of text."""
+    parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
+    fits = "fits" if plan.fits else "does NOT fit"
+    lines = [
+        f"model         {profile.name}, {profile.parameters / 1e9:.3g} billion parameters, {profile.blocks} blocks",
+        f"cluster       {cluster.name}, {cluster.nodes} x {cluster.ranks_per_node} devices of {size_text(plan.capacity)}",
+        f"batch         {batch:,} samples of {sequence:,} tokens",
+        f"layout        {plan.layout}",
+        f"step          {time_text(plan.step_seconds)} ({time_text(plan.low)} to {time_text(plan.high)}): {parts}",
+        f"speed         {plan.tokens_per_second:,.0f} tokens/s; {plan.tflops_per_device:.4g} TFLOP/s a device, MFU "
+        f"{plan.mfu:.1%} (6 FLOPs a parameter and token, and attention in full); with recompute "
+        f"{plan.hardware_tflops_per_device:.4g}, {plan.hfu:.1%}",
+        f"idle          {plan.bubble:.1%} of the ranks' time" + _causes(plan),
+        f"memory        {size_text(plan.peak_bytes)} on the fullest device: {fits}",
+        *(f"assumed       {sentence}" for sentence in plan.assumptions),
+    ]
+    return "\n".join(lines)
+
+
+def _causes(plan: Prediction) -> str:
+    named = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in plan.causes.items() if share >= 0.001]
+    return f": {', '.join(named)}" if named else ""
+
+
+def memory_table(plan: Prediction) -> None:
+    """Print the memory of every rank by part."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    names = [name for name in plan.memory[0].as_dict() if name != "peak_op"]
+    shown = [name for name in names if any(rank.as_dict()[name] for rank in plan.memory)]
+    for name in ("rank", *shown, "peak at"):
+        table.add_column(name, justify="right")
+    for rank, memory in enumerate(plan.memory):
+        if len(plan.memory) > _MAX_ROWS and _MAX_ROWS // 2 <= rank < len(plan.memory) - _MAX_ROWS // 2:
+            if rank == _MAX_ROWS // 2:
+                table.add_row("...", *("" for _ in shown), "")
+            continue
+        values = memory.as_dict()
+        table.add_row(str(rank), *(size_text(values[name]) for name in shown), memory.peak_op)
+    table_console().print(table)
+
+
+def reasons(result: SearchResult) -> str:
+    """Return, for each dimension, why the other values were rejected; values with the same reason share a line."""
+    chosen = result.best.layout.as_dict()
+    lines = []
+    for dimension, by_value in result.rejections.items():
+        values_by_reason: dict[str, list[str]] = {}
+        for value, reason in by_value.items():
+            values_by_reason.setdefault(reason, []).append(value)
+        name = f"{dimension}={chosen[dimension]}"
+        for reason, values in values_by_reason.items():
+            lines.append(f"  {name:24} {', '.join(values)}: {reason}")
+            name = ""
+    return "\n".join(lines)
+
+
+def sensitivity(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> str:
+    """Return how the plan's time and rank among the best change with bandwidth, memory and batch."""
+    from penstock.plan.prediction import predict
+
+    def links(factor: float) -> Cluster:
+        node, network = (
+            replace(
+                link,
+                bandwidth=link.bandwidth * factor,
+                reduce_bandwidth=None if link.reduce_bandwidth is None else link.reduce_bandwidth * factor,
+            )
+            for link in (cluster.node, cluster.network)
+        )
+        return replace(cluster, node=node, network=network)
+
+    device = cluster.device
+    changes = (
+        ("half the bandwidth of the links", links(0.5), batch),
+        ("twice the bandwidth of the links", links(2.0), batch),
+        ("3/4 of the memory", replace(cluster, device=replace(device, memory=device.memory * 0.75)), batch),
+        ("twice the batch", cluster, 2 * batch),
+    )
+    lines = []
+    for text, other, samples in changes:
+        plans = []
+        for plan in result.plans:
+            try:
+                plans.append(predict(profile, other, plan.layout, sequence=sequence, batch=samples))
+            except PenstockError:
+                continue  # this layout does not allow the change
+        fitting = sorted((p for p in plans if p.fits), key=lambda p: p.step_seconds)
+        if not fitting:
+            lines.append(f"  {text}: none of these plans fits")
+            continue
+        same = (
+            "the same plan"
+            if fitting[0].layout == result.best.layout
+            else f"best of these is then {fitting[0].layout}"
+        )
+        lines.append(f"  {text}: {time_text(fitting[0].step_seconds)} a step; {same}")
+    return "\n".join(lines)
+
+
+def run_config(tables: dict[str, Any], model: Path, plan: Prediction, sequence: int, batch: int) -> str:
+    """Return the config of a plan's run as TOML.
+
+    Args:
+        tables: tables of the model's own TOML file, which are kept; empty for a Hugging Face config.
+        model: path of the model.
+        plan: the plan.
+        sequence, batch: tokens of a sample and samples of a step.
+    """
+    import tomli_w
+
+    layout, costs = plan.layout, plan.costs
+    config: dict[str, dict[str, Any]] = {name: dict(table) for name, table in tables.items()}
+    if not tables:
+        folder = model if model.is_dir() else model.parent
+        weights = any(folder.glob("*.safetensors"))
+        config["model"] = (
+            {"path": str(folder.resolve())}
+            if weights
+            else {"config": str((folder / "config.json").resolve())}
+        )
+        if not weights and model.is_file():
+            config["model"] = {"config": str(model.resolve())}
+    for key in ("path", "config"):
+        if tables and (inner := config.get("model", {}).get(key)):
+            config["model"][key] = str((model.parent / inner).resolve())
+    config.setdefault("data", {})["sequence"] = sequence
+    config.setdefault("train", {})["batch"] = batch
+    config["schedule"] = {"name": layout.schedule, "microbatches": batch // layout.microbatch}
+    if costs is not None and layout.split != "even":
+        config["schedule"]["split"] = list(costs.counts)
+    parallel = config.setdefault("parallel", {})
+    parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
+    parallel |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
+    runtime = config.setdefault("runtime", {})
+    if layout.recompute in ("none", "full") or isinstance(layout.recompute, int):
+        runtime["recompute"] = layout.recompute
+    if plan.dtype == "bf16":
+        runtime["autocast"] = "bf16"
+    return (
+        f"{HEADER} Predicted: {time_text(plan.step_seconds)} a step ({time_text(plan.low)} to {time_text(plan.high)}),\n"
+        f"# {plan.tokens_per_second:,.0f} tokens/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
+        f"# Layout: {layout}\n{_notes(layout.recompute)}\n" + tomli_w.dumps(config)
+    )
+
+
+def _notes(recompute: str | int) -> str:
+    if recompute == "selective":
+        return "# Attention here never stores its scores, so there is nothing to recompute selectively.\n"
+    return ""
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds in a unit that suits them."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.4g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def size_text(size: float) -> str:
+    """Return bytes in a unit that suits them."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}" if size < 1e12 else f"{size / 1e12:.3g} TB"
+    return f"{size:.0f} B"

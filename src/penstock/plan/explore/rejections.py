@@ -1,0 +1,108 @@
+"""Reasons why a search rejected the other values of each dimension of a layout."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from penstock.plan.explore.search_space import Order
+from penstock.plan.prediction import Prediction
+from penstock.plan.run_layout import Layout
+
+DIMENSIONS = (
+    "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel",
+)  # fmt: skip
+
+
+@dataclass
+class _Seen:
+    """Figures of all layouts with one value of one dimension."""
+
+    seconds: float = math.inf
+    bound: float = math.inf
+    smallest: float = math.inf
+
+
+class Smallest(NamedTuple):
+    """Layout that needs the least memory of those that do not fit.
+
+    Attributes:
+        layout: the layout.
+        size: bytes that its fullest device needs.
+        exact: False if the bytes are a lower bound.
+    """
+
+    layout: Layout
+    size: float
+    exact: bool
+
+
+@dataclass
+class Rejections:
+    """Outcome of every layout of a search, by dimension and value.
+
+    Attributes:
+        smallest: layout that needs the least memory of those that do not fit; None if all fit.
+    """
+
+    smallest: Smallest | None = None
+    _seen: dict[str, dict[Any, _Seen]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(_Seen))
+    )
+
+    def add_plan(self, plan: Prediction) -> None:
+        """Note a layout that fits."""
+        for seen in self._values(vars(plan.layout)):
+            seen.seconds = min(seen.seconds, plan.step_seconds)
+
+    def add_too_large(self, layout: Layout, size: float, exact: bool = True) -> None:
+        """Note a layout that does not fit, and the bytes that it needs, or needs at least."""
+        for seen in self._values(dict(vars(layout))):
+            seen.smallest = min(seen.smallest, size)
+        known = self.smallest
+        if known is None or (size < known.size if exact == known.exact else exact):
+            self.smallest = Smallest(layout, size, exact)
+
+    def add_bound(self, layout: Layout, orders: Sequence[Order], bound: float) -> None:
+        """Note a layout that cannot be quicker than `bound`; without orders, its schedule is open."""
+        values = dict(vars(layout))
+        if not orders:
+            values.pop("schedule"), values.pop("v")
+        for order in orders or (None,):
+            chosen = values if order is None else {**values, "schedule": order.name}
+            for seen in self._values(chosen):
+                seen.bound = min(seen.bound, bound)
+
+    def reasons(self, best: Prediction, capacity: float) -> dict[str, dict[str, str]]:
+        """Return, for every dimension, the reason against each value other than the best plan's."""
+        chosen = vars(best.layout)
+        return {
+            dimension: {
+                str(value): _reason(seen, best.step_seconds, capacity)
+                for value, seen in sorted(self._seen[dimension].items(), key=lambda item: _order(item[0]))
+                if value != chosen[dimension] and value is not None
+            }
+            for dimension in DIMENSIONS
+        }
+
+    def _values(self, values: dict[str, Any]) -> list[_Seen]:
+        return [self._seen[key][values[key]] for key in DIMENSIONS if key in values]
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Return a key that sorts numbers by size, and before text."""
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return (not number, value if number else 0, str(value))
+
+
+def _reason(seen: _Seen, best: float, capacity: float) -> str:
+    if seen.seconds < math.inf and seen.seconds <= seen.bound:
+        return f"{seen.seconds / best - 1:.1%} slower"
+    if seen.bound < math.inf:
+        return f"at least {seen.bound / best - 1:.1%} slower"
+    if seen.smallest < math.inf:
+        return f"does not fit: at least {seen.smallest / 1e9:.1f} GB of {capacity / 1e9:.1f} GB"
+    return "cannot run"

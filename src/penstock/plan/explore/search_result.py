@@ -1,0 +1,64 @@
+"""Result of a search for layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.plan.explore.rejections import Smallest
+from penstock.plan.prediction import Prediction
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Best layouts of a search.
+
+    Attributes:
+        plans: predictions of the best layouts that fit, the quickest first; one for each choice of degrees, microbatch and
+            schedule.
+        evaluated: number of layouts that were bounded or simulated.
+        simulated: number of layouts that were simulated.
+        seconds: seconds that the search took.
+        complete: True if the whole space was covered, so that no layout of it is quicker than the first.
+        rejections: reasons why the other values of each dimension were rejected.
+        smallest: layout with the least memory of those that do not fit.
+    """
+
+    plans: tuple[Prediction, ...]
+    evaluated: int
+    simulated: int
+    seconds: float
+    complete: bool
+    rejections: Mapping[str, Mapping[str, str]]
+    smallest: Smallest | None = None
+
+    @property
+    def best(self) -> Prediction:
+        """The quickest plan.
+
+        Raises:
+            ConfigError: if no layout fits; says what would.
+        """
+        if self.plans:
+            return self.plans[0]
+        if self.smallest is None:
+            raise ConfigError(
+                "no layout of the space can run: no degrees divide the devices, the model and the batch"
+            )
+        layout, size, exact = self.smallest
+        raise ConfigError(
+            f"no layout fits in memory; the smallest needs {'' if exact else 'at least '}{size / 1e9:.1f} GB a device: {layout}. Take more devices, "
+            "devices with more memory, or a smaller batch or sequence"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "plans": [plan.as_dict() for plan in self.plans],
+            "evaluated": self.evaluated,
+            "simulated": self.simulated,
+            "seconds": self.seconds,
+            "complete": self.complete,
+            "rejections": {dimension: dict(reasons) for dimension, reasons in self.rejections.items()},
+        }

@@ -1,0 +1,228 @@
+"""Space of layouts that a search covers: degrees, microbatches, schedules, and what may be saved or divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from penstock.errors import ConfigError, ScheduleError, nearest
+from penstock.plan.cluster import Cluster
+from penstock.plan.run_layout import Layout, Recompute
+from penstock.plan.stage_costs import attention_of
+from penstock.profile.model_profile import Profile
+from penstock.schedule.families import FAMILIES, Family
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.schedule.text import read_csv
+
+MAX_MICROBATCH = 32
+MAX_VIRTUAL_STAGES = 12
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout but for its schedule.
+
+    Attributes:
+        layout: degrees, microbatch, recompute and what is divided; its schedule is not chosen yet.
+        microbatches: microbatches of a replica in a step.
+    """
+
+    layout: Layout
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule family with its number of stages a rank.
+
+    Attributes:
+        family: the family; None for a schedule from a CSV file.
+        name: name of the family, or path of the CSV file.
+        v: stages a rank; None for a CSV file.
+        placement: placement of its stages.
+        splits_backward: True if its backwards run as two halves.
+    """
+
+    family: Family | None
+    name: str
+    v: int | None
+    placement: Placement
+    splits_backward: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """Layouts to search.
+
+    Attributes:
+        profile, cluster: model and devices.
+        sequence, batch: tokens of a sample and samples of a step.
+        devices: number of devices that a layout uses.
+        fixed: values of a layout that are given.
+        schedules: names of families, or paths of CSV files.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    sequence: int
+    batch: int
+    devices: int
+    fixed: Mapping[str, Any]
+    schedules: Sequence[str]
+
+    def points(self) -> Iterator[Point]:
+        """Yield every layout but for its schedule."""
+        for pp, dp, tp in self._degrees():
+            share = self.batch // dp
+            for microbatch in self._values("microbatch", divisors(share, MAX_MICROBATCH)):
+                if share % microbatch:
+                    continue
+                for recompute in self._values("recompute", self._recomputes()):
+                    # The best values of `zero` and `sequence_parallel` follow from the rest; see `variants`.
+                    layout = Layout(
+                        pp, dp, tp, None, microbatch, recompute=recompute,
+                        zero=self.fixed.get("zero", dp > 1),
+                        sequence_parallel=self.fixed.get("sequence_parallel", self.sequence % tp == 0),
+                        split=self.fixed.get("split", "cost"),
+                        attention=self.fixed.get("attention"),
+                        overlap=self.fixed.get("overlap"),
+                        dtype=self.fixed.get("dtype"),
+                    )  # fmt: skip
+                    yield Point(layout, share // microbatch)
+
+    def variants(self, layout: Layout) -> tuple[Layout, ...]:
+        """Return a layout with ZeRO, which needs least memory, and without it, which need not gather weights.
+
+        Sequence parallelism is taken wherever it is possible: it communicates as much, and leaves less work and memory.
+        """
+        if "zero" in self.fixed or layout.dp == 1:
+            return (layout,)
+        return (replace(layout, zero=True), replace(layout, zero=False))
+
+    def orders(self, pp: int, microbatches: int) -> tuple[Order, ...]:
+        """Return the schedules that may run on `pp` ranks."""
+        in_files = [
+            order
+            for name in self.schedules
+            if name not in FAMILIES
+            for order in _from_file(name, pp, microbatches)
+        ]
+        return (*self._orders_of_families(pp), *in_files)
+
+    @lru_cache(maxsize=256)  # noqa: B019  a space lives as long as its search
+    def _orders_of_families(self, pp: int) -> tuple[Order, ...]:
+        return tuple(self._each_order(pp))
+
+    def _each_order(self, pp: int) -> Iterator[Order]:
+        fixed_v = self.fixed.get("v")
+        most = min(self.profile.blocks // pp, MAX_VIRTUAL_STAGES)
+        if pp == 1 and "schedule" not in self.fixed:
+            # One rank waits for no other: all orders take the same time, and one microbatch at a time needs least memory.
+            name = Layout().schedule
+            yield Order(FAMILIES[name], name, 1, Placement.loop(1), False)
+            return
+        for name in self.schedules:
+            family = FAMILIES.get(name)
+            if family is None:
+                continue
+            if family.chooses_virtual_stages:
+                choices = [
+                    v
+                    for v in range(family.least_virtual_stages, most + 1)
+                    if not self.profile.blocks // pp % v
+                ]
+                if fixed_v is not None:
+                    choices = [fixed_v]
+            else:
+                choices = [family.virtual_stages]
+            for v in choices:
+                try:
+                    placement = family.place(pp, v)
+                except ScheduleError:
+                    continue  # the family does not allow so many ranks
+                if placement.stages <= self.profile.blocks:
+                    yield Order(family, name, v, placement, family.splits_backward)
+
+    def _degrees(self) -> Iterator[tuple[int, int, int]]:
+        per_node = self.cluster.ranks_per_node
+        shape = self.profile.shape
+        for tp in self._values("tp", [t for t in divisors(per_node) if self.devices % t == 0]):
+            divides = shape is None or not any(n % tp for n in (shape.heads, shape.kv_heads, shape.ffn))
+            if self.devices % tp or not divides or (shape is None and tp > 1):
+                continue
+            rest = self.devices // tp
+            for pp in self._values("pp", divisors(rest)):
+                if rest % pp or pp > self.profile.blocks:
+                    continue
+                dp = rest // pp
+                if self.fixed.get("dp", dp) == dp and self.batch % dp == 0:
+                    yield pp, dp, tp
+
+    def _recomputes(self) -> tuple[Recompute, ...]:
+        unfused = (
+            attention_of(self.profile, self.cluster, Layout(attention=self.fixed.get("attention")))
+            == "unfused"
+        )
+        return ("none", "selective", 2, "full") if unfused else ("none", 2, "full")
+
+    def _values(self, key: str, default: Sequence[Any]) -> Sequence[Any]:
+        return (self.fixed[key],) if key in self.fixed else default
+
+
+def _from_file(path: str, pp: int, microbatches: int) -> Iterator[Order]:
+    schedule = read_csv(path)
+    if (schedule.ranks, schedule.microbatches) == (pp, microbatches):
+        splits = bool((schedule.kind == Kind.W).any())
+        yield Order(None, path, None, schedule.placement, splits)
+
+
+def make_space(
+    profile: Profile,
+    cluster: Cluster,
+    sequence: int,
+    batch: int,
+    fixed: Mapping[str, Any],
+    schedules: Sequence[str] | None,
+    devices: int | None,
+) -> Space:
+    """Check the inputs of a search and return its space.
+
+    Raises:
+        ConfigError: if a fixed key or a schedule is unknown, or the devices cannot be used together.
+    """
+    known = [f.name for f in fields(Layout)]
+    for key in fixed:
+        if key not in known:
+            raise ConfigError(
+                f"no dimension {key!r}{nearest(key, known)} to fix; there are {', '.join(known)}"
+            )
+    Layout(**{key: value for key, value in fixed.items() if key != "schedule"})
+    if "schedule" in fixed:
+        schedules = [fixed["schedule"]]
+    names = (
+        list(schedules)
+        if schedules is not None
+        else [n for n, family in FAMILIES.items() if not family.searches]
+    )
+    for name in names:
+        if name not in FAMILIES and not name.endswith(".csv"):
+            raise ConfigError(
+                f"no schedule family {name!r}{nearest(name, list(FAMILIES))}; there are {', '.join(FAMILIES)}"
+            )
+    count = cluster.devices if devices is None else devices
+    if not 1 <= count <= cluster.devices:
+        raise ConfigError(f"devices must be 1 to {cluster.devices}, those of {cluster.name}, got {count}")
+    for what, value in (("batch", batch), ("sequence", sequence)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{what} must be a whole number of at least 1, got {value!r}")
+    return Space(profile, cluster, sequence, batch, count, dict(fixed), names)
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """Return the divisors of a number up to a limit, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    every = sorted({*small, *(number // n for n in small)})
+    return [n for n in every if most is None or n <= most]
