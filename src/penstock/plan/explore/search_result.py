@@ -48,9 +48,10 @@ class SearchResult:
                 "no layout of the space can run: no degrees divide the devices, the model and the batch"
             )
         layout, size, exact = self.smallest
+        least = "" if exact else "at least "
         raise ConfigError(
-            f"no layout fits in memory; the smallest needs {'' if exact else 'at least '}{size / 1e9:.1f} GB a device: {layout}. Take more devices, "
-            "devices with more memory, or a smaller batch or sequence"
+            f"no layout fits in memory; the smallest needs {least}{size / 1e9:.1f} GB a device: {layout}. Take more "
+            "devices, devices with more memory, or a smaller batch or sequence"
         )
 
     def as_dict(self) -> dict[str, Any]:
