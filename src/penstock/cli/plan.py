@@ -66,6 +66,10 @@ if TYPE_CHECKING:
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
     help="Config that `penstock train` starts with the best plan. Default: run.toml, unless --layout or --json is given.",
 )  # fmt: skip
+@click.option(
+    "--from-run", "run", type=click.Path(file_okay=False, exists=True, path_type=Path), metavar="RUN",
+    help="Folder of a run of this model: print where the prediction of its step is wrong, and correct the cluster by it.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     model: str,
@@ -80,6 +84,7 @@ def command(
     top: int,
     seconds: float | None,
     out: Path | None,
+    run: Path | None,
     as_json: bool,
 ) -> None:
     """Choose how to run a model on machines: the layout, whether it fits, how fast it is.
@@ -98,6 +103,10 @@ def command(
         )
     profile, cluster = read_model(model), read_cluster(cluster_name)
     sequence, batch = _sizes(Path(model), cluster, sequence, batch)
+    if run is not None:
+        from penstock.cli.plan_run import corrected
+
+        cluster = corrected(profile, cluster, run, as_json)
     if layout_text is not None:
         prediction = predict(
             profile, _limited(cluster, memory_limit), layout_text, sequence=sequence, batch=batch

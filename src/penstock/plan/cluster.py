@@ -112,6 +112,7 @@ class Cluster:
         error: half-width of a prediction's interval, as a share of it.
         op_overhead: seconds that the runtime adds to each op of a schedule.
         step_overhead: seconds that the runtime adds to each step.
+        slowdown: factor on the seconds of all ops (default 1), as from a recalibration on a run.
         overlap: True (default) if reductions of gradients hide behind the backward; a layout may say otherwise.
         unfused_dropout: True if models with dropout in attention run kernels that store scores.
     """
@@ -126,6 +127,7 @@ class Cluster:
     error: float = 0.1
     op_overhead: float = 0.0
     step_overhead: float = 0.0
+    slowdown: float = 1.0
     overlap: bool = True
     unfused_dropout: bool = False
 
@@ -203,7 +205,7 @@ def _from_table(table: dict[str, Any], name: str) -> Cluster:
                 raise ConfigError(f"{where} must be a whole number of at least 1, got {value!r}")
             given[key] = value
         else:
-            given[key] = _number(value, where, zero=True)
+            given[key] = _number(value, where, zero=key != "slowdown")
     if given.get("error", 0) >= 1:
         raise ConfigError(f"{name}: error must be below 1, got {given['error']}")
     cluster = Cluster(**{"name": Path(name).stem, **given})

@@ -98,7 +98,7 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             seconds_of(getattr(cost, works), cluster.device, load.dtype, layout.tp, link)
             for cost in table.costs
         ]
-        return _spread(each, kinds)
+        return cluster.slowdown * _spread(each, kinds)
 
     def column(name: str) -> Table:
         return _spread([float(getattr(cost, name)) for cost in table.costs], kinds)
