@@ -1,6 +1,7 @@
 """Sentences that say where a step's time went, and simulated changes that would shorten it.
 
 Every change is simulated with the costs that the step itself shows, so its gain is over the step's plan, not over a guess.
+Where ranks slow each other down, ops get longer as ranks wait less; and every op has the overhead that the step shows.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
+from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
+from penstock.show.contention import Contention, contention_of, others_beside
 from penstock.show.palette import CAUSES
 from penstock.show.planned import PlannedStep
+from penstock.show.units import is_measured
 from penstock.simulate.costs import Communication, Costs, Table
 from penstock.simulate.simulator import simulate
-from penstock.trace.bubbles import Bubbles, bubble_fraction, makespan
+from penstock.trace.bubbles import Bubbles, bubble_fraction, bubbles, makespan
 from penstock.trace.events import Trace
 
 MIN_GAIN = 0.02
 """The least share of the step that a change has to save to be named."""
+SPLIT_COST = 1.07
+"""Time of both halves of a split backward over the full one, where a step has no split backward (`bench.split`)."""
+_ROUNDS = 6
+"""Rounds in which the length of ops and the ranks beside them find each other."""
 SLOW = 1.05
 """A stage is slow if it takes so many times the median."""
 # Left out are families with two copies of every stage, whose weights need more memory, and the search that takes seconds.
@@ -44,6 +52,7 @@ class Change:
         memory: the most activations that a rank holds, in units of one microbatch on 1/ranks of the model.
         makespan: simulated makespan, in the trace's unit of time.
         bubble: idle share of ranks × makespan.
+        layers: number of layers of every stage, if layers move; None otherwise.
     """
 
     words: str
@@ -52,6 +61,7 @@ class Change:
     memory: float
     makespan: float
     bubble: float
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,14 +125,61 @@ def advise(trace: Trace, plan: PlannedStep) -> Advice:
     """
     schedule = plan.program.schedule
     memory = _memory(schedule)
-    now = _change("unchanged", schedule, memory, plan.trace)
+    conditions = _Conditions(contention_of(trace), _overhead(trace), is_measured(trace))
+    now = _change("unchanged", schedule, memory, conditions.simulate(plan.program, plan.costs))
     moved = [
-        _change(words, schedule, memory, simulate(plan.program, costs))
-        for words, costs in _moved(schedule, plan.costs, _layers(trace, schedule.stages))
+        replace(_change(words, schedule, memory, conditions.simulate(plan.program, costs)), layers=layers)
+        for words, costs, layers in _moved(schedule, plan.costs, _layers(trace, schedule.stages))
     ]
-    reordered = list(_other_schedules(schedule, plan.costs, memory))
+    reordered = list(_other_schedules(schedule, plan.costs, memory, conditions))
     ranked = sorted([*moved, *reordered], key=lambda change: (change.makespan, change.memory))
     return Advice(_sentence(now, moved, reordered), (now, *ranked))
+
+
+@dataclass(frozen=True)
+class _Conditions:
+    """Conditions of the machine that a change meets.
+
+    Attributes:
+        contention: slowdown of ops by ranks that compute beside them.
+        overhead: time between two ops of a rank.
+        measured: True if the step ran.
+    """
+
+    contention: Contention
+    overhead: float
+    measured: bool
+
+    def simulate(self, program: Program, costs: Costs) -> Trace:
+        """Simulate a program with ops as long as they are beside the ranks that compute meanwhile."""
+        costs = _scaled(costs, 1.0, self.overhead)
+        trace = simulate(program, costs)
+        if not self.contention.slope:
+            return trace
+        factor = 1.0
+        for _ in range(_ROUNDS):
+            company = others_beside(trace)
+            length = trace.end - trace.start
+            others = float(np.average(company, weights=length)) if length.any() else 0.0
+            factor = (factor + self.contention.factor(others)) / 2
+            trace = simulate(program, _scaled(costs, factor, 0.0))
+        return trace
+
+
+def _scaled(costs: Costs, factor: float, extra: float) -> Costs:
+    if factor == 1.0 and not extra:
+        return costs
+    pair = None if costs.pair is None else costs.pair * factor + 2 * extra
+    return replace(costs, seconds=costs.seconds * factor + extra, pair=pair)
+
+
+def _overhead(trace: Trace) -> float:
+    """Return the mean time that a rank of a measured trace spends between two ops although the second could begin."""
+    if not is_measured(trace):
+        return 0.0
+    idle = bubbles(trace).idle.get("overhead")
+    ops = int((trace.kind <= max(Kind)).sum())
+    return float(idle.sum()) / ops if idle is not None and ops else 0.0
 
 
 def _sentence(now: Change, moved: Sequence[Change], reordered: Sequence[Change]) -> str:
@@ -165,7 +222,9 @@ def _layers(trace: Trace, stages: int) -> list[int] | None:
     return [len(layers) for layers in split if isinstance(layers, list | tuple)]
 
 
-def _moved(schedule: Schedule, costs: Costs, layers: list[int] | None) -> Iterator[tuple[str, Costs]]:
+def _moved(
+    schedule: Schedule, costs: Costs, layers: list[int] | None
+) -> Iterator[tuple[str, Costs, tuple[int, ...] | None]]:
     """Move a layer off the slowest stage; if the layers are not known, make all stages equal."""
     work = _work(schedule, costs)
     median = float(np.median(work))
@@ -176,7 +235,7 @@ def _moved(schedule: Schedule, costs: Costs, layers: list[int] | None) -> Iterat
     slow = f"stage {slowest} takes {ratio:.2f} times the median; with"
     if layers is None or len(layers) != schedule.stages or layers[slowest] < 2:
         even = np.broadcast_to(costs.seconds.mean(axis=0), costs.seconds.shape)
-        yield f"{slow} equal stages", _repriced(costs, even)
+        yield f"{slow} equal stages", _repriced(costs, even), None
         return
     layer = costs.seconds[slowest] / layers[slowest]
     for other in (slowest - 1, slowest + 1):
@@ -185,7 +244,10 @@ def _moved(schedule: Schedule, costs: Costs, layers: list[int] | None) -> Iterat
             table[slowest] -= layer
             table[other] += layer
             words = f"{slow} one of its {layers[slowest]} layers moved to stage {other}"
-            yield words, _repriced(costs, table)
+            counts = list(layers)
+            counts[slowest] -= 1
+            counts[other] += 1
+            yield words, _repriced(costs, table), tuple(counts)
 
 
 def _repriced(costs: Costs, seconds: Table) -> Costs:
@@ -205,11 +267,17 @@ def _work(schedule: Schedule, costs: Costs) -> Table:
     return work
 
 
-def _other_schedules(schedule: Schedule, costs: Costs, memory: float) -> Iterator[Change]:
+def _other_schedules(
+    schedule: Schedule, costs: Costs, memory: float, conditions: _Conditions
+) -> Iterator[Change]:
     """Simulate every family of the catalogue with the same counts that needs no more memory."""
     if schedule.placement.has_copies or (schedule.kind == Kind.R).any():
         return  # their memory is not counted in the same unit
     virtual = schedule.stages // schedule.ranks
+    if conditions.measured and not (schedule.kind == Kind.W).any():
+        halves = costs.seconds.astype(np.float64)
+        halves[:, [Kind.I, Kind.W]] *= SPLIT_COST
+        costs = replace(costs, seconds=halves)
     for name in _TRIED:
         family = FAMILIES[name]
         for v in sorted({family.virtual_stages, virtual}) if family.chooses_virtual_stages else [None]:
@@ -226,7 +294,7 @@ def _other_schedules(schedule: Schedule, costs: Costs, memory: float) -> Iterato
             stages = "" if v is None or v == 1 else f", {v} stages per rank,"
             communication = _resized(costs.communication, other.stages)
             priced = Costs(recut(costs.seconds, other.stages), communication=communication)
-            trace = simulate(check(other).program, priced)
+            trace = conditions.simulate(check(other).program, priced)
             yield _change(f"with {name}{stages} in {share} memory", other, needed, trace)
 
 
