@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bounded_io import parse_json, read_bytes, require_regular
+from penstock.bounded_io import open_regular, parse_json, read_bytes, require_regular
 
 
 def test_a_file_within_its_bound_is_read(tmp_path: Path):
@@ -57,3 +57,9 @@ def test_the_output_of_another_command_can_be_read():
 def test_json_has_one_kind_of_error(text: str | bytes):
     with pytest.raises(ValueError):  # noqa: PT011  # whose words are json's own
         parse_json(text)
+
+
+def test_a_path_with_a_nul_character_is_an_error_of_the_system():
+    for reader in (require_regular, open_regular, lambda path: read_bytes(path, 10, pipes=True)):
+        with pytest.raises(OSError, match="null"):
+            reader("a\0b")

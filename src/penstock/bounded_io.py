@@ -9,6 +9,8 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -27,7 +29,17 @@ def require_regular(path: str | Path) -> None:
     Raises:
         OSError: if there is no such file, or it is not a regular file.
     """
-    _require_file(os.stat(path).st_mode, path)
+    with _system_errors(path):
+        _require_file(os.stat(path).st_mode, path)
+
+
+@contextmanager
+def _system_errors(path: str | Path) -> Iterator[None]:
+    """Make an `OSError` of Python's own refusal of a path, such as one with a NUL character."""
+    try:
+        yield
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
 def _require_file(mode: int, path: str | Path) -> None:
@@ -43,7 +55,8 @@ def open_regular(path: str | Path) -> int:
     Raises:
         OSError: if it cannot be opened, or is not a regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with _system_errors(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_file(os.fstat(descriptor).st_mode, path)
     except OSError:
@@ -86,7 +99,7 @@ def read_bytes(path: str | Path, max_bytes: int, *, pipes: bool = False) -> byte
     if not pipes:
         require_regular(path)
     data = bytearray()
-    with open(path, "rb") as file:
+    with _system_errors(path), open(path, "rb") as file:
         fits = os.fstat(file.fileno()).st_size <= max_bytes
         while fits and (chunk := file.read(MEGABYTE)):
             data += chunk
