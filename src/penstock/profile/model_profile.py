@@ -7,28 +7,31 @@ device. It is read, written and used without torch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from penstock.atomic import write_text
-from penstock.bounded_io import MEGABYTE, read_bytes
+from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.errors import ConfigError
 from penstock.profile.closed_form import (
+    DTYPE_BYTES,
     Workload,
     block_cost,
     embedding_cost,
     head_cost,
     require_divisible,
 )
-from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.layer_cost import DeviceWork, LayerCost, Unit
 from penstock.profile.model_shape import ModelShape, read_shape
 
 Source = Literal["sizes", "traced", "measured"]
 Role = Literal["embedding", "block", "head"]
 FORMAT = 1
 _MAX_BYTES = 256 * MEGABYTE
+_WORKS = ("forward", "input_grad", "weight_grad", "selective")
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class ProfiledLayer:
         """Return the cost at a microbatch, on the line through the two nearest points."""
         points = self.points
         if len(points) == 1:
-            (size, cost), ratio = points[0], microbatch / points[0][0]
-            return _blend(cost, cost, ratio - 1) if size != microbatch else cost
+            size, cost = points[0]
+            return cost if size == microbatch else _scaled(cost, microbatch / size)
         after = next((n for n, (size, _) in enumerate(points) if size >= microbatch), len(points) - 1)
         after = max(after, 1)
         (low, first), (high, second) = points[after - 1], points[after]
@@ -187,32 +190,73 @@ def read_profile(path: str | Path) -> Profile:
         ConfigError: if the file cannot be read, or is not a profile of this format.
     """
     try:
-        table = json.loads(read_bytes(Path(path), _MAX_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
+        table = parse_json(read_bytes(Path(path), _MAX_BYTES))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the profile {str(path)!r}: {error}") from error
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise ConfigError(f"{path} is no profile of format {FORMAT}; make one with penstock.profile_layers")
     try:
-        shape = table.pop("shape")
-        kinds = tuple(
-            ProfiledLayer(tuple((size, _cost_of(cost)) for size, cost in kind["points"]))
-            for kind in table.pop("kinds")
-        )
-        layers = tuple((name, role, kind) for name, role, kind in table.pop("layers"))
-        return Profile(
-            shape=None if shape is None else ModelShape(**shape), kinds=kinds, layers=layers, **table
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no sound profile: {error!r}") from error
+        return _profile_of(table)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{path} is no sound profile: {error}; make it again") from error
+
+
+def _profile_of(table: dict[str, Any]) -> Profile:
+    shape = table.pop("shape")
+    kinds = tuple(
+        ProfiledLayer(tuple((size, _cost_of(cost)) for size, cost in kind["points"]))
+        for kind in table.pop("kinds")
+    )
+    layers = tuple((name, role, kind) for name, role, kind in table.pop("layers"))
+    profile = Profile(
+        shape=None if shape is None else ModelShape(**shape), kinds=kinds, layers=layers, **table
+    )
+    for key in ("op_overhead", "step_overhead", "spread"):
+        _require_number(key, getattr(profile, key))
+    _require("source", profile.source in get_args(Source), profile.source)
+    _require("dtype", profile.dtype in DTYPE_BYTES, profile.dtype)
+    _require("sequence", profile.sequence is None or _is_count(profile.sequence), profile.sequence)
+    _require("name", isinstance(profile.name, str), profile.name)
+    _require("machine", isinstance(profile.machine, Mapping), profile.machine)
+    _require("shape", (profile.shape is not None) == (profile.source == "sizes"), shape)
+    for _, role, kind in layers:
+        _require("role", role in get_args(Role), role)
+        _require("kind", _is_count(kind + 1) and kind < len(kinds), kind)
+    _require("layers", profile.shape is not None or profile.blocks > 0, layers)
+    for points in (kind.points for kind in kinds):
+        sizes = [size for size, _ in points]
+        growing = all(map(_is_count, sizes)) and sizes == sorted(set(sizes))
+        _require("microbatches", bool(sizes) and growing, sizes)
+        works = {tuple(len(getattr(cost, name)) for name in _WORKS) for _, cost in points}
+        _require("operations", len(works) == 1, works)
+    return profile
 
 
 def _cost_of(table: dict[str, Any]) -> LayerCost:
-    works = {
-        f.name: tuple(DeviceWork(*work) for work in table[f.name])
-        for f in fields(LayerCost)
-        if f.name in ("forward", "input_grad", "weight_grad", "selective")
-    }
-    return LayerCost(**{**table, **works})
+    cost = LayerCost(**{**table, **{name: tuple(DeviceWork(*w) for w in table[name]) for name in _WORKS}})
+    for work in (work for name in _WORKS for work in getattr(cost, name)):
+        _require("unit", work.unit in get_args(Unit), work.unit)
+        _require_number("amount", work.amount)
+        _require_number("width", work.width)
+        _require("calls", _is_count(work.calls), work.calls)
+    for key in (f.name for f in fields(LayerCost) if f.name not in (*_WORKS, "recomputes")):
+        _require_number(key, getattr(cost, key))
+    _require("recomputes", isinstance(cost.recomputes, bool), cost.recomputes)
+    return cost
+
+
+def _require(key: str, sound: bool, value: object) -> None:
+    if not sound:
+        raise ValueError(f"{key} is {value!r}")
+
+
+def _require_number(key: str, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(key, number and 0 <= float(value) < math.inf, value)  # type: ignore[arg-type]  # a number
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:
@@ -230,16 +274,16 @@ def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:
     return replace(first, **values)
 
 
-def _blend(first: LayerCost, second: LayerCost, extra: float) -> LayerCost:
-    """Return the cost of `first` with all amounts larger by a share."""
+def _scaled(cost: LayerCost, ratio: float) -> LayerCost:
+    """Return a cost with all amounts times `ratio`."""
     values: dict[str, Any] = {}
     for f in fields(LayerCost):
-        a = getattr(first, f.name)
-        if isinstance(a, tuple):
-            values[f.name] = tuple(x._replace(amount=x.amount * (1 + extra)) for x in a)
+        value = getattr(cost, f.name)
+        if isinstance(value, tuple):
+            values[f.name] = tuple(work._replace(amount=work.amount * ratio) for work in value)
         elif f.name not in ("parameters", "recomputes"):
-            values[f.name] = a * (1 + extra)
-    return replace(first, **values)
+            values[f.name] = value * ratio
+    return replace(cost, **values)
 
 
 def _plain(value: object) -> object:

@@ -7,8 +7,9 @@ library's code, such as biases, extra norms and defaults.
 from __future__ import annotations
 
 import json
+import os.path
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,15 @@ class ModelShape:
     dropout: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocabulary"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"{f.name} of the model must be true or false, got {value!r}")
+            least = 1 if f.default is MISSING else 0
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if f.type == "int" and not (whole and least <= value <= _LARGEST):
                 raise ConfigError(
-                    f"{key} of the model must be a whole number from 1 to {_LARGEST:,}, got {value!r}"
+                    f"{f.name} of the model must be a whole number from {least} to {_LARGEST:,}, got {value!r}"
                 )
         if self.heads % self.kv_heads:
             raise ConfigError(
@@ -136,11 +141,17 @@ _TRAITS: dict[str, dict[str, Any]] = {
 }
 """Traits by ``model_type`` that differ from Llama's, and defaults of keys that a config may lack."""
 
+MODEL_TYPES = tuple(_TRAITS)
+"""Families, by ``model_type``, that have a closed form."""
+
 _FIXED_BIASES = {"gpt2", "ministral3", "mistral", "phi3", "qwen2"}
 """Families whose biases no key of a config changes."""
 
-_BIAS_KEYS = {"ernie4_5": "use_bias", "internlm3": "qkv_bias"}
-"""Key of the attention's biases where it is not ``attention_bias``."""
+_BIAS_KEYS = {
+    "ernie4_5": {"use_bias": ("attention_bias", "mlp_bias")},
+    "internlm3": {"qkv_bias": ("attention_bias",), "bias": ("mlp_bias",)},
+}
+"""Other keys of biases, and the usual ones that they stand for."""
 
 _QKV_ONLY = {"glm", "glm4", "helium", "seed_oss"}
 """Families in which ``attention_bias`` leaves the output projection without one."""
@@ -157,9 +168,9 @@ def read_shape(path: str | Path) -> ModelShape:
         ConfigError: if there is no such file, it cannot be read, a size is missing or wrong, or the family is not known.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
-        if not path.exists():
+        if not os.path.exists(path):
             raise ConfigError(f"{path.parent} has no config.json; give a model's folder or its config.json")
     try:
         text = read_bytes(path, _MAX_BYTES).decode()
@@ -181,14 +192,14 @@ def read_shape(path: str | Path) -> ModelShape:
 def _from_toml(text: str, path: Path) -> ModelShape:
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
     model = table.get("model")
     if not isinstance(model, dict):
         raise ConfigError(f"{path} has no [model] section, which gives the model's sizes")
     for key in ("config", "path"):
         if model.get(key):
-            return read_shape(path.parent / str(model[key]))
+            return read_shape(_hugging_face(model[key], key, path))
     defaults = {
         "vocabulary": 256, "width": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 352,
     }  # fmt: skip
@@ -213,6 +224,14 @@ def _from_toml(text: str, path: Path) -> ModelShape:
     )
 
 
+def _hugging_face(value: object, key: str, path: Path) -> Path:
+    """Return the path that ``model.config`` or ``model.path`` names: as the trainer reads it, else beside the file."""
+    if not isinstance(value, str) or value.endswith(".toml"):
+        raise ConfigError(f"{path}: model.{key} must name a config.json or its folder, got {value!r}")
+    named = Path(value).expanduser()
+    return named if os.path.exists(named) else path.parent / named
+
+
 def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in _TRAITS:
@@ -235,16 +254,17 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
     head_size = _count(table, "head_dim", path, hidden // heads)
     if not table.get("head_dim") and hidden % heads:
         raise ConfigError(f"{path}: hidden size {hidden} does not divide into {heads} heads")
-    bias = table.get(_BIAS_KEYS.get(kind, "attention_bias"))
+    for key, usual in _BIAS_KEYS.get(kind, {}).items():
+        table = {**dict.fromkeys(usual, table.get(key)), **table}
+    bias = _flag(table, "attention_bias", path)
     if kind not in _FIXED_BIASES and bias is not None:
-        traits["qkv_bias"] = bool(bias)
-        traits["output_bias"] = bool(bias) and kind not in _QKV_ONLY
-    if table.get("mlp_bias") is not None:
-        traits["ffn_bias"] = bool(table["mlp_bias"])
-    if kind == "seed_oss" and table.get("attention_out_bias") is not None:
-        traits["output_bias"] = bool(table["attention_out_bias"])
-    if isinstance(table.get("tie_word_embeddings"), bool):
-        traits["tied"] = table["tie_word_embeddings"]
+        traits["qkv_bias"] = bias
+        traits["output_bias"] = bias and kind not in _QKV_ONLY
+    for key, trait in (("mlp_bias", "ffn_bias"), ("tie_word_embeddings", "tied")):
+        if (flag := _flag(table, key, path)) is not None:
+            traits[trait] = flag
+    if kind == "seed_oss" and (flag := _flag(table, "attention_out_bias", path)) is not None:
+        traits["output_bias"] = flag
     return ModelShape(
         name, layers, hidden, heads, kv_heads, head_size, ffn, vocabulary,
         positions=positions, head_norm_weights=_head_norms(kind, heads, kv_heads, head_size), **traits,
@@ -275,3 +295,10 @@ def _count(table: dict[str, Any], key: str, path: Path, default: int | None = No
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
         raise ConfigError(f"{path}: {key} must be a whole number from 1 to {_LARGEST:,}, got {value!r}")
     return value
+
+
+def _flag(table: dict[str, Any], key: str, path: Path) -> bool | None:
+    value = table.get(key)
+    if value is None or isinstance(value, bool):
+        return value
+    raise ConfigError(f"{path}: {key} must be true or false, got {value!r}")

@@ -1,0 +1,196 @@
+"""Sizes read from configs: parameters are those of the library's own models, and bad files are refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, SplitError
+from penstock.huggingface.family_of import family_of
+from penstock.profile.model_shape import MODEL_TYPES, ModelShape, read_shape
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers
+
+SMALL = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
+    "intermediate_size": 128, "vocab_size": 100,
+}  # fmt: skip
+
+
+def written(folder: Path, table: object, name: str = "config.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(table))
+    return path
+
+
+def with_toml(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def library_config(kind: str, **values: Any) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    count = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    return CONFIG_MAPPING[kind](**{count: 2, "vocab_size": 1000, "pad_token_id": None, **values})
+
+
+def parameters_of(config: Any) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_every_family_that_is_split_has_a_closed_form():
+    from huggingface_hub.errors import StrictDataclassClassValidationError
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    split = set()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with contextlib.suppress(SplitError, StrictDataclassClassValidationError):
+            family_of(CONFIG_MAPPING[kind]())
+            split.add(kind)
+    # The first is GPT-2, whose type its config.json gives; the second compresses keys and values.
+    assert split - set(MODEL_TYPES) == {"gpt-sw3", "youtu"}
+    assert set(MODEL_TYPES) <= split
+
+
+def test_keys_of_biases_that_a_family_names_differently(tmp_path: Path):
+    plain = {**SMALL, "model_type": "internlm3"}
+    usual = read_shape(written(tmp_path, {**plain, "attention_bias": True, "mlp_bias": True}))
+    assert usual.qkv_bias
+    assert usual.ffn_bias
+    assert read_shape(written(tmp_path, {**plain, "qkv_bias": True, "bias": True})) == usual
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_parameters_are_those_of_the_library(kind: str, tmp_path: Path):
+    variants: list[dict[str, Any]] = [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}]
+    default = library_config(kind)
+    if kind == "internlm3":
+        variants += [{"attention_bias": flag, "mlp_bias": flag} for flag in (False, True)]
+    else:
+        keys = [key for key in default.to_dict() if "bias" in key and hasattr(default, key)]
+        variants += [{key: flag} for key in keys for flag in (False, True)]
+    for values in variants:
+        config = library_config(kind, **values)
+        expected = parameters_of(config)
+        for table in (json.loads(config.to_json_string(use_diff=False)), config.to_diff_dict()):
+            path = written(tmp_path, {**table, "model_type": kind})
+            assert read_shape(path).parameters == expected, values
+
+
+def test_a_folder_and_a_toml_file_that_name_a_config_give_the_same_model(tmp_path: Path):
+    shape = read_shape(written(tmp_path, SMALL))
+    assert read_shape(tmp_path) == shape
+    for key in ("config", "path"):
+        for value in (str(tmp_path), str(tmp_path / "config.json"), "config.json"):
+            assert read_shape(with_toml(tmp_path, f"[model]\n{key} = {json.dumps(value)}")) == shape
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"width": 96, "heads": 6, "kv_heads": 3, "hidden": 100, "layers": 2, "vocabulary": 77}]
+)
+def test_the_built_in_model_has_the_parameters_of_its_layers(values: dict[str, int], tmp_path: Path):
+    path = with_toml(tmp_path, "[model]\n" + "\n".join(f"{key} = {value}" for key, value in values.items()))
+    modules = [layer.build() for layer in layers(ModelConfig(**values))]
+    built = [sum(p.numel() for p in module.parameters()) for module in modules]
+    shape = read_shape(path)
+    assert shape.parameters == sum(built)
+    assert [shape.embedding_parameters, shape.block_parameters, shape.head_parameters] == [
+        built[0],
+        built[1],
+        built[-1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"hidden_size": float("nan")},
+            "hidden_size must be a whole number from 1 to 1,000,000,000, got nan",
+        ),
+        ({"hidden_size": True}, "hidden_size must be a whole number .* got True"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number .* got '64'"),
+        ({"hidden_size": 66}, "hidden size 66 does not divide into 4 heads"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers must be a whole number .* got -2"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number .* got 0"),
+        ({"num_key_value_heads": 3}, "4 heads must be a multiple of its 3 key and value heads"),
+        ({"vocab_size": 10**30}, "vocab_size must be a whole number"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"model_type": "lama"}, "'lama' .did you mean 'llama'"),
+        ({"model_type": ["llama"]}, "no closed form for a model of type"),
+        ({"model_type": None}, "no closed form for a model of type None"),
+        ({"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+        ({"head_dim": 0}, "head_dim must be a whole number"),
+    ],
+)
+def test_wrong_values_of_a_config_are_refused(change: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        read_shape(written(tmp_path, {**SMALL, **change}))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nwidht = 3", "no key model.widht .did you mean 'width'"),
+        ("[model]\nwidth = 130", "width 130 does not divide into 4 heads"),
+        ("[model]\nwidth = true", "width must be a whole number"),
+        ("[model]\nheads = 4\nkv_heads = 3", "must be a multiple of its 3"),
+        (
+            "[model]\nconfig = 'run.toml'",
+            "model.config must name a config.json or its folder, got 'run.toml'",
+        ),
+        ("[model]\npath = 3", "model.path must name a config.json or its folder, got 3"),
+        ('[model]\nconfig = "a\\u0000b"', "cannot read the model .*null"),
+        ("[model]\nconfig = 'none'", "No such file"),
+        ("model = [1]", r"no \[model\] section"),
+        ("[train]\nsteps = 3", r"no \[model\] section"),
+        ("[model", "is no TOML"),
+        ("a = " + "[" * 50_000, "is no TOML"),
+        ("a = " + "1" * 5_000, "is no TOML"),
+    ],
+)
+def test_wrong_toml_files_are_refused(text: str, message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        read_shape(with_toml(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "none.json", "x" * 5_000, "/dev/zero"])
+def test_paths_that_are_no_model_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot read the model|has no config.json"):
+        read_shape(name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", os.urandom(2_000) + b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b'{"model_type": 1' + b"1" * 5_000],
+    ids=["empty", "list", "binary", "deep list", "deep object", "cut short"],
+)  # fmt: skip
+def test_files_that_are_no_config_are_refused(content: bytes, tmp_path: Path):
+    path = tmp_path / "model.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.json"):
+        read_shape(path)
+
+
+def test_sizes_given_in_python_are_checked():
+    shape = ModelShape("m", 2, 8, 2, 1, 4, 16, 10)
+    for change in ({"layers": 0}, {"hidden": 2.0}, {"norms": -1}, {"tied": 1}, {"positions": True}):
+        with pytest.raises(ConfigError, match=f"{next(iter(change))} of the model must be"):
+            replace(shape, **change)
