@@ -31,6 +31,7 @@ A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), 
 from __future__ import annotations
 
 import math
+import os.path
 import re
 import tomllib
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ from typing import Any
 
 from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ConfigError, nearest
+from penstock.profile.closed_form import DTYPE_BYTES
 
 PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 """Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
@@ -153,11 +155,11 @@ def read_cluster(text: str | Path) -> Cluster:
         ConfigError: if there is no such preset or file, or a value is missing, unknown or out of range.
     """
     name, counts = str(text), None
-    if match := re.fullmatch(r"(.+?)\*(\d+)(?:[xX](\d+))?", name):
+    if match := re.fullmatch(r"(.+?)\*([0-9]{1,12})(?:[xX]([0-9]{1,12}))?", name):
         name, counts = match[1], (int(match[2]), int(match[3] or 1))
     if name in PRESETS:
         source = (files("penstock.plan") / "clusters" / f"{name}.toml").read_text()
-    elif name.endswith(".toml") or Path(name).exists():
+    elif name.endswith(".toml") or os.path.exists(name):
         try:
             source = read_bytes(Path(name), _MAX_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
@@ -169,7 +171,7 @@ def read_cluster(text: str | Path) -> Cluster:
         )
     try:
         table = tomllib.loads(source)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is no TOML: {error}") from error
     cluster = _from_table(table, name)
     if counts is not None:
@@ -226,6 +228,12 @@ def _device(table: dict[str, Any], name: str) -> Device:
                 raise ConfigError(
                     f"{where} must be a table of FLOP/s by dtype, as in {{bf16 = 2e14}}, got {value!r}"
                 )
+            for dtype in value:
+                if dtype not in DTYPE_BYTES:
+                    raise ConfigError(
+                        f"{where}: no dtype {dtype!r}{nearest(dtype, list(DTYPE_BYTES))}; there are "
+                        f"{', '.join(DTYPE_BYTES)}"
+                    )
             values[key] = {dtype: _number(rate, f"{where}.{dtype}") for dtype, rate in value.items()}
         else:
             values[key] = _number(value, where, zero=key in ("launch", "matmul_width"))
@@ -252,8 +260,11 @@ def _only(table: Mapping[str, Any], kind: type, name: str, prefix: str) -> None:
 
 
 def _number(value: object, where: str, zero: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # Python has larger whole numbers than floats.
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
+    if not whole and not (isinstance(value, float) and math.isfinite(value)):
         raise ConfigError(f"{where} must be a finite number, got {value!r}")
+    assert isinstance(value, int | float)
     if value < 0 or (value == 0 and not zero):
         raise ConfigError(f"{where} must be {'at least' if zero else 'above'} 0, got {value}")
     return float(value)

@@ -43,6 +43,7 @@ from penstock.trace.events import Trace
 MAX_BUCKETS = 16
 SEQUENCE = 2048
 """Tokens of a sample where nothing says otherwise."""
+_LARGEST = 10**9
 _UPDATE_BYTES = {"fp32": 32, "bf16": 38, "fp16": 38, "fp8": 38}
 """Bytes that norm and update read and write per parameter: gradient, moments, main weight, weight."""
 
@@ -144,8 +145,11 @@ def predict(
         ScheduleError: if the schedule's family does not allow the counts.
     """
     layout = layout_of(layout)
-    sequence = sequence or profile.sequence or SEQUENCE
-    batch = batch or 4 * layout.pp * layout.dp * layout.microbatch
+    sequence = (profile.sequence or SEQUENCE) if sequence is None else sequence
+    batch = 4 * layout.pp * layout.dp * layout.microbatch if batch is None else batch
+    for name, count in (("sequence", sequence), ("batch", batch)):
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _LARGEST:
+            raise ConfigError(f"{name} must be a whole number from 1 to {_LARGEST:,}, got {count!r}")
     microbatches = count_microbatches(layout, cluster, batch)
     program = step_program(layout.schedule, layout.pp, microbatches, layout.v)
     schedule = program.schedule

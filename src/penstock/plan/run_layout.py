@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -13,6 +14,7 @@ Recompute = str | int
 
 SHORT_NAMES = {"virtual_stages": "v", "sp": "sequence_parallel"}
 """Other names of keys."""
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -55,22 +57,29 @@ class Layout:
             value = getattr(self, key)
             if key == "v" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _is_count(value):
                 raise ConfigError(f"layout: {key} must be a whole number of at least 1, got {value!r}")
-        if isinstance(self.recompute, int) and self.recompute < 1:
-            raise ConfigError(
-                f"layout: recompute must be at least 1 where it is a number, got {self.recompute}"
-            )
-        if isinstance(self.recompute, str):
+        for key in ("zero", "sequence_parallel", "overlap"):
+            value = getattr(self, key)
+            if not isinstance(value, bool) and not (key == "overlap" and value is None):
+                raise ConfigError(f"layout: {key} must be true or false, got {value!r}")
+        if not isinstance(self.schedule, str):
+            raise ConfigError(f"layout: schedule must be a name or a CSV file, got {self.schedule!r}")
+        if not _is_count(self.recompute):
             _one_of(
-                "recompute", self.recompute, ("none", "selective", "full"), " or a number k: every k-th block"
+                "recompute",
+                self.recompute,
+                ("none", "selective", "full"),
+                "a number k from 1: every k-th block",
             )
         if self.attention is not None:
             _one_of("attention", self.attention, ("fused", "unfused"))
         if self.dtype is not None:
             _one_of("dtype", self.dtype, ("bf16", "fp16", "fp8", "fp32"))
-        if isinstance(self.split, str):
-            _one_of("split", self.split, ("even", "cost"), " or the blocks of every stage")
+        if isinstance(self.split, list | tuple) and all(map(_is_count, self.split)):
+            object.__setattr__(self, "split", tuple(self.split))  # JSON has lists for tuples
+        else:
+            _one_of("split", self.split, ("even", "cost"), "at least 1 block for every stage, as in 3+3+2")
         if self.sequence_parallel and self.tp == 1:
             object.__setattr__(self, "sequence_parallel", False)
 
@@ -105,7 +114,9 @@ class Layout:
         for pair in filter(None, (pair.strip() for pair in text.split(","))):
             key, equals, value = (part.strip() for part in pair.partition("="))
             key = SHORT_NAMES.get(key, key)
-            if not equals or key not in known:
+            if not equals:
+                raise ConfigError(f"layout: {pair!r} has no value; write key=value with commas between")
+            if key not in known:
                 raise ConfigError(
                     f"layout: no key {key!r}{nearest(key, known)}; write key=value with commas between; the "
                     f"keys are {', '.join(known)}"
@@ -129,23 +140,24 @@ def _value(key: str, text: str) -> Any:
     if key == "split":
         if text in ("even", "cost"):
             return text
-        parts = text.replace(";", "+").split("+")
-        if all(part.strip().isdecimal() for part in parts):
-            return tuple(int(part) for part in parts)
-        raise ConfigError(f"layout: split must be even, cost, or blocks a stage as in 3+3+2, got {text!r}")
-    if key == "recompute" and not text.lstrip("-").isdecimal():
-        return text
-    try:
+        parts = [part.strip() for part in text.replace(";", "+").split("+")]
+        return tuple(int(part) for part in parts) if all(map(_WHOLE.fullmatch, parts)) else text
+    if _WHOLE.fullmatch(text):
         return int(text)
-    except ValueError:
-        raise ConfigError(f"layout: {key} must be a whole number, got {text!r}") from None
+    if key == "recompute":
+        return text
+    raise ConfigError(f"layout: {key} must be a whole number, got {text!r}")
 
 
-def _one_of(key: str, value: str, allowed: tuple[str, ...], others: str = "") -> None:
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _one_of(key: str, value: object, allowed: tuple[str, ...], others: str = "") -> None:
     if value not in allowed:
-        raise ConfigError(
-            f"layout: {key} must be {', '.join(allowed)}{others}, got {value!r}{nearest(value, list(allowed))}"
-        )
+        near = nearest(value, list(allowed)) if isinstance(value, str) else ""
+        *first, last = (*allowed, others) if others else allowed
+        raise ConfigError(f"layout: {key} must be {', '.join(first)} or {last}, got {value!r}{near}")
 
 
 def _text(value: object) -> str:
@@ -164,6 +176,8 @@ def layout_of(values: Mapping[str, Any] | str | Layout) -> Layout:
         return values
     if isinstance(values, str):
         return Layout.parse(values)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"a layout must be text, a mapping or a Layout, got {values!r}")
     known = [f.name for f in fields(Layout)]
     for key in values:
         if key not in known:
