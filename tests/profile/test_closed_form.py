@@ -170,7 +170,7 @@ def test_a_degree_that_does_not_divide_is_refused_with_one_that_does():
     assert largest_tp(LLAMA, 7) == 4
     require_divisible(LLAMA, 4)
     with pytest.raises(
-        ConfigError, match="tp=8 does not divide the model's 4 key and value heads.* such as 4"
+        ConfigError, match=r"tp=8 does not divide the model's 4 key and value heads.* such as 4"
     ):
         require_divisible(LLAMA, 8)
 

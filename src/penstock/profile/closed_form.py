@@ -3,6 +3,8 @@
 Bytes kept for the backward follow Korthikanti et al. (2205.05198): per block and token 34 h bytes in 16 bits for a GPT with
 dropout, and 5 heads × sequence more if attention stores its scores. Tensor parallelism divides the matrices, sequence
 parallelism everything else as well. Blocks with a gate and without dropout are counted tensor by tensor in the same way.
+Norms and gates are taken to be fused kernels, as in Megatron-LM. Kernels of eager PyTorch save more: a norm its normalised
+input and scale (h + 1 values a token), a gate its activation (ffn values). A traced profile counts these.
 
 FLOPs are of matrix products: 2 for each multiplication and addition. Scores of attention are counted in full, as in that
 paper, although a causal mask leaves half of them.

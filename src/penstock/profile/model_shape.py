@@ -147,7 +147,7 @@ MODEL_TYPES = tuple(_TRAITS)
 _FIXED_BIASES = {"gpt2", "ministral3", "mistral", "phi3", "qwen2"}
 """Families whose biases no key of a config changes."""
 
-_BIAS_KEYS = {
+_BIAS_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     "ernie4_5": {"use_bias": ("attention_bias", "mlp_bias")},
     "internlm3": {"qkv_bias": ("attention_bias",), "bias": ("mlp_bias",)},
 }
