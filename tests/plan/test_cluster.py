@@ -1,0 +1,117 @@
+"""Clusters: presets and TOML files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.plan import cluster as module
+from penstock.plan.cluster import PRESETS, Device, LinkSpeed, read_cluster
+
+DEVICE = "[device]\nmemory = 1e9\nmemory_bandwidth = 1e9\nmatmul = {bf16 = 1e12}\n"
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "mine.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_sound(name: str):
+    cluster = read_cluster(f"{name}*8x64")
+    assert (cluster.ranks_per_node, cluster.nodes, cluster.devices) == (8, 64, 512)
+    device = cluster.device
+    for dtype, rate in device.matmul.items():
+        assert 0.3 * device.peak_rate(dtype) < rate <= device.peak_rate(dtype)
+        assert 0 < device.matmul_rate(dtype, 64) < device.matmul_rate(dtype, 8192) <= rate
+    assert cluster.node.bandwidth > cluster.network.bandwidth
+    assert cluster.link(8) is cluster.node
+    assert cluster.link(9) is cluster.network
+    assert cluster.dtype in device.matmul
+
+
+def test_sizes_of_a_preset():
+    assert read_cluster("h100").devices == read_cluster("h100*8").devices == 8
+    assert read_cluster("h100*4").ranks_per_node == 4
+    assert read_cluster("h100*4X3").nodes == 3
+
+
+def test_the_files_keys_are_read(tmp_path: Path):
+    """The example of the module's docstring, which also names every unit."""
+    lines = (module.__doc__ or "").split("::\n", 1)[1].splitlines()
+    path = written(tmp_path, "\n".join(line.strip() for line in lines))
+    cluster = read_cluster(path)
+    assert (cluster.name, cluster.devices, cluster.error) == ("mine", 32, 0.08)
+    assert cluster.device == Device(
+        80e9, {"bf16": 232e12}, 1.8e12, 300, {"bf16": 150e12}, 1.8e12, 5e-6, 1.5e12
+    )
+    assert cluster.node == LinkSpeed(5e-6, 250e9)
+    assert cluster.network == LinkSpeed(2e-5, 20e9, 10e9)
+    assert read_cluster(f"{path}*2x5").devices == 10
+
+
+def test_a_file_needs_only_a_device(tmp_path: Path):
+    cluster = read_cluster(written(tmp_path, DEVICE))
+    assert (cluster.name, cluster.devices, cluster.node, cluster.network) == (
+        "mine",
+        1,
+        LinkSpeed(),
+        LinkSpeed(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (DEVICE + "lanch = 3", r"no key device\.lanch \(did you mean 'launch'"),
+        ("nodess = 3\n" + DEVICE, r"no key nodess \(did you mean 'nodes'"),
+        (DEVICE + "[node]\nlatencyy = 1", r"no key node\.latencyy \(did you mean 'latency'"),
+        (DEVICE + "launch = -1", "device.launch must be at least 0, got -1"),
+        (DEVICE + "launch = nan", "device.launch must be a finite number, got nan"),
+        (DEVICE + "launch = inf", "device.launch must be a finite number, got inf"),
+        (DEVICE + "launch = true", "device.launch must be a finite number, got True"),
+        (DEVICE + "launch = '1'", "device.launch must be a finite number, got '1'"),
+        (DEVICE + "optimizer_bandwidth = 0", "device.optimizer_bandwidth must be above 0"),
+        (DEVICE.replace("1e9", "1" + "0" * 400, 1), "device.memory must be a finite number"),
+        (DEVICE.replace("memory = 1e9\n", ""), "device.memory is missing"),
+        (DEVICE.replace("{bf16 = 1e12}", "3"), "device.matmul must be a table of FLOP/s by dtype"),
+        (DEVICE.replace("{bf16 = 1e12}", "{}"), "device.matmul must be a table of FLOP/s by dtype"),
+        (DEVICE.replace("bf16", "bf61"), r"device.matmul: no dtype 'bf61' \(did you mean 'bf16'"),
+        (DEVICE + "peak = {bf16 = -1}", "device.peak.bf16 must be above 0"),
+        (DEVICE + "[network]\nbandwidth = 0", "network.bandwidth must be above 0"),
+        ("node = 3\n" + DEVICE, "node must be a section with latency and bandwidth, got 3"),
+        ("nodes = 0\n" + DEVICE, "nodes must be a whole number of at least 1, got 0"),
+        ("nodes = true\n" + DEVICE, "nodes must be a whole number of at least 1, got True"),
+        ("nodes = 2.0\n" + DEVICE, "nodes must be a whole number of at least 1, got 2.0"),
+        ("nodes = 10000000\n" + DEVICE, "a cluster has 1 to 1,000,000 devices"),
+        ("dtype = 'fp8'\n" + DEVICE, "dtype is 'fp8', but device.matmul has rates for bf16"),
+        ("error = 1\n" + DEVICE, "error must be below 1"),
+        ("error = -0.5\n" + DEVICE, "error must be at least 0"),
+        ("overlap = 1\n" + DEVICE, "overlap must be true or false, got 1"),
+        ("name = 3\n" + DEVICE, "name must be text, got 3"),
+        ("name = 'x'", r"the section \[device\] is missing"),
+        ("device = 3", r"the section \[device\] is missing"),
+        (DEVICE + DEVICE, "is no TOML"),
+        ("a = " + "[" * 50_000, "is no TOML"),
+        ("nodes = " + "1" * 5_000, "is no TOML"),
+        (os.urandom(50) + b"\xff", "cannot read the cluster"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_refused(text: str | bytes, message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        read_cluster(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "h10", "H100", "h100*8x", "h100*0", "h100*8x0", "h100*-1", "h100*8*2", "h100*" + "9" * 5_000, "h100*٣",
+     "a\0b", "a\0b.toml", "x" * 5_000, "none.toml", ".", "/dev/zero"],
+)  # fmt: skip
+def test_names_that_are_no_cluster_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no cluster|cannot read the cluster|a cluster has 1 to"):
+        read_cluster(name)

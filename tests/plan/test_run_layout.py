@@ -1,0 +1,110 @@
+"""Layouts as text, as mappings and as objects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.plan.run_layout import Layout, layout_of
+
+DEGREE = st.integers(1, 10**6)
+LAYOUTS = st.builds(
+    Layout,
+    pp=DEGREE, dp=DEGREE, tp=DEGREE, microbatch=DEGREE,
+    v=st.none() | DEGREE,
+    schedule=st.sampled_from(["1f1b", "zb-v", "my schedule.csv"]),
+    recompute=st.sampled_from(["none", "selective", "full"]) | st.integers(1, 9),
+    zero=st.booleans(), sequence_parallel=st.booleans(), overlap=st.none() | st.booleans(),
+    split=st.sampled_from(["even", "cost"]) | st.lists(DEGREE, min_size=1, max_size=4).map(tuple),
+    attention=st.sampled_from([None, "fused", "unfused"]), dtype=st.sampled_from([None, "bf16", "fp8", "fp32"]),
+)  # fmt: skip
+
+
+@given(LAYOUTS)
+def test_text_mapping_and_json_give_the_same_layout(layout: Layout):
+    assert Layout.parse(str(layout)) == layout
+    assert layout_of(layout.as_dict()) == layout
+    assert layout_of(json.loads(json.dumps(layout.as_dict()))) == layout
+    assert layout_of(layout) is layout
+    assert layout.devices == layout.pp * layout.dp * layout.tp
+
+
+def test_keys_have_defaults_and_other_names():
+    assert Layout.parse("") == Layout()
+    assert str(Layout()) == "pp=1,dp=1,tp=1,microbatch=1,schedule=1f1b"
+    text = " pp = 8, tp=2 ,virtual_stages=2,sp=yes,zero=on,overlap=no,split=3+3;2,recompute=2"
+    assert Layout.parse(text) == Layout(
+        8, 1, 2, 2, 1, "1f1b", 2, True, True, split=(3, 3, 2), overlap=False
+    )  # fmt: skip
+    assert Layout.parse("zero=FALSE,recompute=full") == Layout(recompute="full")
+
+
+def test_sequence_parallel_needs_a_degree():
+    assert not Layout(sequence_parallel=True).sequence_parallel
+    assert Layout(tp=2, sequence_parallel=True).sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pp=0", "pp must be a whole number of at least 1, got 0"),
+        ("pp=-1", "pp must be a whole number of at least 1, got -1"),
+        ("pp=x", "pp must be a whole number, got 'x'"),
+        ("pp=2.0", "pp must be a whole number, got '2.0'"),
+        ("pp=1_0", "pp must be a whole number, got '1_0'"),
+        ("pp=٣", "pp must be a whole number"),
+        ("pp=" + "9" * 5_000, "pp must be a whole number"),
+        ("pp=a\0b", "pp must be a whole number"),
+        ("v=", "v must be a whole number, got ''"),
+        ("pp", "'pp' has no value; write key=value"),
+        ("pp=2,pp=4", "pp is given twice"),
+        ("v=2,virtual_stages=2", "v is given twice"),
+        ("schedul=gpipe", r"no key 'schedul' \(did you mean 'schedule'"),
+        ("micro_batch=2", r"no key 'micro_batch' \(did you mean 'microbatch'"),
+        ("zero=maybe", "zero must be true or false, got 'maybe'"),
+        ("recompute=ful", r"recompute must be none, selective, full or a number .* got 'ful' \(did you mean 'full'"),
+        ("recompute=0", "recompute must be .* got 0"),
+        ("recompute=" + "9" * 5_000, "recompute must be"),
+        ("split=evn", r"split must be even, cost or .* got 'evn' \(did you mean 'even'"),
+        ("split=2+0", r"split must be .* got \(2, 0\)"),
+        ("split=" + "9" * 5_000, "split must be"),
+        ("attention=flash", "attention must be fused or unfused, got 'flash'"),
+        ("dtype=bf61", r"dtype must be bf16, fp16, fp8 or fp32, got 'bf61' \(did you mean 'bf16'"),
+    ],
+)  # fmt: skip
+def test_wrong_text_is_refused(text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pp": True}, {"pp": 2.0}, {"pp": "2"}, {"pp": None}, {"v": 0}, {"zero": "yes"}, {"zero": None}, {"overlap": 1},
+        {"sequence_parallel": 3}, {"split": (True, 3)}, {"split": (1.5, 2)}, {"split": None}, {"recompute": True},
+        {"recompute": None}, {"recompute": 1.5}, {"recompute": float("nan")}, {"schedule": None}, {"schedule": 3},
+        {"dtype": 3}, {"attention": []},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_wrong_values_are_refused_by_name(values: dict[str, Any]):
+    with pytest.raises(ConfigError, match=f"layout: {next(iter(values))} must be"):
+        layout_of(values)
+
+
+@pytest.mark.parametrize("value", [3, None, [("pp", 2)]], ids=repr)
+def test_other_objects_are_no_layout(value: Any):
+    with pytest.raises(ConfigError, match="a layout must be text, a mapping or a Layout"):
+        layout_of(value)
+
+
+def test_unknown_keys_of_a_mapping_are_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"no key 'shedule' \(did you mean 'schedule'"):
+        layout_of({"shedule": "1f1b"})
+    with pytest.raises(ConfigError, match="no key 1"):
+        layout_of({1: 2})  # type: ignore[dict-item]

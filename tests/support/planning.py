@@ -1,0 +1,43 @@
+"""A model and a cluster with round numbers, for tests of planning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.plan.cluster import Cluster, Device, LinkSpeed
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_profile import Profile, ProfiledLayer
+from penstock.profile.model_shape import ModelShape
+
+SMALL = ModelShape("small", 16, 64, 8, 4, 8, 128, 512)
+SEQUENCE = 32
+
+
+def seconds(number: float) -> tuple[DeviceWork, ...]:
+    return (DeviceWork("seconds", number),)
+
+
+def timed_profile(blocks: int = 4, **values: Any) -> Profile:
+    """A model whose blocks take 1 s each for F, I and W with one sample, keep 100 bytes and have 10 parameters."""
+    cost = LayerCost(
+        seconds(1.0), seconds(1.0), seconds(1.0),
+        saved_bytes=100, selective_bytes=100, waiting_bytes=20, input_bytes=10, output_bytes=10,
+        parameters=10, model_flops=1e12,
+    )  # fmt: skip
+    layers = tuple((f"blocks.{n}", "block", 0) for n in range(blocks))
+    return Profile(
+        "timed", "measured", None, SEQUENCE, "fp32", (ProfiledLayer(((1, cost),)),), layers, **values
+    )
+
+
+def round_cluster(**values: Any) -> Cluster:
+    """Sixteen devices of 1 TFLOP/s and 1 GB/s, with 1 MB of memory, and links that take no time."""
+    device = Device(1e6, {"fp32": 1e12}, 1e9, optimizer_bandwidth=320.0)
+    given = {"ranks_per_node": 16, "nodes": 1, "dtype": "fp32", **values}
+    return Cluster("round", device, **given)
+
+
+def slow_links(**values: Any) -> Cluster:
+    """The same on nodes of two, with links that matter."""
+    links = {"node": LinkSpeed(0.25, 40.0), "network": LinkSpeed(0.5, 20.0, 10.0)}
+    return round_cluster(**{"ranks_per_node": 2, "nodes": 8, **links, **values})
