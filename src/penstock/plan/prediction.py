@@ -208,7 +208,6 @@ def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
     return batch // share
 
 
-@lru_cache(maxsize=256)
 def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Program:
     """Return the proven program of a schedule family, or of a CSV file.
 
@@ -224,6 +223,11 @@ def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: i
                 f"pp={ranks} and {microbatches} microbatches a replica"
             )
         return check(built).program
+    return _family_program(schedule, ranks, microbatches, virtual_stages)
+
+
+@lru_cache(maxsize=256)
+def _family_program(schedule: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Program:
     v = virtual_stages
     if schedule in FAMILIES and not FAMILIES[schedule].chooses_virtual_stages and v == 1:
         v = None

@@ -141,7 +141,7 @@ class StageCosts:
         transient: largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
         logits: part of `transient` that is the loss's.
         parameters: number of parameters on a device.
-        messages: bytes of the value that each stage hands on.
+        messages: bytes of the value that each stage hands on; 0 for the last.
         model_flops, repeated_flops: FLOPs of the forward, and of what is recomputed, over all tensor-parallel devices.
     """
 
@@ -191,7 +191,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(
         counts, starts, forward, input_grad, weight_grad, repeated, kept, waiting, largest[0], largest[1], parameters,
-        times.outputs[np.array(starts[1:]) - 1], flops, repeated_flops,
+        np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0), flops, repeated_flops,
     )  # fmt: skip
 
 

@@ -1,0 +1,90 @@
+"""Peak bytes of every rank, by part."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.plan.prediction import Prediction, predict
+from penstock.plan.rank_memory import BUCKET_BYTES, MARGIN
+from penstock.profile.model_profile import of_shape
+from penstock.schedule.families import FAMILIES
+from penstock.schedule.memory import peak
+from tests.support.planning import SEQUENCE, SMALL, round_cluster, timed_profile
+
+
+def predicted(layout: str, batch: int = 8, blocks: int = 16) -> Prediction:
+    return predict(timed_profile(blocks), round_cluster(), layout, sequence=SEQUENCE, batch=batch)
+
+
+def test_parts_of_one_rank():
+    (rank,) = predicted("").memory
+    assert (rank.weights, rank.gradients, rank.optimizer) == (160 * 4, 160 * 4, 160 * 8)
+    assert (rank.activations, rank.peak_op) == (1600, "0F0")
+    assert (rank.recompute, rank.logits, rank.messages, rank.buckets) == (0, 0, 0, 0)
+    assert rank.margin == pytest.approx(MARGIN * 1600)
+    assert rank.total == 160 * 16 + 1600 + rank.margin
+    assert rank.as_dict()["total"] == sum(
+        v for k, v in rank.as_dict().items() if k not in ("total", "peak_op")
+    )
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("batch", [2, 8])
+def test_1f1b_holds_the_microbatches_that_the_checker_proves(pp: int, batch: int):
+    prediction = predicted(f"pp={pp}", batch)
+    chunks = peak(prediction.program.schedule)
+    assert chunks.tolist() == [min(batch, pp - rank) for rank in range(pp)]
+    assert [rank.activations for rank in prediction.memory] == [100 * 16 / pp * n for n in chunks]
+    assert [rank.messages for rank in prediction.memory] == [20, *[40] * (pp - 2), 20]
+
+
+@pytest.mark.parametrize("schedule", sorted(FAMILIES))
+def test_activations_are_the_checkers_peak(schedule: str):
+    prediction = predicted(f"pp=4,schedule={schedule}")
+    plan, costs = prediction.program.schedule, prediction.costs
+    splits = any(op.kind.name == "W" for rank in range(4) for op in plan.ops(rank) if hasattr(op, "kind"))
+    expected = peak(plan, costs.saved.astype(int), costs.waiting.astype(int) if splits else 0)
+    assert [rank.activations for rank in prediction.memory] == expected.tolist()
+
+
+def test_full_recompute_keeps_inputs_and_one_block():
+    prediction = predicted("pp=4,recompute=full")
+    first = prediction.memory[0]
+    # Four blocks of four microbatches keep 10 bytes each; in a backward one has its other 90 again.
+    assert (first.activations, first.recompute) == (160, 90)
+    assert first.peak_op.startswith("0B")
+
+
+def test_zero_divides_the_optimizers_state_alone():
+    plain, zero = (predicted(f"pp=2,dp=4,zero={zero}").memory[0] for zero in ("no", "yes"))
+    assert zero.optimizer == plain.optimizer / 4
+    assert (zero.weights, zero.gradients, zero.activations) == (
+        plain.weights,
+        plain.gradients,
+        plain.activations,
+    )
+    assert plain.buckets == min(2 * BUCKET_BYTES, plain.gradients)
+    assert predicted("pp=2,zero=yes").memory == predicted("pp=2").memory
+
+
+def test_the_last_rank_holds_the_gradient_of_the_logits():
+    prediction = predict(
+        of_shape(SMALL), round_cluster(), "pp=4,microbatch=2", sequence=SEQUENCE, batch=8
+    )  # fmt: skip
+    assert [rank.logits for rank in prediction.memory] == [0, 0, 0, 4 * 2 * SEQUENCE * SMALL.vocabulary]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from(["none", "full", 2]))
+def test_more_samples_or_less_recompute_never_need_less(pp: int, microbatch: int, recompute: str | int):
+    profile, cluster = of_shape(SMALL), round_cluster()
+
+    def bytes_of(microbatch: int, recompute: str | int) -> float:
+        layout = {"pp": pp, "microbatch": microbatch, "recompute": recompute}
+        return predict(profile, cluster, layout, sequence=SEQUENCE, batch=8 * microbatch).peak_bytes
+
+    here = bytes_of(microbatch, recompute)
+    assert bytes_of(microbatch + 1, recompute) > here
+    assert bytes_of(microbatch, "none") >= here
+    assert 0 < bytes_of(microbatch, "full") <= here * (1 + 1e-9)
