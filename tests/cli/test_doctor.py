@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli import group
 from penstock.errors import ConfigError
+from penstock.plan.cluster import read_cluster
 
 
 def call(*words: object) -> Result:
@@ -48,3 +49,34 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyP
     assert "leave --ranks out" in str(error)
     monkeypatch.setenv("RANK", "7")
     assert "are not a rank below" in str(call().exception)
+
+
+@pytest.mark.slow
+def test_a_measured_cluster_is_written_and_shown(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text("an older file")
+    result = call("--measure", path)
+    assert result.exit_code == 0, result.output
+    assert f"written to {path}\n" in result.output
+    assert "matrix products: fp32" in result.output
+    assert "links within a node" in result.output
+    assert read_cluster(path).devices == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_cluster_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path):
+    for path, message in (
+        (tmp_path / "none" / "a.toml", "none is no folder"),
+        (tmp_path / "a.txt", "end in .toml"),
+    ):
+        error = call("--measure", path).exception
+        assert isinstance(error, ConfigError)
+        assert message in str(error)
+
+
+@pytest.mark.slow
+def test_nothing_is_measured_where_something_will_not_work(tmp_path: Path):
+    result = call("--ranks", 1, "--folder", tmp_path / "none", "--measure", tmp_path / "mine.toml")
+    assert result.exit_code == 1
+    assert not (tmp_path / "mine.toml").exists()
+    assert "nothing was measured" in result.output

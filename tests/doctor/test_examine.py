@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from torch import distributed as dist
 import penstock
 from penstock.doctor.examine import Report, examine
 from penstock.doctor.rounds import Rounds
+from penstock.plan.cluster import read_cluster
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
 
@@ -95,23 +97,55 @@ def store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def launched(
+    store: dist.TCPStore, paths: list[Path], place: Path, *words: str
+) -> list[subprocess.Popen[str]]:
+    """One doctor for each path of packages, as ranks that torchrun's agent started."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "penstock", "doctor", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=place,
+            env=os.environ | {
+                "PYTHONPATH": str(path), "RANK": str(rank), "WORLD_SIZE": str(len(paths)), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank, path in enumerate(paths)
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_measure_together_and_rank_0_writes(tmp_path: Path, store: dist.TCPStore):
+    source = Path(penstock.__file__).parent.parent
+    started = launched(store, [source] * 2, tmp_path, "--timeout", "40", "--measure", "mine.toml", "--json")
+    (told, errors), (nothing, others) = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors + others
+    assert nothing == ""
+    table = json.loads(told)["cluster"]
+    cluster = read_cluster(tmp_path / "mine.toml")
+    assert (cluster.ranks_per_node, cluster.nodes) == (table["ranks_per_node"], table["nodes"]) == (2, 1)
+    assert cluster.node.bandwidth == table["node"]["bandwidth"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+@pytest.mark.slow
+def test_a_cluster_file_that_rank_0_cannot_write_is_bad_input_on_every_rank(
+    tmp_path: Path, store: dist.TCPStore
+):
+    source = Path(penstock.__file__).parent.parent
+    started = launched(store, [source] * 2, tmp_path, "--timeout", "40", "--measure", "none/mine.toml")
+    outputs = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert all("none is no folder; make it first" in errors for _, errors in outputs)
+
+
 @pytest.mark.slow
 def test_a_rank_with_another_penstock_ends_all_with_exit_code_1(tmp_path: Path, store: dist.TCPStore):
     source = Path(penstock.__file__).parent
     shutil.copytree(source, tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
     init = tmp_path / "penstock" / "__init__.py"
     init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "9.9.9"', init.read_text()))
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "penstock", "doctor", "--timeout", "40"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path / "penstock",
-            env=os.environ | {
-                "PYTHONPATH": str(path), "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank, path in enumerate([source.parent, tmp_path])
-    ]  # fmt: skip
+    started = launched(store, [source.parent, tmp_path], tmp_path / "penstock", "--timeout", "40")
     (told, errors), (nothing, others) = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [1, 1], errors + others
     assert f"PROBLEM  penstock differs: {penstock.__version__} on rank 0; 9.9.9 on rank 1" in told

@@ -22,6 +22,7 @@ MATRIX = 12
 
 @click.command(
     epilog="Example:  penstock doctor --folder runs\n\n"
+    "          penstock doctor --ranks 8 --measure cluster.toml\n\n"
     "          torchrun --nnodes 2 --nproc-per-node 8 ... -m penstock doctor --folder /shared/runs --json"
 )
 @click.option(
@@ -36,6 +37,12 @@ MATRIX = 12
     help="Folder that will hold runs: every rank writes there and looks for the others' files. Default: none is checked.",
 )
 @click.option(
+    "--measure",
+    "cluster",
+    type=click.Path(path_type=Path),
+    help="If all is sound, measure the devices and the links, and write this TOML file for penstock plan --cluster.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
@@ -43,7 +50,9 @@ MATRIX = 12
     help="Seconds that one check may take.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(ranks: int | None, folder: Path | None, timeout: float, as_json: bool) -> None:
+def command(
+    ranks: int | None, folder: Path | None, cluster: Path | None, timeout: float, as_json: bool
+) -> None:
     """Check a machine or a cluster before a run.
 
     Run alone, it starts processes on this machine that talk over the loopback interface; under torchrun it checks all
@@ -55,18 +64,22 @@ def command(ranks: int | None, folder: Path | None, timeout: float, as_json: boo
 
     world = current_world()
     if world is None or world.size == 1:
-        report = examine_here(ranks or 2, folder, timeout)
+        report = examine_here(ranks or 2, folder, timeout, cluster)
     else:
         if ranks is not None:
             raise ConfigError(
                 f"--ranks starts processes, but a launcher has started {world.size}; leave --ranks out to check those"
             )
-        report = examine_together(world, folder, timeout)
+        report = examine_together(world, folder, timeout, cluster)
     if world is None or world.rank == 0:
         if as_json:
             click.echo(json.dumps(report.plain()))
         else:
             _show(report, started=world is None)
+            if report.cluster:
+                _cluster(report.cluster, cluster)
+            elif cluster is not None:
+                click.echo(f"nothing was measured, and {cluster} was not written")
     if not report.sound:
         raise click.exceptions.Exit(1)
 
@@ -174,6 +187,21 @@ def _folder(report: Report) -> None:
         "folder: at most {write:.1f} ms to write 1 MiB, {fsync:.1f} ms to fsync, {rename:.1f} ms to rename, {see:.1f} ms to "
         "see the others' files; {free} GiB free".format(**longest, free=_gib(free))
     )
+
+
+def _cluster(table: Mapping[str, Any], path: Path | None) -> None:
+    device = table["device"]
+    rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device["matmul"].items())
+    click.echo(
+        f"\nmatrix products: {rates} TFLOP/s, half of it at width {device['matmul_width']:.0f}; memory "
+        f"{device['memory_bandwidth'] / 1e9:.3g} GB/s; launch {device['launch'] * 1e6:.2f} µs; optimizer "
+        f"{device['optimizer_bandwidth'] / 1e9:.3g} GB/s"
+    )
+    for name, where in (("node", "within a node"), ("network", "between nodes")):
+        if name in table:
+            link = table[name]
+            click.echo(f"links {where}: {link['latency'] * 1e6:.3g} µs, {link['bandwidth'] / 1e9:.3g} GB/s")
+    click.echo(f"written to {path}")
 
 
 def _gib(size: int | None) -> str:

@@ -16,9 +16,10 @@ from penstock.doctor import judge
 from penstock.doctor.judge import PROBLEM, Finding
 from penstock.doctor.links import measure, unanswered
 from penstock.doctor.machine import machine_facts
+from penstock.doctor.measured_cluster import measure_cluster, require_writable
 from penstock.doctor.rounds import Answer, Rounds
 from penstock.doctor.shared_folder import check_folder
-from penstock.errors import PenstockError, first_line
+from penstock.errors import ConfigError, PenstockError, first_line
 from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.timeout import require_timeout
@@ -42,6 +43,7 @@ class Report:
         clocks: ``offset`` and ``error`` of each rank's wall clock against rank 0's, in seconds.
         waits: seconds that a wait with a timeout of `UNANSWERED` took, by rank.
         folder: results of `shared_folder.check_folder` by rank; None where it failed.
+        cluster: contents of the cluster's file that was measured and written; empty if none was.
         findings: problems, then warnings.
     """
 
@@ -51,6 +53,7 @@ class Report:
     clocks: dict[int, dict[str, float]] = field(default_factory=dict)
     waits: dict[int, float] = field(default_factory=dict)
     folder: dict[int, dict[str, Any] | None] = field(default_factory=dict)
+    cluster: Mapping[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -63,39 +66,51 @@ class Report:
         return {"sound": self.sound, **asdict(self)}
 
 
-def examine_here(ranks: int, folder: Path | None, timeout: float) -> Report:
+def examine_here(ranks: int, folder: Path | None, timeout: float, cluster: Path | None = None) -> Report:
     """Check this machine with processes that are started for it and talk over the loopback interface.
 
     Args:
         ranks: number of processes, at least 1.
         folder: folder that will hold runs; None checks no folder.
         timeout: seconds that one check may take.
+        cluster: path of a cluster's file to measure and write; None (default) measures none.
+
+    Raises:
+        ConfigError: if the cluster's file cannot be written there.
     """
     require_timeout(timeout)
+    if cluster is not None:
+        require_writable(cluster)
     with Scratch() as scratch, LocalProcesses(ranks) as processes:
         reports = processes.run(
-            ranks, _examine_started, str(scratch.path / "store"), ranks, folder, timeout, timeout=20 * timeout
-        )
+            ranks, _examine_started, str(scratch.path / "store"), ranks, folder, timeout, cluster, timeout=20 * timeout
+        )  # fmt: skip
     report = reports[0]
     assert isinstance(report, Report)
     return report
 
 
-def _examine_started(rank: int, store: str, ranks: int, folder: Path | None, timeout: float) -> Report:
+def _examine_started(
+    rank: int, store: str, ranks: int, folder: Path | None, timeout: float, cluster: Path | None
+) -> Report:
     shared = dist.FileStore(store, ranks)  # type: ignore[attr-defined]  # torch does not annotate it
-    return examine(Rounds(shared, rank, ranks, timeout), folder)
+    return examine(Rounds(shared, rank, ranks, timeout), folder, cluster)
 
 
-def examine_together(world: World, folder: Path | None, timeout: float) -> Report:
+def examine_together(
+    world: World, folder: Path | None, timeout: float, cluster: Path | None = None
+) -> Report:
     """Check the machines of all processes that a launcher has started; every process calls it.
 
     Args:
         world: world that is not joined yet; the environment says where to meet, as launchers set it.
         folder: folder that will hold runs; None checks no folder.
         timeout: seconds that one check may take.
+        cluster: path of a cluster's file to measure, which rank 0 writes; None (default) measures none.
 
     Raises:
         PenstockError: if the processes could not meet.
+        ConfigError: if rank 0 cannot write the cluster's file there.
     """
     require_timeout(timeout)
     try:
@@ -110,20 +125,26 @@ def examine_together(world: World, folder: Path | None, timeout: float) -> Repor
         ) from error
     rounds = Rounds(store, rank, size, timeout)
     try:
-        return examine(rounds, folder)
+        return examine(rounds, folder, cluster)
     finally:
         rounds.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def examine(rounds: Rounds, folder: Path | None) -> Report:
+def examine(rounds: Rounds, folder: Path | None, cluster: Path | None = None) -> Report:
     """Make all checks; every rank calls it.
 
     Args:
         rounds: rounds of all ranks; if ``torch.distributed`` is not initialised, the environment says how to do that.
         folder: folder that will hold runs; None checks no folder.
+        cluster: path of a cluster's file, measured if there is no problem; None (default) measures none.
+
+    Raises:
+        ConfigError: if rank 0 cannot write the cluster's file there.
     """
+    if cluster is not None:
+        _require_writable_on_rank_0(rounds, cluster)
     report = Report(rounds.size)
     with _sorted_findings(report):
         report.machines = _sound(
@@ -134,8 +155,11 @@ def examine(rounds: Rounds, folder: Path | None) -> Report:
             answers = dict(enumerate(check_folder(rounds, folder)))
             report.folder = {rank: answer.value for rank, answer in answers.items()}
             report.findings += judge.judge_folder(str(folder), answers)
+        world = None
         if len(report.machines) == rounds.size and rounds.size > 1:
-            _check_messages(rounds, report)
+            world = _check_messages(rounds, report)
+        if cluster is not None and report.sound:
+            _measure(rounds, world, report, cluster)
     return report
 
 
@@ -145,15 +169,41 @@ def _sorted_findings(report: Report) -> Iterator[None]:
     report.findings.sort(key=lambda finding: finding.level != PROBLEM)
 
 
-def _check_messages(rounds: Rounds, report: Report) -> None:
-    """Make the checks that need a process group, each only if all ranks passed the one before."""
+def _require_writable_on_rank_0(rounds: Rounds, cluster: Path) -> None:
+    def reason() -> str:
+        try:
+            require_writable(cluster)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    answer = rounds.each("cluster path", lambda: reason() if rounds.rank == 0 else "")[0]
+    if answer.value or answer.trouble:
+        raise ConfigError(answer.value or answer.trouble)
+
+
+def _measure(rounds: Rounds, world: World | None, report: Report, cluster: Path) -> None:
+    machines = [report.machines[rank]["machine"] for rank in range(rounds.size)]
+    measurement = measure_cluster(rounds, world, machines, cluster)
+    report.cluster = measurement.table
+    for rank, reason in measurement.trouble:
+        report.findings.append(
+            Finding(
+                PROBLEM, "cluster", f"rank {rank}: {reason}", f"{cluster} was not written",
+                "remove the reason, and give a longer --timeout if a rank did not answer",
+            )
+        )  # fmt: skip
+
+
+def _check_messages(rounds: Rounds, report: Report) -> World | None:
+    """Make the checks that need a process group, each only if all ranks passed the one before; return the joined world."""
     world = World(rounds.rank, rounds.size)
     opened = rounds.each("group", lambda: _timed(lambda: world.join(rounds.timeout)))
     if len(_sound(report, "group", opened)) < rounds.size:
-        return
+        return None
     clocks = _sound(report, "clocks", rounds.each("clocks", lambda: _clocks(world)))
     if len(clocks) < rounds.size:
-        return
+        return None
     report.clocks = {rank: one[rank] for rank, one in clocks.items()}
     report.findings += judge.judge_clocks(
         *zip(*((c["offset"], c["error"]) for c in report.clocks.values()), strict=True)
@@ -174,6 +224,7 @@ def _check_messages(rounds: Rounds, report: Report) -> None:
     report.findings += judge.judge_links(report.machines, report.links)
     used = {rank: one["open_files"] for rank, one in measured.items()}
     report.findings += judge.judge_files(report.machines, used)
+    return world
 
 
 def _timed(job: Callable[[], object]) -> float:

@@ -53,7 +53,7 @@ def measure(world: World, timeout: float) -> dict[str, Any]:
     """
     others = [rank for rank in range(world.size) if rank != world.rank]
     links: list[dict[str, Any]] = []
-    with _Opened(world, dict.fromkeys(others, (2, 2)), timeout) as channel:
+    with Edges(world, dict.fromkeys(others, (2, 2)), timeout) as channel:
         ways = channel.ways
         for number, at_once in enumerate(pairs(world.size), 1):
             channel.open(number)
@@ -70,11 +70,11 @@ def measure(world: World, timeout: float) -> dict[str, Any]:
 
 def _measure_pair(channel: ProcessChannel, peer: int, first: bool) -> dict[str, Any]:
     try:
-        there = _there_and_back(channel, peer, torch.zeros(1), _WARM, _TRIPS, first)
+        there = round_trips(channel, peer, torch.zeros(1), _WARM, _TRIPS, first)
         latency = statistics.median(there) / 2
         large = torch.zeros(BYTES, dtype=torch.uint8)
-        mine = _there_and_back(channel, peer, large, 1, _LARGE, first)
-        theirs = _there_and_back(channel, peer, large, 1, _LARGE, not first)
+        mine = round_trips(channel, peer, large, 1, _LARGE, first)
+        theirs = round_trips(channel, peer, large, 1, _LARGE, not first)
         channel.finish()
     except PenstockError as error:
         return {"trouble": str(error)}
@@ -82,7 +82,7 @@ def _measure_pair(channel: ProcessChannel, peer: int, first: bool) -> dict[str, 
     return {"latency": latency, "bandwidth": BYTES / max(took - latency, 1e-9)}
 
 
-def _there_and_back(
+def round_trips(
     channel: ProcessChannel, peer: int, payload: torch.Tensor, warm: int, trips: int, first: bool
 ) -> list[float]:
     """Return seconds of round trips with a short answer; the second rank measures from one answer to the next."""
@@ -112,7 +112,7 @@ def unanswered(world: World, timeout: float) -> float:
         PenstockError: if the wait ended without reaching its timeout.
     """
     last, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    with _Opened(world, {last: (1, 1), following: (1, 1)}, timeout) as channel:
+    with Edges(world, {last: (1, 1), following: (1, 1)}, timeout) as channel:
         channel.open(1)
         began = time.perf_counter()
         try:
@@ -128,7 +128,7 @@ def unanswered(world: World, timeout: float) -> float:
     return took
 
 
-class _Opened:
+class Edges:
     """Context manager of edges to and from some ranks, in a separate process group."""
 
     def __init__(self, world: World, peers: dict[int, tuple[int, int]], timeout: float) -> None:

@@ -1,0 +1,151 @@
+"""A cluster's file with the rates and links that the ranks measured, in the format of `penstock.plan.cluster`."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from penstock.atomic import write_text
+from penstock.doctor.device_rates import measure_device
+from penstock.doctor.link_speeds import measure_links
+from penstock.doctor.rounds import Answer, Rounds
+from penstock.errors import ConfigError
+from penstock.plan.cluster import read_cluster
+from penstock.runtime.start.launch_environment import find_launch, own_device
+from penstock.runtime.workers.world import World
+
+_KERNELS = 90  # three times as many as are measured, since a few calls of each have to finish
+_DIGITS = 4  # significant digits of the file; measurements repeat to two or three
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Outcome of measuring a cluster, equal on every rank.
+
+    Attributes:
+        table: contents of the file; empty if something failed.
+        trouble: (rank, reason) of every failure.
+    """
+
+    table: Mapping[str, Any]
+    trouble: Sequence[tuple[int, str]] = ()
+
+
+def require_writable(path: Path) -> None:
+    """Require a path at which a cluster's file can be written, before anything is measured.
+
+    Raises:
+        ConfigError: if its name does not end in ``.toml``, it is a folder, or its own folder is missing or cannot be
+            written.
+    """
+    if path.suffix != ".toml" or "\0" in str(path):
+        raise ConfigError(
+            f"--measure writes a cluster's file, whose name must end in .toml, got {str(path)!r}"
+        )
+    folder = path.parent
+    if not os.path.isdir(folder):
+        raise ConfigError(f"cannot write {path}: {folder} is no folder; make it first")
+    if os.path.isdir(path):
+        raise ConfigError(f"cannot write {path}: it is a folder; give the path of a file")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write {path}: {folder} cannot be written; choose another folder")
+
+
+def measure_cluster(rounds: Rounds, world: World | None, machines: Sequence[str], path: Path) -> Measurement:
+    """Measure devices and links, and let rank 0 write the file; every rank calls it.
+
+    Args:
+        rounds: rounds of all ranks.
+        world: joined world; None for one rank.
+        machines: machine of every rank.
+        path: path of the file.
+    """
+    nodes = dict.fromkeys(machines)
+    sizes = {machines.count(node) for node in nodes}
+    if len(sizes) > 1:
+        why = f"the machines have {', '.join(map(str, sorted(sizes)))} ranks; start as many on each"
+        return Measurement({}, [(0, why)])
+    (per_node,) = sizes
+    device = device_of(rounds.rank, machines)
+    measured = rounds.each(
+        "device rates", lambda: measure_device(device, per_node, rounds.timeout / _KERNELS)
+    )
+    table: dict[str, Any] = {"name": path.stem, "ranks_per_node": per_node, "nodes": len(nodes)}
+    answers = measured
+    if not _trouble(measured):
+        rates = _median([answer.value for answer in measured])
+        table |= {"dtype": next(iter(rates["matmul"])), "device": rates}
+        if world is not None:
+            joined = world
+            answers = rounds.each(
+                "link speeds", lambda: measure_links(joined, machines, device, rounds.timeout)
+            )
+            if not _trouble(answers):
+                table |= answers[0].value
+    if not (trouble := _trouble(answers)):
+        written = rounds.each(
+            "cluster file", lambda: _write(table, path, device) if rounds.rank == 0 else None
+        )
+        trouble = _trouble(written)
+    return Measurement({} if trouble else rounded(table), trouble)
+
+
+def device_of(rank: int, machines: Sequence[str]) -> torch.device:
+    """Return the device of a rank: its own GPU if its machine has one for each rank there, else the CPU."""
+    count = torch.cuda.device_count()
+    place = list(machines[:rank]).count(machines[rank])
+    launch = find_launch()
+    own = own_device(count) if launch is not None else place
+    alone = launch is not None and launch.own_devices and count > 0
+    if not alone and count < machines.count(machines[rank]):
+        return torch.device("cpu")
+    device = torch.device("cuda", own)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _trouble(answers: Sequence[Answer]) -> list[tuple[int, str]]:
+    return [(rank, answer.trouble) for rank, answer in enumerate(answers) if answer.trouble]
+
+
+def _median(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the median over the ranks of every value; of memory the least, since all have to fit."""
+    values: dict[str, Any] = {}
+    for key, first in rates[0].items():
+        each = [one[key] for one in rates]
+        values[key] = _median(each) if isinstance(first, Mapping) else statistics.median(each)
+    if "memory" in values:
+        values["memory"] = min(one["memory"] for one in rates)
+    return values
+
+
+def rounded(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table with numbers of as many digits as measurements are good for."""
+    return {
+        key: rounded(value)
+        if isinstance(value, Mapping)
+        else float(f"{value:.{_DIGITS}g}")
+        if isinstance(value, float)
+        else value
+        for key, value in table.items()
+    }
+
+
+def _write(table: Mapping[str, Any], path: Path, device: torch.device) -> None:
+    what = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    text = tomli_w.dumps(rounded(table))
+    write_text(
+        path, f"# Measured by penstock doctor with torch {torch.__version__} on {what} a rank.\n{text}"
+    )
+    read_cluster(path)
