@@ -53,6 +53,7 @@ def test_rates_are_positive_and_for_every_dtype():
     assert set(rates["matmul"]) == set(rates["attention"]) == {"fp32"}
     assert rates.pop("matmul_width") >= 0
     assert all(rate > 0 for rate in (*rates.pop("matmul").values(), *rates.pop("attention").values()))
-    assert sorted(rates) == ["launch", "memory", "memory_bandwidth", "optimizer_bandwidth"]
+    assert sorted(rates) == ["launch", "memory", "memory_bandwidth", "optimizer_bandwidth", "spread"]
+    assert rates.pop("spread") >= 0
     assert all(rate > 0 for rate in rates.values())
     assert rates["memory"] == host.memory().total // 2

@@ -35,6 +35,7 @@ def test_the_file_reads_back_and_predicts(machines: list[str], tmp_path: Path, p
     cluster = read_cluster(path)
     nodes = len(set(machines))
     assert (cluster.name, cluster.devices, cluster.nodes) == ("mine", len(machines), nodes)
+    assert 0.1 <= cluster.error < 1
     assert cluster.device.matmul == answers[0].table["device"]["matmul"]
     assert (cluster.network == LinkSpeed()) == (nodes == 1)
     assert (cluster.node == LinkSpeed()) == (machines != ["a", "a"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.plan import cluster as module
-from penstock.plan.cluster import PRESETS, Device, LinkSpeed, read_cluster
+from penstock.plan.cluster import PRESETS, Cluster, Device, LinkSpeed, read_cluster
 
 DEVICE = "[device]\nmemory = 1e9\nmemory_bandwidth = 1e9\nmatmul = {bf16 = 1e12}\n"
 
@@ -52,6 +53,16 @@ def test_the_files_keys_are_read(tmp_path: Path):
     assert cluster.node == LinkSpeed(5e-6, 250e9)
     assert cluster.network == LinkSpeed(2e-5, 20e9, 10e9)
     assert read_cluster(f"{path}*2x5").devices == 10
+
+
+def test_the_example_of_the_docs_is_a_cluster(tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    lines = page.split("## The cluster's file", 1)[1].split("\n## ", 1)[0].splitlines()
+    path = written(tmp_path, "\n".join(line.strip() for line in lines if line.startswith("    ")))
+    text = path.read_text()
+    assert read_cluster(path).devices == 32
+    assert all(f"{field.name} = " in text for field in fields(Device) + fields(LinkSpeed))
+    assert all(f"{field.name}" in page for field in fields(Cluster))
 
 
 def test_a_file_needs_only_a_device(tmp_path: Path):

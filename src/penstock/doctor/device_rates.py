@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +17,56 @@ UPDATE_BYTES = 32
 """Bytes that norm and update of AdamW read and write per fp32 parameter, as in `penstock.plan.predict`."""
 
 _BLOCK = 0.005  # seconds of back-to-back calls that are timed as one; the clock and a launch are far shorter
+_PASSES, _PASSES_AGREE = 4, 0.05
+_SMALL = 0.2  # share of a kernel's time above which its launch hides the rest
+_BEYOND = 1.25  # ratio of the fitted limit to the best measured rate, at most
 _AGREE = 0.02  # relative difference of two halves of the blocks below which they count as steady
 
 
 def measure_device(device: torch.device, ranks: int, budget: float) -> dict[str, Any]:
-    """Return the rates of a device as the section ``[device]`` of a cluster's file has them.
+    """Return the rates of a device as the section ``[device]`` of a cluster's file has them, and their ``spread``.
+
+    All kernels are measured in turn, and again until two passes agree: a machine's speed drifts over seconds. The rates are
+    the medians of the passes, and ``spread`` is the median difference of a pass from these, as a share.
 
     Args:
         device: device to measure; the caller's other ranks measure theirs at the same time, as in a run.
         ranks: number of ranks that share this machine's memory.
-        budget: seconds that one kernel may take to become steady.
+        budget: seconds that one kernel may take to become steady in a pass.
     """
+    passes = [_pass(device, budget)]
+    while len(passes) < _PASSES:
+        passes.append(_pass(device, budget))
+        if _spread(passes[-1], passes[-2]) <= _PASSES_AGREE:
+            break
+    rates = medians(passes)
+    spread = statistics.median(_spread(one, rates) for one in passes)
+    return {"memory": float(_memory(device, ranks)), **rates, "spread": spread}
+
+
+def medians(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the median of every number of equal tables."""
+    values: dict[str, Any] = {}
+    for key, first in tables[0].items():
+        each = [table[key] for table in tables]
+        values[key] = medians(each) if isinstance(first, Mapping) else statistics.median(each)
+    return values
+
+
+def _spread(rates: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    """Return the largest relative difference of the rates that make up most of a step."""
+    pairs = [(rates[key], others[key]) for key in ("memory_bandwidth", "optimizer_bandwidth")]
+    pairs += [(rate, others["matmul"][dtype]) for dtype, rate in rates["matmul"].items()]
+    return max(float(abs(a - b) / b) for a, b in pairs)
+
+
+def _pass(device: torch.device, budget: float) -> dict[str, Any]:
     with torch.no_grad():
         launch = seconds_of_launch(device, budget)
         rates, width = _matmul(device, launch, budget)
         attention = {dtype: _attention(device, dtype, launch, budget) for dtype in rates}
         bandwidth = _memory_bandwidth(device, launch, budget)
     return {
-        "memory": float(_memory(device, ranks)),
         "matmul": rates,
         "matmul_width": width,
         "attention": attention,
@@ -125,11 +157,12 @@ def _matmul(device: torch.device, launch: float, budget: float) -> tuple[dict[st
             )
             taken = steady_seconds(lambda a=left, b=right, c=out: torch.mm(a, b, out=c), device, budget)  # type: ignore[misc]
             inverse = (1 / rows + 1 / inner + 1 / columns) / 3
-            points.append((inverse, max(taken - launch, 0.1 * taken) / (2 * rows * inner * columns)))
+            if not points or launch < _SMALL * taken:  # of the others, the launch is what was measured
+                points.append((inverse, max(taken - launch, _SMALL * taken) / (2 * rows * inner * columns)))
         if not rates:
-            per_flop, slope = fit_line(points)
-            per_flop = per_flop or min(y for _, y in points)
-            width = slope / per_flop
+            # The largest product is near the limit, beyond which a fit would only follow noise.
+            per_flop = max(fit_line(points)[0], min(y for _, y in points) / _BEYOND)
+            width = max(0.0, statistics.median((y / per_flop - 1) / x for x, y in points))
             rates[dtype] = 1 / per_flop
         else:
             rates[dtype] = statistics.median((1 + width * x) / y for x, y in points)

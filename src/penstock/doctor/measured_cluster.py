@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,18 @@ import tomli_w
 import torch
 
 from penstock.atomic import write_text
-from penstock.doctor.device_rates import measure_device
+from penstock.doctor.device_rates import measure_device, medians
 from penstock.doctor.link_speeds import measure_links
 from penstock.doctor.rounds import Answer, Rounds
 from penstock.errors import ConfigError
-from penstock.plan.cluster import read_cluster
+from penstock.plan.cluster import Cluster, read_cluster
 from penstock.runtime.start.launch_environment import find_launch, own_device
 from penstock.runtime.workers.world import World
 
-_KERNELS = 90  # three times as many as are measured, since a few calls of each have to finish
+_KERNELS = (
+    200  # more than a pass measures times the passes, since a few calls of each have to finish in any case
+)
+_LARGEST_ERROR = 0.9
 _DIGITS = 4  # significant digits of the file; measurements repeat to two or three
 
 
@@ -80,8 +82,10 @@ def measure_cluster(rounds: Rounds, world: World | None, machines: Sequence[str]
     table: dict[str, Any] = {"name": path.stem, "ranks_per_node": per_node, "nodes": len(nodes)}
     answers = measured
     if not _trouble(measured):
-        rates = _median([answer.value for answer in measured])
-        table |= {"dtype": next(iter(rates["matmul"])), "device": rates}
+        rates = medians([answer.value for answer in measured])
+        rates["memory"] = min(answer.value["memory"] for answer in measured)  # all ranks have to fit
+        error = min(_LARGEST_ERROR, max(Cluster.error, rates.pop("spread")))
+        table |= {"dtype": next(iter(rates["matmul"])), "error": error, "device": rates}
         if world is not None:
             joined = world
             answers = rounds.each(
@@ -113,17 +117,6 @@ def device_of(rank: int, machines: Sequence[str]) -> torch.device:
 
 def _trouble(answers: Sequence[Answer]) -> list[tuple[int, str]]:
     return [(rank, answer.trouble) for rank, answer in enumerate(answers) if answer.trouble]
-
-
-def _median(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the median over the ranks of every value; of memory the least, since all have to fit."""
-    values: dict[str, Any] = {}
-    for key, first in rates[0].items():
-        each = [one[key] for one in rates]
-        values[key] = _median(each) if isinstance(first, Mapping) else statistics.median(each)
-    if "memory" in values:
-        values["memory"] = min(one["memory"] for one in rates)
-    return values
 
 
 def rounded(table: Mapping[str, Any]) -> dict[str, Any]:
