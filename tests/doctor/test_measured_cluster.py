@@ -11,7 +11,7 @@ from penstock.doctor.measured_cluster import Measurement, measure_cluster, requi
 from penstock.doctor.rounds import Rounds
 from penstock.errors import ConfigError
 from penstock.plan.cluster import LinkSpeed, read_cluster
-from penstock.plan.predict import predict
+from penstock.plan.prediction import predict
 from penstock.profile.model_profile import of_shape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import World

@@ -14,7 +14,7 @@ from penstock.profile.closed_form import DTYPE_BYTES
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UPDATE_BYTES = 32
-"""Bytes that norm and update of AdamW read and write per fp32 parameter, as in `penstock.plan.predict`."""
+"""Bytes that norm and update of AdamW read and write per fp32 parameter, as in `penstock.plan.prediction`."""
 
 _BLOCK = 0.005  # seconds of back-to-back calls that are timed as one; the clock and a launch are far shorter
 _PASSES, _PASSES_AGREE = 4, 0.05
@@ -149,7 +149,7 @@ def _matmul(device: torch.device, launch: float, budget: float) -> tuple[dict[st
     rates: dict[str, float] = {}
     width = 0.0
     for dtype in usable_dtypes(device):
-        points = []
+        points: list[tuple[float, float]] = []
         for rows, inner, columns in sizes:
             left, right, out = (
                 torch.ones(shape, dtype=TORCH_DTYPES[dtype], device=device)
