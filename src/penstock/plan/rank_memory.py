@@ -79,13 +79,13 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
         dtype: dtype of the matrix products, which gives the bytes of a parameter.
     """
     weight, gradient, state = PARAMETER_BYTES[dtype]
-    saved = costs.saved.round().astype(np.int64)
-    splits = bool((schedule.kind == Kind.W).any())
-    column = held(schedule, saved, costs.waiting.round().astype(np.int64) if splits else 0)
+    saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
+    column = held(schedule, saved, waiting, freed_at="B")
     # A recomputed layer, and the gradient of the logits, are in memory during their stage's backward alone.
     backward = (schedule.kind == Kind.B) | (schedule.kind == Kind.I)
-    # A full backward has freed what it needed when it ends; the first half of a split one has not.
-    freed = np.where(schedule.kind == Kind.B, saved[schedule.stage], 0)
+    # The row holds what is left when the op ends; until then, a backward holds what its forward saved.
+    left = np.where(schedule.kind == Kind.I, waiting[schedule.stage], 0)
+    freed = np.where(backward, np.maximum(saved[schedule.stage] - left, 0), 0)
     inside = column + freed + np.where(backward, costs.transient[schedule.stage], 0).astype(np.int64)
     ranks = []
     for rank, stages in enumerate(schedule.placement.stages_of):

@@ -137,7 +137,7 @@ class StageCosts:
         starts: first layer of every stage, and the number of layers.
         forward, input_grad, weight_grad, again: seconds of F, I, W and of what is recomputed before the backward.
         saved: bytes that a microbatch holds from its forward to its backward.
-        waiting: bytes that wait from I to W.
+        waiting: bytes that are left after I, and wait for W.
         transient: largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
         logits: part of `transient` that is the loss's.
         parameters: number of parameters on a device.

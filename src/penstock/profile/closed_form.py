@@ -163,7 +163,8 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         selective=attention if load.attention == "unfused" else (),
         saved_bytes=selective + statistics + kept_scores,
         selective_bytes=selective + statistics,
-        waiting_bytes=2 * shard + (query + 2 * key + ups * shape.ffn) * tokens * e / t,
+        # Inputs of the four matrices, and the gradients of their outputs.
+        waiting_bytes=4 * shard + (2 * query + 2 * key + (ups + 1) * shape.ffn) * tokens * e / t,
         input_bytes=shard,
         output_bytes=shard,
         parameters=parameters / t + shape.norm_weights * hidden + shape.head_norm_weights,
@@ -196,6 +197,7 @@ def head_cost(shape: ModelShape, load: Workload) -> LayerCost:
         selective_bytes=kept,
         input_bytes=shard,
         output_bytes=0,
+        waiting_bytes=shard + e * logits,
         transient_bytes=e * logits,
         parameters=shape.hidden * (shape.vocabulary / t + shape.final_norm_weights),
         model_flops=t * product.amount,

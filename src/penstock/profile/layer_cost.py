@@ -43,7 +43,8 @@ class LayerCost:
         selective: operations that selective recompute does again.
         saved_bytes: bytes that the forward keeps for the backward, without recompute.
         selective_bytes: the same if the scores of attention are recomputed.
-        waiting_bytes: bytes of gradients that wait from the first half of a split backward to the second.
+        waiting_bytes: bytes that wait from the first half of a split backward to the second: inputs of the matrices and
+            gradients of their outputs. The first half drops all else.
         input_bytes: bytes of the value that the layer takes; with full recompute, all that is kept.
         output_bytes: bytes of the value that it hands on.
         transient_bytes: bytes in use only while one microbatch is in the layer's backward, such as the gradient of logits.
