@@ -138,8 +138,11 @@ class Cluster:
         return self.ranks_per_node * self.nodes
 
     def link(self, span: int) -> LinkSpeed:
-        """Return the slowest link within a group of neighbouring ranks."""
-        return self.node if span <= self.ranks_per_node else self.network
+        """Return the slowest link of a ring of neighbouring ranks; between two nodes, all devices of a node share its links."""
+        if span <= self.ranks_per_node:
+            return self.node
+        bandwidth = min(self.ranks_per_node * self.network.bandwidth, self.node.bandwidth)
+        return replace(self.network, bandwidth=bandwidth)
 
     def as_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}

@@ -66,12 +66,14 @@ class LayerTable:
         kinds: kind of every layer in order, an index of `costs`.
         roles: role of every layer in order.
         names: name of every layer in order.
+        tied: number of parameters on a device that the last layer shares with the first, if one stage has both.
     """
 
     costs: tuple[LayerCost, ...]
     kinds: tuple[int, ...]
     roles: tuple[Role, ...]
     names: tuple[str, ...]
+    tied: float = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class Profile:
                 (0, *(1 for _ in range(n)), 2),
                 ("embedding", *blocks, "head"),
                 ("embedding", *(f"blocks.{k}" for k in range(n)), "head"),
+                self.shape.hidden * self.shape.vocabulary / load.tp if self.shape.tied else 0,
             )
         if load.tp != 1:
             raise ConfigError(
