@@ -1,0 +1,104 @@
+"""Predictions beside published measurements: the targets, and the page that a command writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import published
+from bench.comparison import Comparison, Row
+from bench.fit import RATED, errors, fit, fitted_runs, preset_rates
+from bench.published_runs import Run, runs
+from bench.trust_page import PAGE, section_text
+from penstock.plan.cluster import read_cluster
+from penstock.plan.predict import predict
+from penstock.plan.run_layout import Layout
+
+
+@pytest.fixture(scope="module")
+def of() -> dict[str, Comparison]:
+    return {name: published.SECTIONS[name](False) for name in ("a100", "memory", "h100", "b200", "stages")}
+
+
+def summary(comparison: Comparison, group: str):
+    return next(s for s in comparison.summaries if s.group == group)
+
+
+def test_steps_on_a100s_reach_their_targets(of):
+    assert summary(of["a100"], "SC21").mean <= 0.03
+    assert summary(of["a100"], "Korthikanti").mean <= 0.03
+    assert summary(of["a100"], "vTrain").mean <= 0.09
+    assert summary(of["a100"], "vTrain").median <= 0.04
+
+
+def test_steps_on_newer_devices_reach_their_targets(of):
+    for group in ("NeMo, pp > 1", "Llama 3, pp > 1"):
+        assert summary(of["h100"], group).largest <= 0.07
+    for found in of["b200"].summaries:
+        assert found.largest <= 0.05
+
+
+def test_bytes_reach_their_targets(of):
+    assert summary(of["memory"], "Korthikanti, weights").largest <= 0.01
+    assert summary(of["memory"], "Korthikanti, activations").largest <= 0.01
+    assert summary(of["memory"], "Zero Bubble, peak").mean <= 0.05
+    assert summary(of["memory"], "Vocabulary, peak").largest <= 0.05
+
+
+def test_steps_from_stage_times_reach_their_target(of):
+    assert summary(of["stages"], "plain 1F1B").largest <= 0.015
+
+
+@pytest.mark.parametrize("name", ["a100", "memory", "h100", "b200", "stages"])
+def test_the_page_has_what_the_command_prints(of, name: str):
+    assert section_text(of[name]) in PAGE.read_text()
+
+
+def test_the_page_has_every_section():
+    assert [line[3:] for line in PAGE.read_text().splitlines() if line.startswith("## ")] == [
+        "Steps on A100s", "Steps on A100s, each model left out", "Memory", "Steps on H100s", "Steps on B200s",
+        "Steps from measured stage times",
+    ]  # fmt: skip
+
+
+def test_a_preset_holds_rates_that_a_fit_cannot_improve_much():
+    cluster, measured = read_cluster("b200"), fitted_runs("b200")
+    held = preset_rates(cluster, RATED["b200"])
+    again = fit(measured, cluster, RATED["b200"])
+    assert again.keys() == held.keys()
+    best, now = (abs(errors(measured, cluster, rates)).mean() for rates in (again, held))
+    assert now <= best + 0.002
+
+
+def test_a_row_is_the_prediction_of_its_layout_alone():
+    run = next(run for run in runs() if run.group == "SC21")
+    assert (run.layout.attention, run.layout.overlap) == (None, None)
+    layout = Layout.parse("pp=1,dp=32,tp=1,microbatch=16,schedule=1f1b,recompute=full")
+    step = predict(run.profile, read_cluster("a100-80gb*8x4"), layout, sequence=2048, batch=512).step_seconds
+    (row,) = [row for row in published.a100(True).rows if row.group == "SC21"]
+    assert row.predicted == pytest.approx(step)
+    assert row.measured == run.seconds == 3.528
+
+
+def test_runs_that_are_not_fitted_say_why():
+    def reasons(which) -> set[str | None]:
+        return {run.reason_not_fitted for run in runs() if which(run)}
+
+    def is_across_nodes(run: Run) -> bool:
+        return run.group == "vTrain" and run.layout.tp > 8
+
+    assert reasons(is_across_nodes) == {"tensor parallelism across nodes"}
+    assert reasons(lambda run: run.model == "LLAMA2-13B") == {"outlier: virtual stages not published"}
+    assert reasons(lambda run: run.group == "Korthikanti") == {None}
+
+
+def test_summaries_keep_remarks_apart():
+    rows = (
+        Row("a", "m", "l", "s", 1.1, 1.0),
+        Row("a", "m", "l", "s", 0.8, 1.0),
+        Row("a", "m", "l", "s", 3.0, 1.0, "outlier"),
+        Row("b", "m", "l", "s", 1.0, 1.0, note="said"),
+    )
+    found = Comparison("x", "X", "", rows).summaries
+    assert [(s.group, s.rows) for s in found] == [("a", 2), ("a (outlier)", 1), ("b", 1)]
+    assert found[0].mean == pytest.approx(0.15)
+    assert str(found[2]) == "b: 1 row, mean 0.00%, median 0.00%, largest 0.00%"
