@@ -52,7 +52,8 @@ class Summary:
     largest: float
 
     def __str__(self) -> str:
-        return f"{self.group}: {self.rows} rows, mean {self.mean:.2%}, median {self.median:.2%}, largest {self.largest:.2%}"
+        count = f"{self.rows} row{'s' * (self.rows != 1)}"
+        return f"{self.group}: {count}, mean {self.mean:.2%}, median {self.median:.2%}, largest {self.largest:.2%}"
 
 
 @dataclass(frozen=True)

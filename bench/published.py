@@ -178,6 +178,8 @@ def fitted(quick: bool) -> Figures:
 
 def measure(options: argparse.Namespace) -> Figures:
     """Compare the requested sections."""
+    if options.write and options.quick:
+        raise SystemExit("--write writes every row; leave out --quick")
     results: dict[str, object] = {}
     comparisons = []
     for name, section in SECTIONS.items():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-
-from bench import published
 from bench.comparison import Comparison, Row
 from bench.fit import RATED, errors, fit, fitted_runs, preset_rates
 from bench.published_runs import Run, runs
 from bench.trust_page import PAGE, section_text
+
+from bench import published
 from penstock.plan.cluster import read_cluster
 from penstock.plan.predict import predict
 from penstock.plan.run_layout import Layout

@@ -138,7 +138,7 @@ class Cluster:
         return self.ranks_per_node * self.nodes
 
     def link(self, span: int) -> LinkSpeed:
-        """Return the slowest link of a ring of neighbouring ranks; between two nodes, all devices of a node share its links."""
+        """Return the slowest link of a ring of neighbouring ranks, which between two nodes uses all links of a node."""
         if span <= self.ranks_per_node:
             return self.node
         bandwidth = min(self.ranks_per_node * self.network.bandwidth, self.node.bandwidth)
