@@ -142,8 +142,9 @@ def _steps(preset: str, quick: bool) -> Iterator[Row]:
 
 def _row(run: Run, predicted: float) -> Row:
     group = run.group if run.layout.pp == 1 or run.gpu == "a100-80gb" else f"{run.group}, pp > 1"
-    layout = run.layout.with_values(attention=None, split="even", dtype=None)
-    batch = f"batch {run.batch}, sequence {run.sequence}"
+    assert run.profile.shape is not None
+    layout = run.layout.with_values(dtype=None) if run.layout.dtype == "bf16" else run.layout
+    batch = f"batch {run.batch}, sequence {run.sequence}, vocabulary {run.profile.shape.vocabulary}"
     model = f"{run.model} {run.key[0]} x {run.key[1]}"
     return Row(
         group, model, f"{layout}, {batch}", "s", predicted, run.seconds or 0.0, run.reason_not_fitted or ""

@@ -9,7 +9,7 @@ from bench.comparison import Row
 from bench.fit import with_rates
 from bench.published_runs import Run, runs
 from penstock.plan.cluster import read_cluster
-from penstock.plan.predict import Prediction, predict
+from penstock.plan.prediction import Prediction, predict
 from penstock.plan.rank_memory import RankMemory
 from penstock.plan.run_layout import Layout
 from penstock.profile.closed_form import PARAMETER_BYTES, Workload
@@ -96,7 +96,5 @@ def _peak_row(run: Run) -> Row:
     most = max(map(allocated, prediction.memory))
     shape = run.profile.shape
     assert shape is not None
-    layout = f"{run.layout.with_values(attention=None, dtype=None, split='even')}, sequence {run.sequence}"
-    if run.group != "Zero Bubble":
-        layout += f", vocabulary {shape.vocabulary}"
+    layout = f"{run.layout.with_values(dtype=None)}, sequence {run.sequence}, vocabulary {shape.vocabulary}"
     return Row(f"{run.group}, peak", run.model, layout, unit, most / size, run.memory or 0.0)

@@ -73,6 +73,13 @@ LINES = {
         r"page 8 x 64 x 2 +N s the first time, then N s; N MB",
         rf"50,\d+ blocks +({DROPPED if missing() else 'open in N s .N MB.; N ms a picture while dragged'})",
     ],
+    "bench.published": [
+        r"  SC21: \d rows?, mean N, median N, largest N", r"leave-out: Steps on A100s, each model left out",
+        r"  vTrain: \d+ rows?, mean N, median N, largest N", r"  Korthikanti, activations: 4 rows, mean N, median N, largest N",
+        r"  Zero Bubble, peak: 1 row, mean N, median N, largest N", r"h100: Steps on H100s", r"b200: Steps on B200s",
+        r"  plain 1F1B: 2 rows, mean N, median N, largest N", r"b200: 8 runs, mean N, median N, largest N",
+        r"  matmul.bf16 +rated +N  fitted +N  preset +N",
+    ],
     "bench.zoo --count 2000": [r"linear +N +N +N +0", r"24 cases: N bit-equal, N bounded, N refused, 0 FAILED; N s"],
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from bench.trust_page import PAGE, section_text
 
 from bench import published
 from penstock.plan.cluster import read_cluster
-from penstock.plan.predict import predict
+from penstock.plan.prediction import predict
 from penstock.plan.run_layout import Layout
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.plan.cluster import read_cluster
-from penstock.plan.predict import Prediction, predict
+from penstock.plan.prediction import Prediction, predict
 from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import of_shape
 from penstock.profile.model_shape import ModelShape

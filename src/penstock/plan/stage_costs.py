@@ -188,7 +188,7 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
     forward, input_grad, weight_grad, repeated, kept, waiting, parameters, flops, repeated_flops = (
         np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
     )
-    if stages == 1:
+    if len(counts) == 1:
         parameters[0] -= times.table.tied
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(

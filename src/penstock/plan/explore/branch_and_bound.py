@@ -230,7 +230,8 @@ class _Search:
         times = self._times_of(layout)
         dtype = dtype_of(self.space.profile, self.space.cluster, layout)
         kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
-        size = (state_bytes(float(times.parameters.sum()), layout, dtype) + float(kept.sum())) / layout.pp
+        parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
+        size = (state_bytes(parameters, layout, dtype) + float(kept.sum())) / layout.pp
         if size > self.space.cluster.device.memory:
             self.evaluated += 1
             self.rejections.add_too_large(layout, size, False)
