@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,7 +244,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path):
     path.write_text("0F0,0B1\n")
     with pytest.raises(ScheduleError):
         predicted(f"pp=1,schedule={path}", batch=2)
-    path.write_bytes(os.urandom(100) + b"\xff")
+    path.write_bytes(bytes(range(256)))
     with pytest.raises(ScheduleError, match=r"own\.csv"):
         predicted(f"pp=2,schedule={path}")
 

@@ -45,7 +45,7 @@ def test_activations_are_the_checkers_peak(schedule: str):
     prediction = predicted(f"pp=4,schedule={schedule}")
     plan, costs = prediction.program.schedule, prediction.costs
     splits = any(op.kind.name == "W" for rank in range(4) for op in plan.ops(rank) if hasattr(op, "kind"))
-    expected = peak(plan, costs.saved.astype(int), costs.waiting.astype(int) if splits else 0)
+    expected = peak(plan, costs.saved.astype(int), costs.waiting.astype(int) if splits else 0, freed_at="B")
     assert [rank.activations for rank in prediction.memory] == expected.tolist()
 
 
