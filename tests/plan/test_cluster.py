@@ -30,7 +30,8 @@ def test_presets_are_sound(name: str):
         assert 0 < device.matmul_rate(dtype, 64) < device.matmul_rate(dtype, 8192) <= rate
     assert cluster.node.bandwidth > cluster.network.bandwidth
     assert cluster.link(8) is cluster.node
-    assert cluster.link(9) is cluster.network
+    assert cluster.link(9).latency == cluster.network.latency
+    assert cluster.network.bandwidth < cluster.link(9).bandwidth <= cluster.node.bandwidth
     assert cluster.dtype in device.matmul
 
 
