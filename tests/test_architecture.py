@@ -31,6 +31,8 @@ FLOORS = [
 ]
 FLOOR = {room: n for n, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = ["schedule", "trace", "simulate", "show", "profile", "plan"]
+WITH_TORCH = {f"penstock.profile.{name}" for name in ("fake_layers", "measured", "op_counter", "traced")}
+"""Modules of these rooms that run layers; a profile is read without them."""
 
 
 def imports(path: Path) -> set[str]:
@@ -96,7 +98,7 @@ def test_planning_imports_no_torch():
     lines = [
         "import sys",
         "import penstock",
-        *(f"import {m}" for m in modules),
+        *(f"import {m}" for m in modules if m not in WITH_TORCH),
         "assert not {'torch', 'pydantic'} & set(sys.modules)",
     ]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=300)

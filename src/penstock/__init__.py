@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.parallel.mesh import make_mesh as make_mesh
     from penstock.parallel.tensor.plan import tensor_parallel as tensor_parallel
     from penstock.runtime.batch.result import StepResult as StepResult
+    from penstock.runtime.measuring.calibration import profile_layers as profile_layers
     from penstock.runtime.optim.grad_scaler import GradScaler as GradScaler
     from penstock.runtime.optim.optimizer import OptimizerStep as OptimizerStep
     from penstock.runtime.optim.optimizer import PipelineOptimizer as PipelineOptimizer
@@ -82,6 +83,7 @@ _HOME = {
     "lower": "penstock.schedule.program",
     "make_mesh": "penstock.parallel.mesh",
     "parameter_order": "penstock.parallel.data.gradient_order",
+    "profile_layers": "penstock.runtime.measuring.calibration",
     "read_csv": "penstock.schedule.text",
     "read_dcp": "penstock.checkpoint.dcp.dcp_read",
     "save_transformers": "penstock.huggingface.save",

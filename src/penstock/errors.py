@@ -6,6 +6,7 @@
     ├── ConfigError          a value the user gave that cannot be used (exit code 2 on the command line)
     │   ├── ScheduleError    a schedule that is malformed, incomplete, out of order or can deadlock
     │   ├── SplitError       a model that cannot be split as requested
+    │   ├── ProfileError     a model whose layers cannot be profiled
     │   ├── BatchError       a batch that does not fit the microbatches or the labels
     │   └── DataError        training data or a file that cannot be read
     ├── StageError           a stage's own code failed; names rank, stage, op and microbatch
@@ -39,6 +40,10 @@ class ScheduleError(ConfigError):
 
 class SplitError(ConfigError):
     """A model that cannot be split into stages as requested."""
+
+
+class ProfileError(ConfigError):
+    """A model whose layers cannot be profiled."""
 
 
 class BatchError(ConfigError):

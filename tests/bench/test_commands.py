@@ -51,6 +51,15 @@ LINES = {
         r"pp 1 x dp 1 x tp 1 +N +same bits +N +N +N", r"pp 1 x dp 2 x tp 1 +N +same bits +N +N +N",
         r"pp 1 x dp 4 x tp 1 +N +same bits +N +N +N", r"pp 1 x dp 2 x tp 2 +N +same bits +N +N +N",
     ],
+    "bench.predict": [
+        r"decoder +threads +2 +1 +1f1b +1 +2 +even +none +N ms +N ms +N",
+        r"conv +processes +1 +2 +1f1b +1 +2 +even +none +N ms +N ms +N",
+        r"sleep +processes +4 +1 +1f1b +1 +8 +even +none +N ms +N ms +N",
+        r"computing layers: N; error N in the median, N for nine of ten, N at most",
+        r"sleeping layers: N; error N in the median, N for nine of ten, N at most",
+        r"sleeping layers, relative to the group.s reference: N; error N in the median, N for nine of ten, N at most",
+        r"peak bytes: N; error N in the median, N for nine of ten, N at most", r"inside the printed interval: N of N",
+    ],
     "bench.sleep": [r"1f1b +4 +16 +4 KB +N +N +N", r"1f1b +4 +16 +4 MB +N +N +N"],
     "bench.simulate": [
         r"closed forms: (\d+) of \1 cases exact, 45 forms", r"  gpipe +makespan +(\d+)/\1 +\(m\+p-1\)\(F\+BW\)",

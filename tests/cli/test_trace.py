@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock.cli.simulate import command as simulate
 from penstock.cli.trace import command
 from penstock.errors import ConfigError, DataError
 from penstock.show import analysis
@@ -49,6 +50,15 @@ def test_json_gives_the_figures(tmp_path: Path):
     assert report["bubble_causes"]["warm_up"] == pytest.approx([0.02, 0.01])
     assert report["planned_makespan"] == pytest.approx(0.12)
     assert report["changes"][0]["schedule"] == "1f1b"
+
+
+@pytest.mark.parametrize("name", ["costs.toml", "costs.json"])
+def test_costs_are_written_as_simulate_reads_them(tmp_path: Path, name: str):
+    run(kept_run(tmp_path), "--costs", tmp_path / name)
+    words = ["1f1b", "--ranks", "2", "--microbatches", "3", "--costs", str(tmp_path / name), "--json"]
+    simulated = CliRunner().invoke(simulate, words, catch_exceptions=False)
+    assert simulated.exit_code == 0, simulated.output
+    assert json.loads(simulated.stdout)["makespan"] == pytest.approx(0.12)
 
 
 def test_everything_asked_for_is_written_and_named(tmp_path: Path):

@@ -19,7 +19,8 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 
 @click.command(
     epilog="Example:  penstock trace runs/my-run --html report.html\n\n"
-    "          penstock trace runs/my-run --step 10 --chrome step.json --svg step.svg"
+    "          penstock trace runs/my-run --step 10 --chrome step.json --svg step.svg\n\n"
+    "          penstock trace runs/my-run --costs costs.toml"
 )
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", type=int, metavar="N", help="Step to show. Default: the last traced step.")
@@ -34,6 +35,10 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--png", type=_PATH, metavar="PATH", help="Draw the step's timeline as PNG.")
 @click.option("--svg", type=_PATH, metavar="PATH", help="Draw the step's timeline as SVG.")
+@click.option(
+    "--costs", type=_PATH, metavar="PATH",
+    help="Write the step's costs by stage, medians of what was measured, for `penstock simulate --costs` (TOML or .json).",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     run: Path,
@@ -42,6 +47,7 @@ def command(
     chrome: Path | None,
     png: Path | None,
     svg: Path | None,
+    costs: Path | None,
     as_json: bool,
 ) -> None:
     """Show where the time of a run went.
@@ -59,6 +65,8 @@ def command(
     for problem in view.problems:
         click.echo(f"penstock: {problem}", err=True)
     written = _write(view, chosen, step, html, chrome, [path for path in (png, svg) if path])
+    if costs is not None:
+        written["costs"] = str(_write_costs(view, chosen, costs))
     if as_json:
         click.echo(json.dumps(_figures(view, chosen) | {"written": written}))
         return
@@ -84,6 +92,20 @@ def _write(
         draw_picture(trace, path)
         written[path.suffix[1:].lower()] = str(path)
     return written
+
+
+def _write_costs(run: RunView, number: int, path: Path) -> Path:
+    from penstock.simulate.cost_file import write_costs
+
+    step = run.steps[number]
+    if step.plan is None:
+        raise ConfigError(f"{run.title} has no costs of every stage to write: {step.unplanned}")
+    seconds = "measured" if step.measured else "simulated"
+    return write_costs(
+        path,
+        step.plan.costs,
+        f"{run.title}, step {number}: {seconds} medians by stage, in the trace's unit of time",
+    )
 
 
 def _figures(run: RunView, number: int) -> dict[str, Any]:

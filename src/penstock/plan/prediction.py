@@ -7,14 +7,14 @@ the gradients' reduction that is exposed, and the optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import Cluster, LinkSpeed
 from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
@@ -159,7 +159,9 @@ def predict(
     if layout.split == "cost" and costs.counts == even_counts(profile.blocks, schedule.stages):
         layout = layout.with_values(split="even")
     dtype = dtype_of(profile, cluster, layout)
-    trace = simulate(program, op_costs(costs, cluster, layout))
+    trace = simulate(
+        program, _with_merged_halves(program, op_costs(costs, cluster, layout, profile.op_overhead))
+    )
     split = bubbles(trace)
     pipeline = float(makespan(trace))
 
@@ -234,21 +236,46 @@ def _family_program(schedule: str, ranks: int, microbatches: int, virtual_stages
     return check(build_schedule(schedule, ranks, microbatches, v)).program
 
 
-def op_costs(costs: StageCosts, cluster: Cluster, layout: Layout) -> Costs:
-    """Return the simulator's costs of a layout's stages."""
-    extra = cluster.op_overhead
+def op_costs(costs: StageCosts, cluster: Cluster, layout: Layout, overhead: float = 0.0) -> Costs:
+    """Return the simulator's costs of a layout's stages.
+
+    Args:
+        costs: costs of the stages.
+        cluster: devices and links.
+        layout: the layout.
+        overhead: seconds of each op besides the layers' and the cluster's overhead (default 0).
+    """
+    extra = cluster.op_overhead + overhead
     seconds = np.zeros((len(costs.forward), len(Kind)))
     # What is recomputed runs before the first half of the backward.
     seconds[:, Kind.F] = costs.forward + extra
     seconds[:, Kind.I] = costs.input_grad + costs.again + extra
     seconds[:, Kind.W] = costs.weight_grad + extra
-    seconds[:, Kind.B] = costs.input_grad + costs.again + costs.weight_grad + extra
+    seconds[:, Kind.B] = costs.backward + costs.again + extra
     seconds[:, Kind.R] = costs.forward + extra
     span = layout.dp * layout.tp
     near, far = (Link(link.latency, link.bandwidth) for link in (cluster.node, cluster.network))
     message = [round(size) for size in costs.messages[:-1]]
     communication = Communication(message, near, far, max(1, cluster.ranks_per_node // span))
     return Costs(seconds, communication=communication)
+
+
+def _with_merged_halves(program: Program, costs: Costs) -> Costs:
+    """Return the costs where the runtime runs both halves of a backward as one: no op needs the input's gradient.
+
+    An I of the first stage whose W follows at once takes a whole backward, and the W nothing.
+    """
+    schedule = program.schedule
+    first = np.flatnonzero((schedule.kind[:-1] == Kind.I) & (schedule.stage[:-1] == 0))
+    if not len(first):
+        return costs
+    merged = (schedule.kind[first + 1] == Kind.W) & (schedule.stage[first + 1] == 0)
+    share = float((merged & (schedule.microbatch[first + 1] == schedule.microbatch[first])).mean())
+    seconds = costs.seconds.copy()
+    whole = seconds[0, Kind.B]
+    seconds[0, Kind.I] += share * (whole - seconds[0, Kind.I])
+    seconds[0, Kind.W] *= 1 - share
+    return replace(costs, seconds=seconds)
 
 
 def _exposed_reduction(
@@ -303,7 +330,7 @@ def _exposed_gather(costs: StageCosts, cluster: Cluster, layout: Layout, weight:
 
 def _group_seconds(unit: str, size: float, cluster: Cluster, layout: Layout, copies: int) -> float:
     group = layout.dp * copies
-    link = cluster.node
+    link = LinkSpeed(cluster.node.latency, cluster.node.reduce_bandwidth or cluster.node.bandwidth)
     if layout.dp * layout.tp > cluster.ranks_per_node or (
         copies > 1 and layout.devices > cluster.ranks_per_node
     ):
@@ -311,7 +338,7 @@ def _group_seconds(unit: str, size: float, cluster: Cluster, layout: Layout, cop
         together = max(1, min(layout.dp, cluster.ranks_per_node // layout.tp))
         network = cluster.network
         bandwidth = min(together * (network.reduce_bandwidth or network.bandwidth), link.bandwidth)
-        link = type(link)(network.latency, bandwidth)
+        link = LinkSpeed(network.latency, bandwidth)
     return collective_seconds(unit, size, group, link)
 
 

@@ -28,11 +28,12 @@ class LayerTimes:
 
     Attributes:
         table: layers and their costs.
-        forward, input_grad, weight_grad, again: seconds of F, I, W and of the part of the forward that the backward repeats,
-            shape (layers,); `again` is for a layer that is recomputed.
+        forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of the
+            part of the forward that the backward repeats, shape (layers,); `again` is for a layer that is recomputed.
         repeats: model FLOPs that recomputing a layer repeats, over all tensor-parallel devices, shape (layers,).
         saved, kept: bytes that a layer keeps for the backward without recompute, and with it, shape (layers,).
-        waiting, transient, parameters, outputs: bytes and counts as in `LayerCost`, shape (layers,).
+        waiting: bytes that wait from I to W, shape (layers,).
+        transient, parameters, outputs: bytes and counts as in `LayerCost`, shape (layers,).
         model_flops: FLOPs of the forward, over all tensor-parallel devices, shape (layers,).
         recomputes: True for layers that full recompute repeats, shape (layers,).
     """
@@ -41,6 +42,7 @@ class LayerTimes:
     forward: Table
     input_grad: Table
     weight_grad: Table
+    backward: Table
     again: Table
     repeats: Table
     saved: Table
@@ -103,14 +105,20 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     def column(name: str) -> Table:
         return _spread([float(getattr(cost, name)) for cost in table.costs], kinds)
 
-    forward = seconds("forward")
+    def other(works: str, default: Table) -> Table:
+        """Return the seconds of works that a profile may leave out."""
+        given = _spread([float(bool(getattr(cost, works))) for cost in table.costs], kinds)
+        return np.where(given > 0, seconds(works), default)
+
+    forward, input_grad, weight_grad = seconds("forward"), seconds("input_grad"), seconds("weight_grad")
     selective = layout.recompute == "selective"
     return LayerTimes(
         table,
         forward,
-        seconds("input_grad"),
-        seconds("weight_grad"),
-        seconds("selective") if selective else forward,
+        input_grad,
+        weight_grad,
+        other("backward", input_grad + weight_grad),
+        seconds("selective") if selective else other("again", forward),
         column("attention_flops") if selective else column("model_flops"),
         column("saved_bytes"),
         column("selective_bytes") if selective else column("input_bytes"),
@@ -135,7 +143,8 @@ class StageCosts:
     Attributes:
         counts: number of blocks of every stage.
         starts: first layer of every stage, and the number of layers.
-        forward, input_grad, weight_grad, again: seconds of F, I, W and of what is recomputed before the backward.
+        forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of what
+            is recomputed before either.
         saved: bytes that a microbatch holds from its forward to its backward.
         waiting: bytes that are left after I, and wait for W.
         transient: largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
@@ -150,6 +159,7 @@ class StageCosts:
     forward: Table
     input_grad: Table
     weight_grad: Table
+    backward: Table
     again: Table
     saved: Table
     waiting: Table
@@ -182,18 +192,18 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
 
     transient = np.maximum(back, times.transient)
     columns = (
-        times.forward, times.input_grad, times.weight_grad, np.where(again, times.again, 0.0), saved, times.waiting,
-        times.parameters, times.model_flops, np.where(again, times.repeats, 0.0),
+        times.forward, times.input_grad, times.weight_grad, times.backward, np.where(again, times.again, 0.0), saved,
+        times.waiting, times.parameters, times.model_flops, np.where(again, times.repeats, 0.0),
     )  # fmt: skip
-    forward, input_grad, weight_grad, repeated, kept, waiting, parameters, flops, repeated_flops = (
+    forward, input_grad, weight_grad, backward, repeated, kept, waiting, parameters, flops, repeated_flops = (
         np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
     )
     if len(counts) == 1:
         parameters[0] -= times.table.tied
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(
-        counts, starts, forward, input_grad, weight_grad, repeated, kept, waiting, largest[0], largest[1], parameters,
-        np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0), flops, repeated_flops,
+        counts, starts, forward, input_grad, weight_grad, backward, repeated, kept, waiting, largest[0], largest[1],
+        parameters, np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0), flops, repeated_flops,
     )  # fmt: skip
 
 
@@ -237,12 +247,7 @@ def _balanced(
 ) -> tuple[int, ...]:
     """Move blocks from the busiest rank to the least busy one as long as that shortens the busiest rank's work."""
     repeats = layout.recompute in ("full", "selective")
-    work = (
-        times.forward
-        + times.input_grad
-        + times.weight_grad
-        + (times.again * times.recomputes if repeats else 0.0)
-    )
+    work = times.forward + times.backward + (times.again * times.recomputes if repeats else 0.0)
     roles = times.table.roles
     first, last = roles.index("block"), len(roles) - 1 - roles[::-1].index("block")
     block = float(work[first : last + 1].mean())

@@ -41,6 +41,8 @@ class LayerCost:
         input_grad: operations of the half of the backward that computes the gradient of the input.
         weight_grad: operations of the half that computes the gradients of the weights.
         selective: operations that selective recompute does again.
+        backward: operations of a backward that is not split; empty (default) if they are those of its halves.
+        again: operations that full recompute adds to the backward; empty (default) if they are those of the forward.
         saved_bytes: bytes that the forward keeps for the backward, without recompute.
         selective_bytes: the same if the scores of attention are recomputed.
         waiting_bytes: bytes that wait from the first half of a split backward to the second: inputs of the matrices and
@@ -59,6 +61,8 @@ class LayerCost:
     input_grad: tuple[DeviceWork, ...] = ()
     weight_grad: tuple[DeviceWork, ...] = ()
     selective: tuple[DeviceWork, ...] = ()
+    backward: tuple[DeviceWork, ...] = ()
+    again: tuple[DeviceWork, ...] = ()
     saved_bytes: float = 0
     selective_bytes: float = 0
     waiting_bytes: float = 0

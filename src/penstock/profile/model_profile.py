@@ -31,7 +31,7 @@ Source = Literal["sizes", "traced", "measured"]
 Role = Literal["embedding", "block", "head"]
 FORMAT = 1
 _MAX_BYTES = 256 * MEGABYTE
-_WORKS = ("forward", "input_grad", "weight_grad", "selective")
+_WORKS = ("forward", "input_grad", "weight_grad", "selective", "backward", "again")
 
 
 @dataclass(frozen=True)

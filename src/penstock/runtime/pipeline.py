@@ -17,6 +17,7 @@ from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no
 from penstock.runtime.batch.work import StepOptions
 from penstock.runtime.engine import Engine
 from penstock.runtime.local_stages import LocalStages
+from penstock.runtime.measuring.measured_split import resolve_split
 from penstock.runtime.optim import grad_norm as norms
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.validation import (
@@ -60,7 +61,8 @@ class Pipeline:
         schedule: name of a schedule family, a `Schedule`, or path of a CSV file (default "1f1b").
         ranks: pipeline ranks; by default the schedule's own, the number of processes, or 1.
         virtual_stages: stages on each rank, for families that let one choose (default 1); V-shaped ones always have two.
-        split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`.
+        split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`. ``{"measured":
+            (x, y)}`` runs each kind of layer on that microbatch, and makes stages of equal time.
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
             LOCAL_RANK.
         timeout: longest wait between ranks in seconds, after which a rank counts as hung (default 60).
@@ -131,13 +133,14 @@ class Pipeline:
         self.scaler: LossScale | None = None
         program = check(self.schedule).program
         self.layers = as_layers(model)
-        layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
         waits = Timeout(self.timeout, execution.first_timeout)
         self.world = (
             world.join(self.timeout, mesh, waits.first) if world is not None and self.in_processes else None
         )
+        split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed)
+        layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
         self.replicas, self.tensor_ranks = (1, 1) if mesh is None else (mesh.dp, mesh.tp)
@@ -158,12 +161,9 @@ class Pipeline:
         )
         self.stages = self._local.stages_by_number
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
+        own_rank = self.rank if self.in_processes else None
         self._parameters = LocalParameters(
-            self.layers,
-            self.stages,
-            self.schedule.placement,
-            self._local.ties,
-            self.rank if self.in_processes else None,
+            self.layers, self.stages, self.schedule.placement, self._local.ties, own_rank
         )
         self._engine = Engine(
             self._local, self.local_ranks, waits, self.world, self.device, self.replicas, parallel

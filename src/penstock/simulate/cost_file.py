@@ -27,8 +27,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from penstock.atomic import write_text
 from penstock.bounded_io import MEGABYTE, read_bytes
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, DataError, nearest
+from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link
 
@@ -66,6 +68,34 @@ def read_costs(path: str | Path, placement: Placement, latency: float | int | No
         return _costs(_OPTIONAL | table, placement, latency)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def write_costs(path: str | Path, costs: Costs, comment: str) -> Path:
+    """Write the costs of every stage to a file that `read_costs` reads.
+
+    Args:
+        path: path of a TOML file, or of a JSON file if its name ends in ``.json``.
+        costs: costs to write; both links are taken to be as fast as the one within a node.
+        comment: first line of a TOML file.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    path = Path(path)
+    columns = {"F": Kind.F, "B": Kind.I, "W": Kind.W, "full": Kind.B, "R": Kind.R}
+    table: dict[str, Any] = {key: costs.seconds[:, kind].tolist() for key, kind in columns.items()}
+    if costs.pair is not None:
+        table["pair"] = costs.pair.tolist()
+    table["latency"] = costs.communication.same_node.latency
+    if path.suffix == ".json":
+        text = json.dumps(table, indent=1) + "\n"
+    else:
+        text = "".join([f"# {comment}\n", *(f"{key} = {value!r}\n" for key, value in table.items())])
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise DataError(f"cannot write the costs {path}: {error.strerror}") from error
+    return path
 
 
 def _costs(table: dict[str, Any], placement: Placement, latency: float | int | None) -> Costs:

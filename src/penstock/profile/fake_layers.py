@@ -1,0 +1,276 @@
+"""Layers of a model, run one by one on tensors without memory.
+
+The tensors are fake: they have shapes, dtypes and storages, but no values. Their device is ``cpu:1``, which no real tensor
+has, so that caches by device within layers never mix them with real ones. Only if a layer makes tensors on another device
+itself, in the backward of a function of its own, is it ``cpu``. Tensors that a layer caches under any other key than the
+device would stay fake after the trace. The weights of one layer at a time are built.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree
+
+from penstock.errors import ProfileError, first_line
+from penstock.profile.layer_cost import LayerCost
+from penstock.profile.op_counter import OpCounter, storage_key
+from penstock.stage.compute.runner import LossFunction
+from penstock.stage.layers import Layer
+from penstock.stage.module import StageModule
+from penstock.stage.named import Context, set_context
+
+_DEVICES = (torch.device("cpu", 1), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One microbatch: the model's input and everything else that its layers and its loss take.
+
+    Attributes:
+        example: input of the first layer: a tensor, or tensors in tuples, lists and dicts, batch first.
+        target: target of the loss (default None).
+        loss_fn: loss function, which runs with the last layer; None (default) leaves it out.
+        named: keyword inputs by name (default none).
+        seed: seed of layers that are built (default 0).
+    """
+
+    example: Any
+    target: Any = None
+    loss_fn: LossFunction | None = None
+    named: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Samples of the microbatch.
+
+        Raises:
+            ProfileError: if the example has no tensor with a dimension.
+        """
+        for leaf in _pytree.tree_leaves(self.example):
+            if isinstance(leaf, Tensor) and leaf.dim():
+                return leaf.shape[0]
+        raise ProfileError(
+            f"the example must be a microbatch of tensors, batch first, got {type(self.example).__name__}"
+        )
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of a sample, if the example is whole numbers of shape (batch, sequence)."""
+        leaves = [leaf for leaf in _pytree.tree_leaves(self.example) if isinstance(leaf, Tensor)]
+        whole = len(leaves) >= 1 and leaves[0].dim() == 2 and not leaves[0].is_floating_point()
+        return leaves[0].shape[1] if whole else None
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer's run on a microbatch.
+
+    Attributes:
+        layer: the layer.
+        cost: its cost; with the loss, if it is the last layer.
+        inputs: value that it took, of fake tensors.
+        named: named values that it took.
+        key: equal for layers of the same kind.
+    """
+
+    layer: Layer
+    cost: LayerCost
+    inputs: Any
+    named: Mapping[str, Any]
+    key: object
+
+
+def run_layers(layers: Sequence[Layer], sample: Sample, rows: int) -> list[LayerRun]:
+    """Run all layers on a microbatch of `rows` samples, each with its backward.
+
+    Raises:
+        ProfileError: if a layer cannot run on tensors without values; names it.
+    """
+    apart, plain = _DEVICES
+    try:
+        return _run_layers(layers, sample, rows, apart)
+    except ProfileError as error:
+        if not isinstance(error.__cause__, FakeTensorDeviceMismatchError):
+            raise
+        return _run_layers(layers, sample, rows, plain)
+
+
+def _run_layers(layers: Sequence[Layer], sample: Sample, rows: int, device: torch.device) -> list[LayerRun]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = sample.rows
+
+    def fake(value: Any) -> Any:
+        def of(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            shape = (rows, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == given else leaf.shape
+            return torch.empty(shape, dtype=leaf.dtype, device=device)
+
+        with mode:
+            return _pytree.tree_map(of, value)
+
+    value = fake(sample.example)
+    context = Context(dict(fake(dict(sample.named))), {})
+    counted: set[int] = set()
+    runs: list[LayerRun] = []
+    for n, layer in enumerate(layers):
+        with _naming(layer):
+            module = _fake_module(StageModule([layer], seed=sample.seed), mode, device)
+            context = Context(context.named, context.losses, module.gives)
+            loss = None
+            if n + 1 == len(layers) and sample.loss_fn is not None:
+                loss = (sample.loss_fn, fake(sample.target))
+            with mode, device:
+                run, value = _run_layer(layer, module, value, context, loss, counted)
+        runs.append(run)
+    return runs
+
+
+def _run_layer(
+    layer: Layer,
+    module: StageModule,
+    value: Any,
+    context: Context,
+    loss: tuple[LossFunction, Any] | None,
+    counted: set[int],
+) -> tuple[LayerRun, Any]:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    excluded = {storage_key(t) for t in (*module.parameters(), *module.buffers())}
+    named = {name: context.named[name] for name in module.takes[0] if name in context.named}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if key not in excluded and key not in counted:
+            saved[key] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    inputs = _leaves_of_a_stage(value)
+    leaves = [x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
+    forward, backward, input_half = (OpCounter(excluded) for _ in range(3))
+    previous = set_context(context)
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor), forward:
+            output = module.run(inputs, context, 0, 1)
+            if loss is not None:
+                output = _loss(loss[0](output, loss[1]))
+    finally:
+        set_context(previous)
+    roots = [
+        x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad and x.grad_fn
+    ]
+    _backward(roots, [*leaves, *parameters], backward)
+    _backward(roots, leaves, input_half)
+    counted |= saved.keys()
+    counted |= {storage_key(x) for x in leaves}
+    taken = [x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+    handed = 0 if loss is not None else _bytes(output)
+    weights = backward.without(input_half)
+    cost = LayerCost(
+        forward=forward.works(),
+        input_grad=input_half.works(),
+        weight_grad=weights.works(),
+        saved_bytes=sum(saved.values()),
+        selective_bytes=sum(saved.values()),
+        waiting_bytes=forward.weight_outputs + sum(forward.weight_inputs.values()),
+        input_bytes=sum(x.untyped_storage().nbytes() for x in taken),
+        output_bytes=handed,
+        transient_bytes=max(0, backward.peak_bytes),
+        parameters=sum(p.numel() for p in module.parameters()),
+        model_flops=forward.flops,
+        attention_flops=forward.attention_flops,
+    )
+    figures = (cost.model_flops, cost.saved_bytes, cost.output_bytes)
+    key = (
+        _description(module),
+        _shapes(module),
+        _signature(inputs),
+        _signature(named),
+        loss is None,
+        figures,
+    )
+    return LayerRun(layer, cost, inputs, named, key), output
+
+
+def _backward(roots: Sequence[Tensor], of: Sequence[Tensor], counter: OpCounter) -> None:
+    if roots and of:
+        grads = [torch.ones_like(root) for root in roots]
+        with counter:
+            torch.autograd.grad(roots, of, grads, retain_graph=True, allow_unused=True)
+
+
+def _loss(returned: Any) -> Any:
+    return sum(returned.values()) if isinstance(returned, Mapping) else returned
+
+
+def _leaves_of_a_stage(value: Any) -> Any:
+    """Return the value with tensors that begin a graph, as in a stage that starts with the layer."""
+
+    def begin(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    return _pytree.tree_map(begin, value)
+
+
+def _fake_module(module: StageModule, mode: FakeTensorMode, device: torch.device) -> StageModule:
+    """Return a copy of a module whose tensors have no memory."""
+    memo: dict[int, Any] = {}
+    with mode:
+        for part in module.modules():
+            attributes = [x for x in vars(part).values() if isinstance(x, Tensor)]
+            for tensor in (*part._parameters.values(), *part._buffers.values(), *attributes):
+                if tensor is not None and id(tensor) not in memo:
+                    empty = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                    )
+                    memo[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else empty
+                    )
+    return copy.deepcopy(module, memo)
+
+
+def _bytes(value: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in _pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _description(module: StageModule) -> str:
+    return "\n".join(f"{type(part).__qualname__} {part.extra_repr()}" for part in module.layers[0].modules())
+
+
+def _shapes(module: nn.Module) -> object:
+    return tuple(
+        (tuple(x.shape), x.dtype, x.requires_grad) for x in (*module.parameters(), *module.buffers())
+    )
+
+
+def _signature(value: Any) -> object:
+    leaves, structure = _pytree.tree_flatten(value)
+    return str(structure), tuple(
+        (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves
+    )
+
+
+@contextmanager
+def _naming(layer: Layer) -> Iterator[None]:
+    try:
+        yield
+    except ProfileError:
+        raise
+    except Exception as error:
+        raise ProfileError(
+            f"layer {layer.name!r} cannot be profiled: it does not run on tensors without values "
+            f"({type(error).__name__}: {first_line(error)}). Make its forward depend on shapes alone, or split the model "
+            "by hand"
+        ) from error

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.plan.cluster import Cluster, Device
+from penstock.plan.prediction import predict
+from penstock.profile.cost_split import blocks_by_cost
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.measured import Effort, measure_layers
+from penstock.profile.model_profile import Profile, ProfiledLayer
+from penstock.profile.traced import trace_layers
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+
+CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)
+TOKENS = torch.zeros(2, 16, dtype=torch.int64)
+SHORT = Effort(seconds=0.1, rounds=1)
+CLUSTER = Cluster("here", Device(1e12, {"fp32": 1e12}, 1e10), ranks_per_node=4, dtype="fp32")
+
+
+def measured(**options: Any) -> Profile:
+    return measure_layers(
+        layers(CONFIG),
+        TOKENS,
+        target=TOKENS,
+        loss_fn=next_token_loss,
+        effort=SHORT,
+        microbatches=(2,),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_half_of_every_kind_has_seconds(ranks: int):
+    profile = measured(ranks=ranks, name="small")
+    traced = trace_layers(layers(CONFIG), TOKENS, target=TOKENS, loss_fn=next_token_loss, microbatches=(2,))
+    assert (profile.source, profile.name, profile.machine["ranks"]) == ("measured", "small", ranks)
+    assert profile.layers == traced.layers
+    assert profile.op_overhead > 0
+    for kind, other in zip(profile.kinds, traced.kinds, strict=True):
+        (_, cost), (_, expected) = kind.points[0], other.points[0]
+        assert {work.unit for work in (*cost.forward, *cost.backward, *cost.input_grad)} == {"seconds"}
+        assert (cost.saved_bytes, cost.model_flops) == (expected.saved_bytes, expected.model_flops)
+        assert cost.waiting_bytes > 0
+
+
+def test_a_measured_profile_predicts_a_step():
+    prediction = predict(measured(), CLUSTER, "pp=2,microbatch=2,schedule=zb-h1", sequence=16, batch=8)
+    assert prediction.step_seconds > 0
+    assert prediction.costs is not None
+    assert prediction.costs.counts == (2, 2)
+
+
+def test_processes_that_measure_together_get_one_profile():
+    """Two threads play the processes, each with its own layers."""
+    meeting, values = threading.Barrier(2), {}
+    profiles: dict[int, Profile] = {}
+
+    def exchange_of(rank: int) -> Callable[[Any], list[Any]]:
+        def exchange(value: Any) -> list[Any]:
+            values[rank] = value
+            meeting.wait()
+            joined = [values[0], values[1]]
+            meeting.wait()
+            return joined
+
+        return exchange
+
+    def run(rank: int) -> None:
+        profiles[rank] = measured(exchange=exchange_of(rank))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert profiles[0] == profiles[1]
+
+
+class Fails(nn.Module):
+    """A layer that runs once, when it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.index is None:
+            raise RuntimeError("not twice")
+        return x * self.weight
+
+
+def test_an_error_in_one_of_the_threads_is_raised():
+    with pytest.raises(RuntimeError, match="not twice"):
+        measure_layers(nn.Sequential(Fails()), torch.zeros(2, 3), ranks=2, effort=SHORT)
+
+
+def costly(*seconds: float) -> Profile:
+    kinds = [ProfiledLayer(((1, LayerCost(forward=(DeviceWork("seconds", s),))),)) for s in seconds]
+    roles = ["embedding", *["block"] * (len(seconds) - 2), "head"]
+    entries = tuple((str(n), role, n) for n, role in enumerate(roles))
+    return Profile("m", "measured", kinds=tuple(kinds), layers=entries)
+
+
+def test_blocks_are_split_by_cost_with_embedding_and_head():
+    assert blocks_by_cost(costly(0, 1, 1, 1, 1, 0), 2, 1) == (2, 2)
+    assert blocks_by_cost(costly(0, 1, 1, 1, 1, 3), 2, 1) == (3, 1)
+    assert blocks_by_cost(costly(2, 1, 1, 1, 1, 0), 2, 1) == (1, 3)
+    assert sum(blocks_by_cost(measured(), 2, 2)) == 4
+    with pytest.raises(SplitError, match="at most 4 stage"):
+        blocks_by_cost(measured(), 5, 2)
+
+
+def test_measuring_leaves_the_model_as_it_is():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measure_layers(model, torch.zeros(4, 4), ranks=2, effort=SHORT)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ProfileError, SplitError
+from penstock.profile.closed_form import Workload, block_cost
+from penstock.profile.model_profile import read_profile
+from penstock.profile.model_shape import ModelShape
+from penstock.profile.traced import trace_layers
+from penstock.stage.compute.runner import LossInputs
+from penstock.stage.compute.stage import Stage
+from penstock.stage.module import StageModule
+from penstock.stage.named import give
+from penstock.stage.values import Message
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+
+CONFIG = ModelConfig(vocabulary=96, width=32, layers=3, heads=4, kv_heads=2, hidden=64)
+TOKENS = torch.zeros(2, 16, dtype=torch.int64)
+
+
+def held_by_a_stage(n: int, x: Tensor) -> int:
+    module = StageModule(layers(CONFIG)[n : n + 1])
+    message = Message((x,), None, (x.is_floating_point(),))
+    last = n == CONFIG.layers + 1
+    stage = Stage(0, module, next_token_loss if last else None)
+    stage.begin(0)
+    if last:
+        stage.forward_with_loss(0, (message,), LossInputs(TOKENS))
+    else:
+        stage.forward(0, (message,))
+    return stage.held_bytes
+
+
+def test_saved_bytes_are_those_that_a_stage_holds():
+    profile = trace_layers(layers(CONFIG), TOKENS, target=TOKENS, loss_fn=next_token_loss)
+    costs = [profile.kinds[kind].at(2) for *_, kind in profile.layers]
+    hidden = torch.randn(2, 16, 32)
+    assert [cost.saved_bytes for cost in costs[:2]] == [
+        held_by_a_stage(0, TOKENS), held_by_a_stage(1, hidden),
+    ]  # fmt: skip
+    # The target is not the stage's to keep: it belongs to the batch.
+    assert costs[-1].saved_bytes == held_by_a_stage(4, hidden)
+
+
+def test_flops_are_those_of_the_closed_form():
+    profile = trace_layers(layers(CONFIG), TOKENS)
+    shape = ModelShape("m", 3, 32, 4, 2, 8, 64, 96)
+    expected = block_cost(shape, Workload(2, 16))
+    cost = profile.kinds[profile.layers[1][2]].at(2)
+    assert cost.model_flops == expected.model_flops
+    assert cost.parameters == expected.parameters
+    products = [
+        next(w.amount for w in works if w.unit == "matmul") for works in (cost.input_grad, cost.weight_grad)
+    ]
+    assert products == [sum(w.amount for w in expected.weight_grad)] * 2
+
+
+def test_equal_layers_are_one_kind_and_sizes_interpolate():
+    profile = trace_layers(layers(CONFIG), TOKENS, microbatches=(1, 4))
+    assert [kind for *_, kind in profile.layers] == [0, 1, 1, 1, 2]
+    assert [role for _, role, _ in profile.layers] == ["embedding", "block", "block", "block", "head"]
+    assert profile.blocks == 3
+    assert profile.sequence == 16
+    block = profile.kinds[1]
+    assert block.at(2).output_bytes == 2 * 16 * 32 * 4
+    (direct,) = (trace_layers(layers(CONFIG), TOKENS).kinds[1].at(2).saved_bytes,)
+    assert block.at(2).saved_bytes == pytest.approx(direct, rel=0.02)
+
+
+def test_a_profile_is_read_as_it_was_saved(tmp_path: Path):
+    profile = trace_layers(layers(CONFIG), TOKENS, name="small")
+    profile.save(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == profile
+
+
+def test_tracing_leaves_the_model_as_it_is():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    profile = trace_layers(model, torch.zeros(2, 3, 8, 8), target=torch.zeros(2, dtype=torch.int64),
+                           loss_fn=nn.functional.cross_entropy)  # fmt: skip
+    assert profile.parameters == sum(p.numel() for p in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 5)
+
+
+class Giver(nn.Module):
+    gives = ("scale",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        give("scale", x.mean(dim=1, keepdim=True))
+        return x
+
+
+class Taker(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x * scale if mask is None else x * scale * mask
+
+
+def test_named_values_reach_the_layers_that_take_them():
+    model = nn.Sequential(nn.Linear(4, 4), Giver(), nn.Linear(4, 4), Taker())
+    profile = trace_layers(model, torch.zeros(2, 4), named={"mask": torch.ones(2, 1)})
+    assert len(profile.layers) == 4
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.detach().sum())
+
+
+def test_a_layer_that_cannot_be_traced_is_named():
+    with pytest.raises(ProfileError, match=r"layer '1' cannot be profiled: .*DataDependent"):
+        trace_layers(nn.Sequential(nn.Linear(3, 3), Reads()), torch.zeros(2, 3))
+    with pytest.raises(ProfileError, match="must be a microbatch of tensors"):
+        trace_layers(nn.Sequential(nn.Linear(3, 3)), "text")
+    with pytest.raises(SplitError, match="cannot cut"):
+        trace_layers(nn.Linear(3, 3), torch.zeros(2, 3))
+
+
+class _MakesTensors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(1)
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _MakesTensors.apply(x, self.weight.abs())
+
+
+def test_a_backward_may_make_tensors_where_it_likes():
+    profile = trace_layers(nn.Sequential(nn.Linear(4, 4), OwnFunction()), torch.zeros(2, 4))
+    assert profile.parameters == 21

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.plan.cluster import Cluster
+from penstock.plan.prediction import predict
+from penstock.profile.measured import Effort, measure_layers
+from penstock.profile.model_profile import Profile
+from penstock.runtime.measuring.calibration import calibrate
+from penstock.runtime.measuring.measured_cluster import measure_cluster
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+
+CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)
+TOKENS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+def calibrated(rank: int = 0) -> tuple[Profile, Cluster]:
+    profile = measure_layers(
+        layers(CONFIG),
+        TOKENS,
+        target=TOKENS,
+        loss_fn=next_token_loss,
+        effort=Effort(0.1, 1),
+        microbatches=(2,),
+    )
+    cluster = measure_cluster(2, dp=2, rounds=3)
+    return calibrate(
+        profile, cluster, layers(CONFIG), next_token_loss, TOKENS, TOKENS, rows=2, ranks=2, steps=2
+    ), cluster
+
+
+def test_a_calibrated_profile_predicts_a_step_on_the_measured_cluster():
+    profile, cluster = calibrated()
+    assert (cluster.devices, cluster.dtype) == (2, "fp32")
+    assert cluster.node.latency > 0
+    assert cluster.node.reduce_bandwidth is not None
+    assert cluster.op_overhead > 0
+    assert cluster.step_overhead > 0
+    prediction = predict(profile, cluster, "pp=2,microbatch=2,schedule=1f1b", sequence=8, batch=8)
+    assert prediction.low < prediction.step_seconds < prediction.high
+
+
+@pytest.mark.slow
+def test_processes_measure_together(processes: LocalProcesses):
+    (_, first), (_, second) = processes.run(2, calibrated)
+    assert (first.node, first.op_overhead, first.step_overhead) == (
+        second.node, second.op_overhead, second.step_overhead,
+    )  # fmt: skip

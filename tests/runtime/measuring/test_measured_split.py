@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ProfileError, SplitError
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.config import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+
+CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)
+TOKENS = torch.arange(2 * 2 * 8).reshape(4, 8)
+EXAMPLE = (TOKENS[:2], TOKENS[:2])
+
+
+def pipeline(model: object = None, **options: Any) -> Pipeline:
+    options = {"split": {"measured": EXAMPLE}, "ranks": 2, **options}
+    return Pipeline(model or layers(CONFIG), next_token_loss, microbatches=2, **options)
+
+
+def loss_and_split(rank: int) -> tuple[float, list[str]]:
+    with pipeline(ranks=None) as pipe:
+        loss = pipe.step(TOKENS, TOKENS).loss
+        trace = pipe.gather_trace()
+        assert trace is not None
+        return float(loss), [str(trace.info["split"]), *(layer.name for layer in pipe.layers)]
+
+
+def test_a_measured_split_trains_as_any_other():
+    with pipeline() as pipe, pipeline(split="even") as other:
+        assert torch.equal(pipe.step(TOKENS, TOKENS).loss, other.step(TOKENS, TOKENS).loss)
+        assert sum(len(stage.module.layers) for stage in pipe.stages.values()) == 6
+
+
+@pytest.mark.slow
+def test_processes_choose_the_same_split(processes: LocalProcesses):
+    (first, split), (second, other) = processes.run(2, loss_and_split)
+    assert first == second
+    assert split == other
+
+
+def test_a_heavy_layer_gets_a_stage_of_its_own():
+    wide = nn.Sequential(nn.Linear(4, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 4))
+    model = nn.Sequential(wide, *[nn.Linear(4, 4) for _ in range(3)])
+    x = torch.randn(64, 4)
+    with Pipeline(model, nn.functional.mse_loss, microbatches=2, ranks=2, split={"measured": (x, x)}) as pipe:
+        assert [len(pipe.stages[s].module.layers) for s in range(2)] == [1, 3]
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(SplitError, match=r"give it as split=\{'measured': \(x, y\)\}"):
+        pipeline(split="measured")
+    with pytest.raises(ProfileError, match="layer '1' cannot be profiled"):
+        pipeline([nn.Embedding(96, 4), lambda x: x * float(x.sum())], ranks=2)
+
+
+def test_layers_are_profiled_with_and_without_measuring():
+    profile_layers = partial(penstock.profile_layers, layers(CONFIG), TOKENS[:2])
+    traced = profile_layers(measure=False, microbatches=(1, 2))
+    assert (traced.source, [size for size, _ in traced.kinds[0].points]) == ("traced", [1, 2])
+    measured = profile_layers(microbatches=(2,))
+    assert measured.source == "measured"
+    assert measured.layers == traced.layers
