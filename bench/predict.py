@@ -35,8 +35,8 @@ from penstock.plan.run_layout import Layout
 from penstock.profile.cost_split import blocks_by_cost
 from penstock.profile.measured import Effort, measure_layers
 from penstock.profile.model_profile import Profile
+from penstock.runtime.measuring.busy_ranks import measure_cluster
 from penstock.runtime.measuring.calibration import calibrate
-from penstock.runtime.measuring.measured_cluster import measure_cluster
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses

@@ -7,8 +7,8 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import predict
 from penstock.profile.measured import Effort, measure_layers
 from penstock.profile.model_profile import Profile
+from penstock.runtime.measuring.busy_ranks import measure_cluster
 from penstock.runtime.measuring.calibration import calibrate
-from penstock.runtime.measuring.measured_cluster import measure_cluster
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
