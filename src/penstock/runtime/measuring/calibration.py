@@ -16,6 +16,7 @@ from penstock.plan.run_layout import Layout
 from penstock.profile.measured import DEFAULT_EFFORT, Effort, Exchange, measure_layers
 from penstock.profile.model_profile import Profile
 from penstock.profile.traced import trace_layers
+from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.compute.runner import LossFunction
 from penstock.trace.bubbles import makespan
@@ -100,6 +101,7 @@ def calibrate(
     ranks: int,
     steps: int = 20,
     share: float = 0.5,
+    check_finite: bool = True,
 ) -> Profile:
     """Recalibrate a measured profile on steps of pipelines; in processes, every process calls it.
 
@@ -113,6 +115,7 @@ def calibrate(
         ranks: pipeline ranks.
         steps: steps of each pipeline (default 20), one of each in turn.
         share: share of the steps that counts, the fastest: the others shared the machine (default 0.5).
+        check_finite: option of the pipelines; see `penstock.ExecutionOptions` (default True).
     """
     count = _MICROBATCHES * ranks
     x, y = (_pytree.tree_map(lambda leaf: _repeated(leaf, count), value) for value in (x, y))
@@ -124,6 +127,7 @@ def calibrate(
                 Pipeline(
                     model, loss_fn, microbatches=count, schedule=way.schedule, ranks=ranks,
                     virtual_stages=way.virtual, recompute=way.recompute,
+                    execution=ExecutionOptions(check_finite=check_finite),
                 )
             )
             for way in ways
