@@ -81,7 +81,6 @@ def profiled(model: str, mode: str, ranks: int, effort: Effort) -> tuple[Profile
         ranks=1 if processes else ranks, effort=effort, exchange=exchange if processes else None,
     )  # fmt: skip
     cluster = measure_cluster(ranks, dp=2 if ranks == 2 else 1)
-    x, y = batch_of(model, 1)
     return calibrate(
         profile, cluster, model_of(model, ranks), loss_of(model), x, y, rows=ROWS[model], ranks=ranks,
         check_finite=model != "sleep", **CALIBRATION,

@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.cluster import Cluster
+from penstock.plan.prediction import predict
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts, layer_times, stage_costs
 from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.model_profile import Profile, ProfiledLayer
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
+from penstock.trace.bubbles import makespan
 from penstock.trace.events import Trace
 
 _TRIMMED = 0.1
@@ -79,7 +81,19 @@ def fit_profile(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayou
         ProfiledLayer(tuple((size, _scaled(cost, scales)) for size, cost in kind.points))
         for kind in profile.kinds
     )
-    return replace(profile, kinds=kinds, op_overhead=max(0.0, float(factors[-1]) - cluster.op_overhead))
+    return _with_gaps(replace(profile, kinds=kinds, op_overhead=float(factors[-1])), cluster, runs)
+
+
+def _with_gaps(profile: Profile, cluster: Cluster, runs: Sequence[MeasuredLayout]) -> Profile:
+    """Return the profile with the time between ops, sends and receives included, as further overhead of each op."""
+    gaps = []
+    for run in runs:
+        microbatches = int(run.traces[0].microbatch.max()) + 1
+        batch = run.layout.dp * run.layout.microbatch * microbatches
+        prediction = predict(profile, cluster, run.layout, sequence=run.sequence, batch=batch)
+        measured = float(np.mean([makespan(trace) for trace in run.traces]))
+        gaps.append((measured - prediction.parts["pipeline"]) * run.layout.pp / len(run.traces[0]))
+    return replace(profile, op_overhead=max(0.0, profile.op_overhead + float(np.median(gaps))))
 
 
 def _fit(rows: npt.NDArray[np.float64], factors: npt.NDArray[np.float64], first: bool) -> None:
