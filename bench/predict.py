@@ -19,6 +19,7 @@ import argparse
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ def profiled(model: str, mode: str, ranks: int, effort: Effort) -> tuple[Profile
     )  # fmt: skip
     cluster = measure_cluster(ranks, dp=2 if ranks == 2 else 1)
     return calibrate(
-        profile, cluster, model_of(model, ranks), loss_of(model), x, y, rows=ROWS[model], ranks=ranks,
+        profile, cluster, partial(model_of, model, ranks), loss_of(model), x, y, rows=ROWS[model], ranks=ranks,
         check_finite=model != "sleep", **CALIBRATION,
     ), cluster  # fmt: skip
 

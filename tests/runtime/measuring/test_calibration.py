@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def calibrated(rank: int = 0) -> tuple[Profile, Cluster]:
     )
     cluster = measure_cluster(2, dp=2, rounds=3)
     return calibrate(
-        profile, cluster, layers(CONFIG), next_token_loss, TOKENS, TOKENS, rows=2, ranks=2, steps=2
+        profile, cluster, partial(layers, CONFIG), next_token_loss, TOKENS, TOKENS, rows=2, ranks=2, steps=2
     ), cluster
 
 

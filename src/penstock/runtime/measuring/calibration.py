@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ def profile_layers(
 def calibrate(
     profile: Profile,
     cluster: Cluster,
-    model: object,
+    build: Callable[[], object],
     loss_fn: LossFunction,
     x: Any,
     y: Any,
@@ -108,7 +108,7 @@ def calibrate(
     Args:
         profile: measured profile of the model.
         cluster: this machine, as measured.
-        model: model as `penstock.Pipeline` takes it.
+        build: function that returns the model as `penstock.Pipeline` takes it, a new one on each call.
         loss_fn: loss function.
         x, y: input and target of one microbatch.
         rows: samples of it.
@@ -125,7 +125,7 @@ def calibrate(
         pipes = [
             stack.enter_context(
                 Pipeline(
-                    model, loss_fn, microbatches=count, schedule=way.schedule, ranks=ranks,
+                    build(), loss_fn, microbatches=count, schedule=way.schedule, ranks=ranks,
                     virtual_stages=way.virtual, recompute=way.recompute,
                     execution=ExecutionOptions(check_finite=check_finite),
                 )
