@@ -2,7 +2,8 @@
 
 The search is best-first branch and bound. A layout without its schedule is bounded by its work; with a placement of its
 stages, by `penstock.simulate.bounds`, which holds for every order of the ops; only what could still be best is simulated.
-So the best layout found is the best of the whole space, unless the search is ended early.
+So no layout of the space is quicker than the first of the result, unless the search is ended early. Steps of more than
+`LARGE` ops are first extrapolated from shorter ones; those among the best are then predicted in full.
 """
 
 from __future__ import annotations
@@ -12,28 +13,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from itertools import count
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.cluster import Cluster
+from penstock.plan.explore.admissible import (
+    least_bytes,
+    least_placed_bytes,
+    least_seconds,
+    seconds_after_pipeline,
+)
 from penstock.plan.explore.rejections import Rejections
 from penstock.plan.explore.search_result import SearchResult
-from penstock.plan.explore.search_space import MAX_VIRTUAL_STAGES, Order, Point, Space, make_space
-from penstock.plan.prediction import (
-    Prediction,
-    blocking_reduction,
-    op_costs,
-    optimizer_seconds,
-    overlaps,
-    predict,
-    step_program,
-)
-from penstock.plan.rank_memory import rank_memory, state_bytes
+from penstock.plan.explore.search_space import Order, Point, Space, make_space
+from penstock.plan.prediction import Prediction, op_costs, predict, step_program
+from penstock.plan.rank_memory import rank_memory
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (
     LayerTimes,
@@ -44,9 +41,11 @@ from penstock.plan.stage_costs import (
     work_shares,
 )
 from penstock.profile.model_profile import Profile
+from penstock.schedule.families import build_schedule
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
 from penstock.simulate.bounds import lower_bound
 
 DIVES = 40
@@ -156,7 +155,8 @@ class _Search:
         self.top = top
         self.evaluated = self.simulated = 0
         self.rejections = Rejections()
-        self._best: dict[Any, Prediction] = {}
+        self._simulations: dict[Layout, Prediction] = {}
+        self._ranking: list[Prediction] | None = None
         self._number = count()
         self._heap: list[_Candidate] = []
         self._times = cache(self._layer_times)
@@ -164,15 +164,20 @@ class _Search:
     @property
     def leader(self) -> Prediction | None:
         """The quickest plan so far."""
-        return min(self._best.values(), key=lambda plan: plan.step_seconds, default=None)
+        return next(iter(self._ranked()), None)
 
     def steps(self) -> Iterator[None]:
         """Yield after each step of the search, until nothing is left that could be among the best."""
         for point in self.space.points():
             self._add_point(point)
         yield from self._dive()
-        while self._heap and self._heap[0].bound < self._threshold():
-            self._advance(heapq.heappop(self._heap))
+        searching = True
+        while searching:
+            while self._heap and self._heap[0].bound < self._threshold():
+                self._advance(heapq.heappop(self._heap))
+                yield
+            # In full, one of the best may be slower or larger, so that others are worth a simulation again.
+            searching = self._refine()
             yield
         for candidate in self._heap:
             self.rejections.add_bound(candidate.point.layout, candidate.orders, candidate.bound)
@@ -205,14 +210,42 @@ class _Search:
 
     def plans(self) -> tuple[Prediction, ...]:
         """Return the best plans, each predicted from its whole step."""
-        quickest = sorted(self._best.values(), key=lambda plan: plan.step_seconds)[: self.top]
-        exact = [plan if plan.program is not None else self._predict(plan.layout) for plan in quickest]
-        return tuple(sorted((p for p in exact if p.fits), key=lambda plan: plan.step_seconds))
+        while self._refine():
+            pass
+        return tuple(self._ranked()[: self.top])
+
+    def _refine(self) -> bool:
+        """Predict the whole step of an extrapolated plan among the best; return False if there is none."""
+        for plan in self._ranked()[: self.top]:
+            if plan.program is None:
+                del self._simulations[plan.layout]
+                self._keep(self._predict(plan.layout))
+                return True
+        return False
+
+    def _keep(self, plan: Prediction) -> None:
+        """Note a plan, unless it does not fit."""
+        self._ranking = None
+        if plan.fits:
+            self._simulations[plan.layout] = plan
+            self.rejections.add_plan(plan)
+        else:
+            self.rejections.add_too_large(plan.layout, plan.peak_bytes)
+
+    def _ranked(self) -> list[Prediction]:
+        """Return the plans so far, the quickest first: one for each choice of degrees, microbatch and schedule."""
+        if self._ranking is None:
+            quickest: dict[Any, Prediction] = {}
+            for plan in sorted(self._simulations.values(), key=lambda plan: plan.step_seconds):
+                at = plan.layout
+                quickest.setdefault((at.pp, at.dp, at.tp, at.v, at.microbatch, at.schedule), plan)
+            self._ranking = list(quickest.values())
+        return self._ranking
 
     def _threshold(self) -> float:
         """Return the seconds that a layout must beat to be among the best."""
-        times = sorted(plan.step_seconds for plan in self._best.values())
-        return times[self.top - 1] if len(times) >= self.top else math.inf
+        ranked = self._ranked()
+        return ranked[self.top - 1].step_seconds if len(ranked) >= self.top else math.inf
 
     def _layer_times(self, layout: Layout) -> LayerTimes:
         space = self.space
@@ -228,33 +261,14 @@ class _Search:
         """Bound a layout by its work and its states, shared equally by all ranks."""
         layout = point.layout
         times = self._times_of(layout)
-        dtype = dtype_of(self.space.profile, self.space.cluster, layout)
-        kept = np.minimum(times.kept, times.saved) if layout.recompute != "none" else times.saved
-        parameters = float(times.parameters.sum()) - (times.table.tied if layout.pp == 1 else 0)
-        size = (state_bytes(parameters, layout, dtype) + float(kept.sum())) / layout.pp
+        size = least_bytes(self.space, point, times)
         if size > self.space.cluster.device.memory:
             self.evaluated += 1
             self.rejections.add_too_large(layout, size, False)
             return
-        again = times.again[times.recomputes].sum() if layout.recompute in ("full", "selective") else 0.0
-        work = float((times.forward + times.input_grad + times.weight_grad).sum() + again)
         self.evaluated += 1
-        bound = point.microbatches * work / layout.pp + self._least_fill(times, layout.pp)
+        bound = least_seconds(self.space, point, times)
         heapq.heappush(self._heap, self._candidate(bound, 0.0, point))
-
-    def _least_fill(self, times: LayerTimes, pp: int) -> float:
-        """Return a bound on the seconds that the ranks wait for their first op, in the mean over the ranks.
-
-        In a loop, rank r waits for r forwards of a stage; in two pipes that meet, for the shorter way. Halved, as a split by
-        cost gives the stages of embedding and head fewer blocks.
-        """
-        roles = times.table.roles
-        blocks = roles.count("block")
-        v = max(1, min(blocks // pp, MAX_VIRTUAL_STAGES))
-        forward = float(times.forward[roles.index("block")])
-        loop = (pp - 1) / 2 * (blocks // (pp * v)) * forward
-        two_way = max(0.0, (pp - 2) / 4) * (blocks // pp) * forward
-        return min(loop, two_way) / 2
 
     def _candidate(self, bound: float, estimate: float, point: Point, **chosen: Any) -> _Candidate:
         return _Candidate(bound, estimate, next(self._number), point, **chosen)
@@ -296,11 +310,7 @@ class _Search:
         least = float(
             lower_bound(placement, m, table, "split" if order.splits_backward else "full", ranks).makespan
         )
-        dtype = dtype_of(space.profile, space.cluster, layout)
-        rest = optimizer_seconds(costs, space.cluster, layout, dtype, placement.stages_of)
-        rest += space.cluster.step_overhead + space.profile.step_overhead
-        if not overlaps(space.cluster, layout):
-            rest += blocking_reduction(costs, space.cluster, layout, dtype, placement)
+        rest = seconds_after_pipeline(space, layout, placement, costs)
         bound = max(candidate.bound, least + rest)
         mean = table.seconds.mean(axis=0) * placement.stages / placement.ranks
         f, b, w = (float(mean[kind]) for kind in (Kind.F, Kind.I, Kind.W))
@@ -315,10 +325,8 @@ class _Search:
     def _too_large(
         self, layout: Layout, orders: Sequence[Order], placement: Placement, costs: StageCosts
     ) -> bool:
-        """Return whether a layout exceeds the memory with one microbatch on each rank, the least of all orders."""
-        dtype = dtype_of(self.space.profile, self.space.cluster, layout)
-        each = state_bytes(1.0, layout, dtype) * costs.parameters + costs.saved
-        largest = float(((work_shares(placement) > 0) @ each).max())
+        """Return whether a layout exceeds the memory with any of some schedules of one placement."""
+        largest = least_placed_bytes(self.space, layout, placement, costs)
         if largest <= self.space.cluster.device.memory:
             return False
         for order in orders:
@@ -336,24 +344,29 @@ class _Search:
             if size > self.space.cluster.device.memory:
                 self.rejections.add_too_large(layout, size)
                 return  # without ZeRO, it needs more
-            plan = self._quick_prediction(layout, candidate.point.microbatches, order)
+            self._keep(self._quick_prediction(layout, candidate.point.microbatches, order))
             self.simulated += 1
-            self.rejections.add_plan(plan)
-            key = (layout.pp, layout.dp, layout.tp, plan.layout.v, layout.microbatch, layout.schedule)
-            known = self._best.get(key)
-            if known is None or plan.step_seconds < known.step_seconds:
-                self._best[key] = plan
 
     def _peak_bytes(self, layout: Layout, candidate: _Candidate) -> float:
         """Return the bytes of the fullest device, from a step that is long enough for the schedule's steady state."""
-        assert candidate.costs is not None, "its placement is chosen"
-        (order,) = candidate.orders
-        m = candidate.point.microbatches
-        if order.family is not None and m > STEADY * layout.pp:
-            m = STEADY * layout.pp + m % layout.pp
-        schedule = step_program(order.name, layout.pp, m, layout.v).schedule
+        (order,), costs = candidate.orders, candidate.costs
+        assert costs is not None, "its placement is chosen"
+        microbatches = candidate.point.microbatches
         dtype = dtype_of(self.space.profile, self.space.cluster, layout)
-        return max(rank.total for rank in rank_memory(schedule, candidate.costs, layout, dtype))
+
+        def peak(m: int) -> float:
+            schedule = _order_of_ops(order, layout.pp, m)
+            return max(rank.total for rank in rank_memory(schedule, costs, layout, dtype))
+
+        few = STEADY * layout.pp + microbatches % layout.pp
+        if order.family is None or microbatches <= few + layout.pp:
+            return peak(microbatches)
+        first = peak(few)
+        if first > self.space.cluster.device.memory:
+            return first
+        # Schedules without a steady state, such as gpipe, hold more with every microbatch.
+        growth = max(0.0, peak(few + layout.pp) - first)
+        return first + growth * ((microbatches - few) // layout.pp)
 
     def _quick_prediction(self, layout: Layout, microbatches: int, order: Order) -> Prediction:
         """Return a layout's prediction; of a long step, from two shorter ones, and without program and trace."""
@@ -373,3 +386,13 @@ class _Search:
         return predict(
             space.profile, space.cluster, layout, sequence=space.sequence, batch=batch or space.batch
         )
+
+
+@lru_cache(maxsize=512)
+def _order_of_ops(order: Order, ranks: int, microbatches: int) -> Schedule:
+    """Return a schedule that is not yet proven, which is enough to count its memory."""
+    if order.family is None:
+        return step_program(order.name, ranks, microbatches, None).schedule
+    return build_schedule(
+        order.name, ranks, microbatches, order.v if order.family.chooses_virtual_stages else None
+    )

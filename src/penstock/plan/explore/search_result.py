@@ -43,9 +43,15 @@ class SearchResult:
         """
         if self.plans:
             return self.plans[0]
+        if not self.complete:
+            raise ConfigError(
+                f"the search ended after {self.seconds:.1f} s and {self.evaluated:,} layouts, before it found one that "
+                "fits; give it more time, or fix values such as pp"
+            )
         if self.smallest is None:
             raise ConfigError(
-                "no layout of the space can run: no degrees divide the devices, the model and the batch"
+                "no layout of the space can run: the schedules do not allow its stages and microbatches; fix fewer "
+                "values, or allow more schedules"
             )
         layout, size, exact = self.smallest
         least = "" if exact else "at least "

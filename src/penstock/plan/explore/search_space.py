@@ -104,13 +104,22 @@ class Space:
 
     def orders(self, pp: int, microbatches: int) -> tuple[Order, ...]:
         """Return the schedules that may run on `pp` ranks."""
-        in_files = [
-            order
-            for name in self.schedules
-            if name not in FAMILIES
-            for order in _from_file(name, pp, microbatches)
-        ]
+        files = [self._file(name) for name in self.schedules if name not in FAMILIES]
+        in_files = [order for *counts, order in files if counts == [pp, microbatches]]
         return (*self._orders_of_families(pp), *in_files)
+
+    @lru_cache(maxsize=256)  # noqa: B019  a space lives as long as its search
+    def _file(self, path: str) -> tuple[int, int, Order]:
+        """Return the ranks and microbatches of a schedule in a CSV file, and its order."""
+        schedule = read_csv(path)
+        splits = bool((schedule.kind == Kind.W).any())
+        return schedule.ranks, schedule.microbatches, Order(None, path, None, schedule.placement, splits)
+
+    @lru_cache(maxsize=4096)  # noqa: B019  a space lives as long as its search
+    def copies(self, pp: int, microbatches: int) -> int:
+        """Return the largest number of ranks that have a copy of one stage, over the schedules."""
+        placements = {order.placement for order in self.orders(pp, microbatches)}
+        return max((len(ranks) for place in placements for ranks in place.holders), default=1)
 
     @lru_cache(maxsize=256)  # noqa: B019  a space lives as long as its search
     def _orders_of_families(self, pp: int) -> tuple[Order, ...]:
@@ -119,9 +128,9 @@ class Space:
     def _each_order(self, pp: int) -> Iterator[Order]:
         fixed_v = self.fixed.get("v")
         most = min(self.profile.blocks // pp, MAX_VIRTUAL_STAGES)
-        if pp == 1 and "schedule" not in self.fixed:
+        name = Layout.schedule
+        if pp == 1 and name in self.schedules and fixed_v in (None, 1):
             # One rank waits for no other: all orders take the same time, and one microbatch at a time needs least memory.
-            name = Layout().schedule
             yield Order(FAMILIES[name], name, 1, Placement.loop(1), False)
             return
         for name in self.schedules:
@@ -137,7 +146,7 @@ class Space:
                 if fixed_v is not None:
                     choices = [fixed_v]
             else:
-                choices = [family.virtual_stages]
+                choices = [family.virtual_stages] if fixed_v in (None, family.virtual_stages) else []
             for v in choices:
                 try:
                     placement = family.place(pp, v)
@@ -170,13 +179,6 @@ class Space:
 
     def _values(self, key: str, default: Sequence[Any]) -> Sequence[Any]:
         return (self.fixed[key],) if key in self.fixed else default
-
-
-def _from_file(path: str, pp: int, microbatches: int) -> Iterator[Order]:
-    schedule = read_csv(path)
-    if (schedule.ranks, schedule.microbatches) == (pp, microbatches):
-        splits = bool((schedule.kind == Kind.W).any())
-        yield Order(None, path, None, schedule.placement, splits)
 
 
 def make_space(
@@ -218,7 +220,30 @@ def make_space(
     for what, value in (("batch", batch), ("sequence", sequence)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{what} must be a whole number of at least 1, got {value!r}")
-    return Space(profile, cluster, sequence, batch, count, dict(fixed), names)
+    space = Space(profile, cluster, sequence, batch, count, dict(fixed), names)
+    if next(space.points(), None) is None:
+        raise ConfigError(_why_empty(space))
+    return space
+
+
+def _why_empty(space: Space) -> str:
+    """Return the reason why a space has no layout, with the nearest batch if another batch would do."""
+    given = ", ".join(f"{key}={value}" for key, value in space.fixed.items())
+    on = f"{space.devices} devices" + (f" with {given}" if given else "")
+
+    def allows(batch: int) -> bool:
+        return next(replace(space, batch=batch).points(), None) is not None
+
+    reach = 64 * space.devices * int(space.fixed.get("microbatch", 1))
+    below = next((n for n in range(space.batch - 1, max(0, space.batch - reach), -1) if allows(n)), None)
+    above = next((n for n in range(space.batch + 1, space.batch + reach) if allows(n)), None)
+    near = " or ".join(str(n) for n in (below, above) if n is not None)
+    if near:
+        return f"a batch of {space.batch} does not divide over {on}; the nearest batch that does is {near}"
+    return (
+        f"{space.profile.name} cannot run on {on}: pp x dp x tp must be the devices, pp at most its {space.profile.blocks} "
+        "blocks, and tp must divide its heads and the devices of a node; fix other values"
+    )
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.plan.cluster import read_cluster
+from penstock.plan.explore import branch_and_bound
+from penstock.plan.explore.branch_and_bound import search
+from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.prediction import Prediction, predict
+from penstock.profile.model_profile import Profile, of_shape
+from penstock.profile.model_shape import ModelShape
+from penstock.schedule.families import build_schedule
+from penstock.schedule.text import write_csv
+from tests.support.small_spaces import SmallSpace, every_plan, small_space
+
+
+def found(small: SmallSpace, top: int = 3) -> SearchResult:
+    return search(
+        small.profile, small.cluster, sequence=small.sequence, batch=small.batch, fixed=small.fixed, top=top
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_layout_of_a_small_space_is_quicker(seed: int):
+    small = small_space(seed)
+    quickest: dict[tuple[object, ...], float] = {}
+    for plan in sorted(every_plan(small), key=lambda plan: plan.step_seconds):
+        at = plan.layout
+        if plan.fits:
+            key = (at.pp, at.dp, at.tp, at.v, at.microbatch, at.schedule)
+            quickest.setdefault(key, plan.step_seconds)
+    result = found(small)
+    assert result.complete
+    assert [plan.step_seconds for plan in result.plans] == pytest.approx(
+        sorted(quickest.values())[:3], rel=1e-9
+    )
+    assert all(plan.fits for plan in result.plans)
+
+
+def medium(blocks: int = 16, **more: object) -> Profile:
+    sizes = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_size": 128, "ffn": 14336, "vocabulary": 32000}
+    return of_shape(ModelShape("medium", layers=blocks, **{**sizes, **more}))
+
+
+def plans_of(result: SearchResult) -> list[tuple[str, float]]:
+    return [(str(plan.layout), plan.step_seconds) for plan in result.plans]
+
+
+def test_the_same_search_has_the_same_result():
+    cluster = read_cluster("h100*4")
+    first, second = (search(medium(), cluster, sequence=2048, batch=32) for _ in range(2))
+    assert plans_of(first) == plans_of(second)
+    assert (first.evaluated, first.simulated) == (second.evaluated, second.simulated)
+
+
+def test_an_interrupt_ends_the_search_with_the_best_so_far():
+    seen: list[Prediction] = []
+
+    def interrupt(evaluated: int, simulated: int, leader: Prediction | None) -> None:
+        if leader is not None:
+            seen.append(leader)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=64, progress=interrupt)
+    assert not result.complete
+    assert result.best.step_seconds == seen[-1].step_seconds
+    assert result.simulated <= 4
+
+
+def test_a_limit_ends_the_search_early():
+    result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=64, limit=1e-9)
+    assert not result.complete
+    assert result.simulated <= 4
+
+
+def test_a_search_that_ended_before_a_plan_says_so():
+    cluster = read_cluster("a100-40gb*8")
+    result = search(medium(48), cluster, sequence=2048, batch=64, limit=1e-9, fixed={"recompute": "none"})
+    assert (result.plans, result.complete) == ((), False)
+    with pytest.raises(ConfigError, match=r"the search ended after .* before it found one that fits"):
+        _ = result.best
+
+
+@pytest.mark.parametrize(
+    ("blocks", "batch", "fixed", "message"),
+    [
+        (4, 9, {"dp": 8}, "a batch of 9 does not divide over 8 devices with dp=8; the nearest batch that does is 8 or 16"),
+        (2, 3, {"tp": 1}, "a batch of 3 does not divide over 8 devices with tp=1; the nearest batch that does is 4"),
+        (4, 8, {"pp": 8}, "medium cannot run on 8 devices with pp=8: pp x dp x tp must be the devices, pp at most its 4"),
+    ],
+)  # fmt: skip
+def test_an_empty_space_says_why(blocks: int, batch: int, fixed: dict[str, object], message: str):
+    with pytest.raises(ConfigError) as error:
+        search(medium(blocks), read_cluster("h100*8"), sequence=2048, batch=batch, fixed=fixed)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"pp": 2}, {"tp": 4, "dp": 2}, {"recompute": "full"}, {"zero": False}, {"microbatch": 2}, {"schedule": "gpipe"},
+        {"schedule": "interleaved-1f1b", "v": 4, "pp": 4}, {"v": 1}, {"v": 3, "pp": 2}, {"sequence_parallel": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fixed_values_are_kept(fixed: dict[str, object]):
+    result = search(medium(24), read_cluster("h100*8"), sequence=2048, batch=64, fixed=fixed)
+    assert result.plans
+    for plan in result.plans:
+        assert {key: getattr(plan.layout, key) for key in fixed} == fixed
+
+
+def test_only_the_given_schedules_are_searched(tmp_path: Path):
+    order = tmp_path / "mine.csv"
+    write_csv(build_schedule("zb-h1", 4, 16), order)
+    result = search(
+        medium(), read_cluster("h100*8"), sequence=2048, batch=32, schedules=["gpipe", str(order)], top=50
+    )
+    by_name = {plan.layout.schedule: plan for plan in result.plans}
+    assert set(by_name) == {"gpipe", str(order)}
+    assert all(p.layout.pp == 4 for p in result.plans if p.layout.schedule == str(order))
+    built_in = predict(
+        medium(), read_cluster("h100*8"), by_name[str(order)].layout.with_values(schedule="zb-h1", v=None), sequence=2048,
+        batch=32,
+    )  # fmt: skip
+    assert by_name[str(order)].step_seconds == pytest.approx(built_in.step_seconds)
+
+
+def test_devices_and_memory_are_kept():
+    profile, cluster = medium(), read_cluster("h100*8")
+    few = search(profile, cluster, sequence=2048, batch=32, devices=4)
+    assert {plan.layout.devices for plan in few.plans} == {4}
+    free = search(profile, cluster, sequence=2048, batch=32)
+    cap = 0.8 * free.best.peak_bytes
+    capped = search(profile, cluster, sequence=2048, batch=32, memory=cap)
+    assert max(plan.peak_bytes for plan in capped.plans) <= cap
+    assert capped.best.step_seconds >= free.best.step_seconds
+
+
+def test_where_nothing_fits_the_smallest_layout_is_named():
+    result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=32, memory=1e9)
+    assert result.plans == ()
+    with pytest.raises(ConfigError, match=r"the smallest needs (at least )?[\d.]+ GB a device: pp=\d"):
+        _ = result.best
+
+
+def test_steps_of_many_microbatches_are_predicted_in_full(monkeypatch: pytest.MonkeyPatch):
+    """With every step extrapolated first, the result is that of the search that extrapolates none."""
+    monkeypatch.setattr(branch_and_bound, "LARGE", 10**9)
+    exact = search(medium(), read_cluster("h100*8"), sequence=2048, batch=256, top=3)
+    monkeypatch.setattr(branch_and_bound, "LARGE", 0)
+    quick = search(medium(), read_cluster("h100*8"), sequence=2048, batch=256, top=3)
+    assert plans_of(quick)[0] == plans_of(exact)[0]
+    assert all(plan.program is not None for plan in quick.plans)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "dualpipe", "gpipe"])
+def test_an_extrapolated_step_is_near_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch):
+    fixed = {"schedule": name, "pp": 4, "tp": 1, "microbatch": 1, "recompute": "full", "zero": True}
+    profile, cluster, batch = medium(), read_cluster("h100*8"), 2 * (40 + 2 * len(name))
+    extrapolated: list[Prediction] = []
+
+    def note(evaluated: int, simulated: int, leader: Prediction | None) -> None:
+        if leader is not None and leader.program is None:
+            extrapolated.append(leader)
+
+    monkeypatch.setattr(branch_and_bound, "LARGE", 0)
+    search(profile, cluster, sequence=1024, batch=batch, fixed=fixed, progress=note)
+    assert extrapolated
+    for quick in extrapolated:
+        whole = predict(profile, cluster, quick.layout, sequence=1024, batch=batch)
+        assert quick.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)

@@ -1,0 +1,76 @@
+"""Small spaces of layouts, in which a search can be compared with all layouts one by one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.plan.cluster import Cluster, Device, LinkSpeed
+from penstock.plan.explore.search_space import Space, make_space
+from penstock.plan.prediction import Prediction, predict
+from penstock.profile.model_profile import Profile, of_shape
+from penstock.profile.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class SmallSpace:
+    """Inputs of a search."""
+
+    profile: Profile
+    cluster: Cluster
+    sequence: int
+    batch: int
+    fixed: dict[str, Any]
+
+    @property
+    def space(self) -> Space:
+        return make_space(self.profile, self.cluster, self.sequence, self.batch, self.fixed, None, None)
+
+
+def small_space(seed: int) -> SmallSpace:
+    """Return a small space: 2 to 8 devices, 2 to 8 blocks; every third has little memory."""
+    draw = random.Random(seed)
+    devices = draw.choice((2, 3, 4, 4, 6, 8))
+    heads = draw.choice((2, 4))
+    shape = ModelShape(
+        "small", layers=draw.randint(2, 8), hidden=64 * heads, heads=heads, kv_heads=heads, head_size=64,
+        ffn=draw.choice((256, 1024)), vocabulary=draw.choice((128, 4096)), gated=draw.random() < 0.5,
+        dropout=draw.random() < 0.5,
+    )  # fmt: skip
+    rates = {"bf16": draw.choice((1e11, 1e12))}
+    device = Device(
+        memory=80e9, matmul=rates, memory_bandwidth=draw.choice((5e9, 5e10)), matmul_width=64, launch=draw.choice((0, 1e-5)),
+    )  # fmt: skip
+    nodes = draw.choice((1, 2)) if devices % 2 == 0 else 1
+    cluster = Cluster(
+        "small", device, devices // nodes, nodes, LinkSpeed(1e-6, draw.choice((1e9, 1e10))),
+        LinkSpeed(1e-5, draw.choice((2e8, 2e9))), op_overhead=draw.choice((0, 5e-5)), step_overhead=1e-4,
+        overlap=draw.random() < 0.5, unfused_dropout=draw.random() < 0.5,
+    )  # fmt: skip
+    fixed = {"tp": 1} if draw.random() < 0.5 else {}
+    space = SmallSpace(
+        of_shape(shape), cluster, draw.choice((64, 128)), devices * draw.choice((1, 2, 3)), fixed
+    )
+    if seed % 3:
+        return space
+    sizes = sorted(plan.peak_bytes for plan in every_plan(space))
+    cap = sizes[len(sizes) // draw.choice((4, 20))]
+    return replace(space, cluster=replace(cluster, device=replace(device, memory=cap)))
+
+
+def every_plan(small: SmallSpace) -> list[Prediction]:
+    """Return the predictions of all layouts of a space, one by one, without bounds; also those that do not fit."""
+    space, plans = small.space, []
+    for point in space.points():
+        for order in space.orders(point.layout.pp, point.microbatches):
+            for layout in space.variants(replace(point.layout, v=order.v, schedule=order.name)):
+                try:
+                    plan = predict(
+                        small.profile, small.cluster, layout, sequence=small.sequence, batch=small.batch
+                    )
+                except PenstockError:
+                    continue  # the family does not allow the counts
+                plans.append(plan)
+    return plans
