@@ -90,6 +90,10 @@ LINES = {
         r"  plain 1F1B: 2 rows, mean N, median N, largest N", r"b200: 8 runs, mean N, median N, largest N",
         r"  matmul.bf16 +rated +N  fitted +N  preset +N",
     ],
+    "bench.plan_search": [
+        r"Llama-3 8B +h100.8( +N){7}", r"GPT 175B +a100-80gb.8x8( +N){7}", r"Llama-3 405B +h100.8x64( +N){7}",
+        r"small spaces: worse than an exhaustive search in 0 of 3; N of N layouts simulated",
+    ],
     "bench.zoo --count 2000": [r"linear +N +N +N +0", r"24 cases: N bit-equal, N bounded, N refused, 0 FAILED; N s"],
 }  # fmt: skip
 

@@ -70,6 +70,10 @@ if TYPE_CHECKING:
     "--from-run", "run", type=click.Path(file_okay=False, exists=True, path_type=Path), metavar="RUN",
     help="Folder of a run of this model: print where the prediction of its step is wrong, and correct the cluster by it.",
 )  # fmt: skip
+@click.option(
+    "--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
+    help="Page with the timeline, the memory of every rank, and time over memory of all layouts; works offline.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     model: str,
@@ -85,6 +89,7 @@ def command(
     seconds: float | None,
     out: Path | None,
     run: Path | None,
+    page: Path | None,
     as_json: bool,
 ) -> None:
     """Choose how to run a model on machines: the layout, whether it fits, how fast it is.
@@ -115,16 +120,23 @@ def command(
             click.echo(json.dumps(prediction.as_dict()))
         else:
             _show_one(profile, cluster, prediction, sequence, batch)
+        result: Prediction | SearchResult = prediction
         best = prediction
     else:
-        result = _search(
+        found = _search(
             profile, cluster, sequence, batch, fixes, schedules, devices, memory_limit, top, seconds, as_json
         )
-        best = result.best
+        result, best = found, found.best
         if as_json:
-            click.echo(json.dumps(result.as_dict()))
+            click.echo(json.dumps(found.as_dict()))
         else:
-            _show_search(profile, cluster, result, sequence, batch)
+            _show_search(profile, cluster, found, sequence, batch)
+    if page is not None:
+        from penstock.show.plan_page import write_plan
+
+        write_plan(page, profile, cluster, result, sequence=sequence, batch=batch)
+        if not as_json:
+            click.echo(f"\npage:    {page}")
     if out is None and layout_text is None and not as_json:
         out = Path("run.toml")
     if out is not None:
@@ -241,13 +253,13 @@ def _show_one(profile: Profile, cluster: Cluster, plan: Prediction, sequence: in
 
 
 def _show_search(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> None:
-    from penstock.cli.plan_text import memory_table, plans_table, reasons, sensitivity, summary
+    from penstock.cli.plan_text import changes_text, memory_table, plans_table, reasons_text, summary
 
     plans_table(result)
     click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, result.best, sequence, batch)}\n")
     memory_table(result.best)
-    click.echo(f"\nWhy not another:\n{reasons(result)}")
-    click.echo(f"\nWhat would change it:\n{sensitivity(profile, cluster, result, sequence, batch)}")
+    click.echo(f"\nWhy not another:\n{reasons_text(result)}")
+    click.echo(f"\nWhat would change it:\n{changes_text(profile, cluster, result, sequence, batch)}")
 
 
 def _write_run(path: Path, model: Path, plan: Prediction, sequence: int, batch: int) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.output import table_console
-from penstock.errors import PenstockError
+from penstock.show.units import size_text, time_text
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
@@ -101,61 +100,27 @@ def memory_table(plan: Prediction) -> None:
     table_console().print(table)
 
 
-def reasons(result: SearchResult) -> str:
+def reasons_text(result: SearchResult) -> str:
     """Return, for each dimension, why the other values were rejected; values with the same reason share a line."""
-    chosen = result.best.layout.as_dict()
-    lines = []
-    for dimension, by_value in result.rejections.items():
-        values_by_reason: dict[str, list[str]] = {}
-        for value, reason in by_value.items():
-            values_by_reason.setdefault(reason, []).append(value)
-        name = f"{dimension}={chosen[dimension]}"
-        for reason, values in values_by_reason.items():
-            lines.append(f"  {name:24} {', '.join(values)}: {reason}")
-            name = ""
-    return "\n".join(lines)
+    from penstock.plan.explore.outlook import grouped_reasons
 
-
-def sensitivity(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> str:
-    """Return how the plan's time and rank among the best change with bandwidth, memory and batch."""
-    from penstock.plan.prediction import predict
-
-    def links(factor: float) -> Cluster:
-        node, network = (
-            replace(
-                link,
-                bandwidth=link.bandwidth * factor,
-                reduce_bandwidth=None if link.reduce_bandwidth is None else link.reduce_bandwidth * factor,
-            )
-            for link in (cluster.node, cluster.network)
-        )
-        return replace(cluster, node=node, network=network)
-
-    device = cluster.device
-    changes = (
-        ("half the bandwidth of the links", links(0.5), batch),
-        ("twice the bandwidth of the links", links(2.0), batch),
-        ("3/4 of the memory", replace(cluster, device=replace(device, memory=device.memory * 0.75)), batch),
-        ("twice the batch", cluster, 2 * batch),
+    return "\n".join(
+        f"  {chosen:24} {values}: {reason}" for chosen, values, reason in grouped_reasons(result)
     )
+
+
+def changes_text(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> str:
+    """Return how the plan's time and rank among the best change with bandwidth, memory and batch."""
+    from penstock.plan.explore.outlook import changes
+
     lines = []
-    for text, other, samples in changes:
-        plans = []
-        for plan in result.plans:
-            try:
-                plans.append(predict(profile, other, plan.layout, sequence=sequence, batch=samples))
-            except PenstockError:
-                continue  # this layout does not allow the change
-        fitting = sorted((p for p in plans if p.fits), key=lambda p: p.step_seconds)
-        if not fitting:
+    for text, best in changes(profile, cluster, result, sequence, batch):
+        if best is None:
             lines.append(f"  {text}: none of these plans fits")
             continue
-        same = (
-            "the same plan"
-            if fitting[0].layout == result.best.layout
-            else f"best of these is then {fitting[0].layout}"
-        )
-        lines.append(f"  {text}: {time_text(fitting[0].step_seconds)} a step; {same}")
+        same = best.layout == result.best.layout
+        then = "the same plan" if same else f"best of these is then {best.layout}"
+        lines.append(f"  {text}: {time_text(best.step_seconds)} a step; {then}")
     return "\n".join(lines)
 
 
@@ -209,19 +174,3 @@ def _notes(recompute: str | int) -> str:
     if recompute == "selective":
         return "# Attention here never stores its scores, so there is nothing to recompute selectively.\n"
     return ""
-
-
-def time_text(seconds: float) -> str:
-    """Return seconds in a unit that suits them."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.4g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def size_text(size: float) -> str:
-    """Return bytes in a unit that suits them."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}" if size < 1e12 else f"{size / 1e12:.3g} TB"
-    return f"{size:.0f} B"

@@ -53,11 +53,12 @@ def render(
         figures: JSON of Bokeh's figures by the id of their element.
         library: Bokeh's scripts.
     """
-    early, late, style = (_source(name) for name in ("nonce.js", "page.js", "page.css"))
-    scripts = [f"\n{script}\n" for script in (early, *library, late)]
-    nonce = secrets.token_urlsafe(16)
     causes = [cause for cause in CAUSES if any(cause in step.bubbles.causes for step in steps)]
-    return _ENVIRONMENT.get_template("page.html").render(
+    return fill_template(
+        "page.html",
+        data,
+        figures,
+        library,
         title=title,
         steps=[_view(step, unit) for step in steps],
         first_shown=_first_shown(steps),
@@ -67,13 +68,33 @@ def render(
         causes=[(BUSY, "computing"), *((CAUSES[cause].colour, CAUSES[cause].meaning) for cause in causes)],
         settings=settings,
         problems=problems,
+        shared=_shared,
+    )
+
+
+def fill_template(
+    template: str, data: Mapping[str, Any], figures: Mapping[str, Any], library: Sequence[str], **values: Any
+) -> str:
+    """Return a page from one of the templates, with its scripts, its style and the policy that allows no others.
+
+    Args:
+        template: name of the template.
+        data: JSON for the page's own script.
+        figures: JSON of Bokeh's figures by the id of their element.
+        library: Bokeh's scripts.
+        values: further values of the template, which escapes them.
+    """
+    early, late, style = (_source(name) for name in ("nonce.js", "page.js", "page.css"))
+    scripts = [f"\n{script}\n" for script in (early, *library, late)]
+    nonce = secrets.token_urlsafe(16)
+    return _ENVIRONMENT.get_template(template).render(
         data=data,
         figures=figures,
         policy=policy(scripts, nonce),
         nonce=nonce,
         style=style,
         scripts=scripts,
-        shared=_shared,
+        **values,
     )
 
 

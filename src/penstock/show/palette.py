@@ -87,3 +87,16 @@ CAUSES = {
     ),
 }  # fmt: skip
 """Every cause of `penstock.trace.bubbles.CAUSES`, in that order."""
+
+MEMORY_PARTS = {
+    "weights": ("#5046b4", "weights"),
+    "gradients": ("#4477aa", "gradients"),
+    "optimizer": ("#88ccee", "optimizer's state"),
+    "activations": ("#cc6677", "activations"),
+    "recompute": ("#aa4499", "recomputed layer"),
+    "logits": ("#ddcc77", "gradient of the logits"),
+    "messages": ("#999933", "messages"),
+    "buckets": ("#117733", "gradients under reduction"),
+    "margin": ("#bbbbbb", "allocator's margin"),
+}
+"""Colour and meaning of every part of a device's memory, in the order of the bars."""

@@ -39,7 +39,11 @@ def unit_of(traces: Iterable[Trace]) -> Unit:
     measured = [trace for trace in traces if is_measured(trace)]
     if not measured:
         return TICKS
-    longest = max(float(trace.end.max(initial=0)) for trace in measured)
+    return unit_of_seconds(max(float(trace.end.max(initial=0)) for trace in measured))
+
+
+def unit_of_seconds(longest: float) -> Unit:
+    """Return the unit in which a number of seconds is between 1 and 1000."""
     for name, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if longest * scale >= 1.0:
             return Unit(name, scale)
@@ -68,3 +72,19 @@ def amount(trace: Trace, held: int) -> str:
             return f"{size:.4g} {name}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds in a unit that suits them."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.4g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def size_text(size: float) -> str:
+    """Return bytes in a unit that suits them."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}" if size < 1e12 else f"{size / 1e12:.3g} TB"
+    return f"{size:.0f} B"

@@ -27,7 +27,7 @@ from penstock.plan.explore.admissible import (
     seconds_after_pipeline,
 )
 from penstock.plan.explore.rejections import Rejections
-from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.explore.search_result import Outcome, SearchResult
 from penstock.plan.explore.search_space import Order, Point, Space, make_space
 from penstock.plan.prediction import Prediction, op_costs, predict, step_program
 from penstock.plan.rank_memory import rank_memory
@@ -109,14 +109,9 @@ def search(
     plans = run.plans()
     reasons = run.rejections.reasons(plans[0], cluster.device.memory) if plans else {}
     return SearchResult(
-        plans,
-        run.evaluated,
-        run.simulated,
-        perf_counter() - began,
-        complete,
-        reasons,
-        run.rejections.smallest,
-    )
+        plans, run.evaluated, run.simulated, perf_counter() - began, complete, reasons, run.rejections.smallest,
+        run.outcomes(),
+    )  # fmt: skip
 
 
 @dataclass(order=True)
@@ -213,6 +208,10 @@ class _Search:
         while self._refine():
             pass
         return tuple(self._ranked()[: self.top])
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Return time and memory of every simulated layout that fits."""
+        return tuple(Outcome(p.layout, p.step_seconds, p.peak_bytes) for p in self._simulations.values())
 
     def _refine(self) -> bool:
         """Predict the whole step of an extrapolated plan among the best; return False if there is none."""

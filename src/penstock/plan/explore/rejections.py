@@ -81,7 +81,7 @@ class Rejections:
         chosen = vars(best.layout)
         return {
             dimension: {
-                str(value): _reason(seen, best.step_seconds, capacity)
+                value_text(value): _reason(seen, best.step_seconds, capacity)
                 for value, seen in sorted(self._seen[dimension].items(), key=lambda item: _order(item[0]))
                 if value != chosen[dimension] and value is not None
             }
@@ -90,6 +90,11 @@ class Rejections:
 
     def _values(self, values: dict[str, Any]) -> list[_Seen]:
         return [self._seen[key][values[key]] for key in DIMENSIONS if key in values]
+
+
+def value_text(value: Any) -> str:
+    """Return a value as in the text of a layout."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _order(value: Any) -> tuple[bool, float, str]:

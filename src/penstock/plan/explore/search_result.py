@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.plan.explore.rejections import Smallest
 from penstock.plan.prediction import Prediction
+from penstock.plan.run_layout import Layout
+
+
+class Outcome(NamedTuple):
+    """Time and memory of a layout, which may be extrapolated from a shorter step."""
+
+    layout: Layout
+    step_seconds: float
+    peak_bytes: float
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class SearchResult:
         complete: True if the whole space was covered, so that no layout of it is quicker than the first.
         rejections: reasons why the other values of each dimension were rejected.
         smallest: layout with the least memory of those that do not fit.
+        outcomes: every simulated layout that fits.
     """
 
     plans: tuple[Prediction, ...]
@@ -33,6 +43,7 @@ class SearchResult:
     complete: bool
     rejections: Mapping[str, Mapping[str, str]]
     smallest: Smallest | None = None
+    outcomes: tuple[Outcome, ...] = ()
 
     @property
     def best(self) -> Prediction:

@@ -1,0 +1,227 @@
+"""The page of a plan: one HTML file with a step's timeline, the memory of every rank, and the other layouts of a search.
+
+Like the report page, it works from ``file://`` and asks the network for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.atomic import write_bytes
+from penstock.errors import ConfigError
+from penstock.plan.cluster import Cluster
+from penstock.plan.explore.outlook import changes, grouped_reasons
+from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.prediction import Prediction
+from penstock.plan.rank_memory import RankMemory
+from penstock.profile.model_profile import Profile
+from penstock.show.analysis import StepAnalysis
+from penstock.show.blocks import several_stages
+from penstock.show.page import MAX_ROWS, fill_template
+from penstock.show.page_data import step_data, styles
+from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
+from penstock.show.units import size_text, time_text, unit_of_seconds
+from penstock.trace.bubbles import makespan
+from penstock.trace.events import Trace
+
+MAX_EVENTS = 100_000
+"""Events of the timeline."""
+
+
+def write_plan(
+    path: str | Path,
+    profile: Profile,
+    cluster: Cluster,
+    result: Prediction | SearchResult,
+    *,
+    sequence: int,
+    batch: int,
+) -> Path:
+    """Write the page of a predicted layout, or of a search.
+
+    Args:
+        path: file to write; its folder must exist.
+        profile: costs of the model's layers.
+        cluster: devices and links.
+        result: the prediction, or the result of the search.
+        sequence: tokens of a sample.
+        batch: samples of a step.
+
+    Raises:
+        ConfigError: if no layout of the search fits, Bokeh is not installed, or the file cannot be written.
+    """
+    path = Path(path)
+    text = _page(profile, cluster, result, sequence, batch)
+    try:
+        write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the page {str(path)!r}: {error}") from error
+    return path
+
+
+def _page(
+    profile: Profile, cluster: Cluster, result: Prediction | SearchResult, sequence: int, batch: int
+) -> str:
+    from penstock.show.figures import library
+    from penstock.show.plan_figures import plan_figures
+
+    search = result if isinstance(result, SearchResult) else None
+    plan = result if isinstance(result, Prediction) else result.best
+    assert plan.trace is not None, "predictions have their trace"
+    unit = unit_of_seconds(float(makespan(plan.trace)))
+    step = StepAnalysis("plan", plan.trace)
+    packed = step_data(step, unit)
+    shown = _first_events(plan.trace)
+    if shown is not plan.trace:
+        packed |= {name: step_data(StepAnalysis("plan", shown), unit)[name] for name in ("blocks", "gaps")}
+    outcomes = () if search is None else search.outcomes
+    data = {
+        "unit": unit.name, "held": "", "styles": styles(), "ranks": [], "steps": [packed],
+        "figures": [f"{name}-figure" for name in ("measured", "bars", "memory-parts", "frontier")],
+    }  # fmt: skip
+    return fill_template(
+        "plan.html",
+        data,
+        plan_figures(plan, outcomes, unit),
+        library(),
+        title=f"{profile.name} on {cluster.name}",
+        counts=f"{profile.parameters / 1e9:.3g} billion parameters in {profile.blocks} blocks; {cluster.nodes} x "
+        f"{cluster.ranks_per_node} devices of {size_text(plan.capacity)}; {batch:,} samples of {sequence:,} tokens a step",
+        cards=_cards(plan),
+        sentences=_sentences(plan, search),
+        layout=_layout(plan),
+        plans=None if search is None else _plans(search),
+        step={
+            "kinds": [style for kind, style in KINDS.items() if (plan.trace.kind == kind).any()],
+            "several_stages": several_stages(plan.trace),
+            "above_plan": False,
+        },
+        cut=f"{len(plan.trace):,}" if shown is not plan.trace else "",
+        causes=[
+            (BUSY, "computing"),
+            *((style.colour, style.meaning) for cause, style in CAUSES.items() if plan.causes.get(cause)),
+        ],
+        parts=[MEMORY_PARTS[name] for name in _parts(plan.memory)],
+        memory=_memory(plan.memory),
+        reasons=[] if search is None else grouped_reasons(search),
+        changes=[] if search is None else _changes(profile, cluster, search, sequence, batch),
+        assumptions=plan.assumptions,
+    )
+
+
+def _first_events(trace: Trace) -> Trace:
+    """Return a trace, or the first `MAX_EVENTS` events of a longer one."""
+    if len(trace) <= MAX_EVENTS:
+        return trace
+    last = np.partition(trace.start, MAX_EVENTS)[MAX_EVENTS]
+    return trace.select(np.flatnonzero(trace.start < last))
+
+
+def _cards(plan: Prediction) -> list[tuple[str, str]]:
+    return [
+        (time_text(plan.step_seconds), f"a step ({time_text(plan.low)} to {time_text(plan.high)})"),
+        (f"{plan.tokens_per_second:,.0f}", "tokens a second"),
+        (f"{plan.mfu:.1%}", f"MFU; {plan.tflops_per_device:.4g} TFLOP/s a device"),
+        (size_text(plan.peak_bytes), f"on the fullest device, of {size_text(plan.capacity)}"),
+        (f"{plan.bubble:.1%}", "of the ranks' time idle"),
+    ]
+
+
+def _sentences(plan: Prediction, search: SearchResult | None) -> list[str]:
+    sentences = []
+    if not plan.fits:
+        sentences.append(
+            f"This layout does not fit: the fullest device needs {size_text(plan.peak_bytes - plan.capacity)} more."
+        )
+    parts = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in plan.parts.items() if seconds)
+    sentences.append(f"The step's time: {parts}.")
+    if search is not None:
+        sentences.append(
+            f"{search.evaluated:,} layouts were compared and {search.simulated:,} simulated in {search.seconds:.1f} s. "
+            + (
+                "No layout of the space is quicker."
+                if search.complete
+                else "The search ended early, so a better one may exist."
+            )
+        )
+    return sentences
+
+
+_MEANINGS = {
+    "pp": "pipeline ranks", "dp": "replicas of the pipeline (data parallel)", "tp": "devices a stage (tensor parallel)",
+    "v": "stages a rank", "microbatch": "samples of a microbatch", "schedule": "order of the ops",
+    "recompute": "activations computed again", "zero": "optimizer's state divided over replicas (ZeRO-1)",
+    "sequence_parallel": "activations divided along the sequence", "split": "blocks of every stage",
+}  # fmt: skip
+
+
+def _layout(plan: Prediction) -> list[tuple[str, str, str]]:
+    values = {name: str(value) for name, value in plan.layout.as_dict().items()}
+    values |= {"zero": "yes" if plan.layout.zero else "no"}
+    values |= {"sequence_parallel": "yes" if plan.layout.sequence_parallel else "no"}
+    if plan.costs is not None:
+        values["split"] = _runs(plan.costs.counts)
+    return [(name, values[name], meaning) for name, meaning in _MEANINGS.items()]
+
+
+def _runs(counts: Sequence[int]) -> str:
+    """Return numbers with equal neighbours joined, as in ``3, 14 x 4, 3``."""
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][1] == count:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, count])
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for times, count in runs)
+
+
+def _plans(search: SearchResult) -> dict[str, Any]:
+    heads = (
+        "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "ZeRO", "sequence parallel", "step", "slower",
+        "tokens/s", "MFU", "memory", "idle",
+    )  # fmt: skip
+    rows = []
+    for plan in search.plans:
+        at = plan.layout
+        rows.append(
+            (
+                at.pp, at.dp, at.tp, at.v, at.microbatch, at.schedule, at.recompute, "yes" if at.zero else "",
+                "yes" if at.sequence_parallel else "", time_text(plan.step_seconds),
+                f"{plan.step_seconds / search.best.step_seconds - 1:.1%}", f"{plan.tokens_per_second:,.0f}",
+                f"{plan.mfu:.1%}", size_text(plan.peak_bytes), f"{plan.bubble:.1%}",
+            )
+        )  # fmt: skip
+    hint = "One row for each choice of degrees, microbatch and schedule, with its best recompute and ZeRO."
+    return {"heads": heads, "rows": rows, "hint": hint}
+
+
+def _parts(memory: Sequence[RankMemory]) -> list[str]:
+    """Return the parts of the memory that some rank has."""
+    return [name for name in MEMORY_PARTS if any(getattr(rank, name) > 0 for rank in memory)]
+
+
+def _memory(memory: Sequence[RankMemory]) -> dict[str, Any]:
+    parts = _parts(memory)
+    rows = [
+        (number, size_text(rank.total), *(size_text(getattr(rank, name)) for name in parts), rank.peak_op)
+        for number, rank in enumerate(memory[:MAX_ROWS])
+    ]
+    heads = ("rank", "total", *(MEMORY_PARTS[name][1] for name in parts), "peak at")
+    return {"heads": heads, "rows": rows, "omitted": max(0, len(memory) - MAX_ROWS)}
+
+
+def _changes(
+    profile: Profile, cluster: Cluster, search: SearchResult, sequence: int, batch: int
+) -> list[tuple[str, str, str]]:
+    rows = []
+    for text, best in changes(profile, cluster, search, sequence, batch):
+        if best is None:
+            rows.append((text, "", "none of these layouts fits"))
+        else:
+            same = best.layout == search.best.layout
+            rows.append((text, time_text(best.step_seconds), "the same layout" if same else str(best.layout)))
+    return rows
