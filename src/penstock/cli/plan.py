@@ -106,6 +106,11 @@ def command(
         raise click.UsageError(
             "--layout predicts one layout; --fix, --schedule and --devices belong to a search"
         )
+    if out is None and layout_text is None and not as_json:
+        out = Path("run.toml")
+    _require_writable(out, page)
+    if seconds is not None and not seconds > 0:
+        raise click.UsageError(f"--seconds must be above 0, got {seconds}")
     profile, cluster = read_model(model), read_cluster(cluster_name)
     sequence, batch = _sizes(Path(model), cluster, sequence, batch)
     if run is not None:
@@ -137,12 +142,30 @@ def command(
         write_plan(page, profile, cluster, result, sequence=sequence, batch=batch)
         if not as_json:
             click.echo(f"\npage:    {page}")
-    if out is None and layout_text is None and not as_json:
-        out = Path("run.toml")
     if out is not None:
         _write_run(out, Path(model), best, sequence, batch)
         if not as_json:
             click.echo(f"\nwritten: {out}\nstart:   {_start_command(best, cluster, out)}")
+
+
+def _require_writable(out: Path | None, page: Path | None) -> None:
+    """Raise `ConfigError` if a file cannot be written, or is one that penstock plan did not write."""
+    from penstock.bounded_io import read_bytes
+    from penstock.cli.plan_text import HEADER
+
+    for option, path in (("--out", out), ("--html", page)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(
+                f"cannot write {path}: there is no folder {path.parent}; make it, or give another {option}"
+            )
+    if out is None or not out.exists():
+        return
+    try:
+        ours = read_bytes(out, 2**20).startswith(HEADER.encode())
+    except OSError as error:
+        raise ConfigError(f"cannot read {out}: {error}; give another --out") from error
+    if not ours:
+        raise ConfigError(f"{out} exists and was not written by penstock plan; give another --out")
 
 
 def _sizes(model: Path, cluster: Cluster, sequence: int | None, batch: int | None) -> tuple[int, int]:
@@ -266,13 +289,11 @@ def _write_run(path: Path, model: Path, plan: Prediction, sequence: int, batch: 
     """Write the config of a plan's run.
 
     Raises:
-        ConfigError: if the path has a file that is not such a config, or it cannot be written.
+        ConfigError: if it cannot be written.
     """
     from penstock.atomic import write_text
-    from penstock.cli.plan_text import HEADER, run_config
+    from penstock.cli.plan_text import run_config
 
-    if path.exists() and not path.read_text(errors="replace").startswith(HEADER):
-        raise ConfigError(f"{path} exists and was not written by penstock plan; give another --out")
     tables = _tables(model) if model.suffix == ".toml" else {}
     try:
         write_text(path, run_config(tables, model, plan, sequence, batch))

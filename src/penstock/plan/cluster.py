@@ -48,6 +48,7 @@ PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 """Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
 _MAX_BYTES = 4 * MEGABYTE
 _MAX_DEVICES = 1_000_000
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -270,4 +271,8 @@ def _number(value: object, where: str, zero: bool = False) -> float:
     assert isinstance(value, int | float)
     if value < 0 or (value == 0 and not zero):
         raise ConfigError(f"{where} must be {'at least' if zero else 'above'} 0, got {value}")
+    if (0 < value < 1 and not zero) or value > _LARGEST:
+        raise ConfigError(
+            f"{where} must be {'0' if zero else '1'} to {_LARGEST:g}, got {value}; units are in docs/planning.md"
+        )
     return float(value)

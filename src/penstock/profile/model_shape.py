@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, nearest
 
 _MAX_BYTES = 16 * MEGABYTE
 _LARGEST = 10**9
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class ModelShape:
             value = getattr(self, f.name)
             if f.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{f.name} of the model must be true or false, got {value!r}")
-            least = 1 if f.default is MISSING else 0
+            least, most = (1 if f.default is MISSING else 0), (_MOST_LAYERS if f.name == "layers" else _LARGEST)
             whole = isinstance(value, int) and not isinstance(value, bool)
-            if f.type == "int" and not (whole and least <= value <= _LARGEST):
+            if f.type == "int" and not (whole and least <= value <= most):
                 raise ConfigError(
-                    f"{f.name} of the model must be a whole number from {least} to {_LARGEST:,}, got {value!r}"
+                    f"{f.name} of the model must be a whole number from {least} to {most:,}, got {value!r}"
                 )
         if self.heads % self.kv_heads:
             raise ConfigError(

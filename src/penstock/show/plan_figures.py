@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.plan.explore.search_result import Outcome
+from penstock.plan.explore.search_result import SimulatedLayout
 from penstock.plan.prediction import Prediction
 from penstock.show.figures import figures
 from penstock.show.palette import MEMORY_PARTS
@@ -16,7 +16,9 @@ _LIMIT = "#d03030"
 _DOTS, _BEST = "#3f7fc4", "#e07b00"
 
 
-def plan_figures(plan: Prediction, outcomes: Sequence[Outcome], unit: Unit) -> dict[str, dict[str, Any]]:
+def plan_figures(
+    plan: Prediction, outcomes: Sequence[SimulatedLayout], unit: Unit
+) -> dict[str, dict[str, Any]]:
     """Return the figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
 
     Args:
@@ -77,7 +79,7 @@ def _memory(plan: Prediction) -> Any:
     return plot
 
 
-def _frontier(plan: Prediction, outcomes: Sequence[Outcome]) -> Any:
+def _frontier(plan: Prediction, outcomes: Sequence[SimulatedLayout]) -> Any:
     from bokeh.models import DataRange1d, HoverTool
 
     plot = _figure("frontier", DataRange1d(range_padding=0.06), DataRange1d(range_padding=0.08), height=320)
@@ -108,9 +110,9 @@ def _frontier(plan: Prediction, outcomes: Sequence[Outcome]) -> Any:
     return plot
 
 
-def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def frontier(outcomes: Sequence[SimulatedLayout]) -> list[SimulatedLayout]:
     """Return the layouts that no other beats in both time and memory, by growing memory."""
-    line: list[Outcome] = []
+    line: list[SimulatedLayout] = []
     for outcome in sorted(outcomes, key=lambda outcome: (outcome.peak_bytes, outcome.step_seconds)):
         if not line or outcome.step_seconds < line[-1].step_seconds:
             line.append(outcome)

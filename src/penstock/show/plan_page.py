@@ -58,8 +58,8 @@ def write_plan(
     text = _page(profile, cluster, result, sequence, batch)
     try:
         write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the page {str(path)!r}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write the page {path}: {error.strerror}") from error
     return path
 
 

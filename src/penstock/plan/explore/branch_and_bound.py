@@ -27,7 +27,7 @@ from penstock.plan.explore.admissible import (
     seconds_after_pipeline,
 )
 from penstock.plan.explore.rejections import Rejections
-from penstock.plan.explore.search_result import Outcome, SearchResult
+from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space
 from penstock.plan.prediction import Prediction, op_costs, predict, step_program
 from penstock.plan.rank_memory import rank_memory
@@ -209,9 +209,11 @@ class _Search:
             pass
         return tuple(self._ranked()[: self.top])
 
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[SimulatedLayout, ...]:
         """Return time and memory of every simulated layout that fits."""
-        return tuple(Outcome(p.layout, p.step_seconds, p.peak_bytes) for p in self._simulations.values())
+        return tuple(
+            SimulatedLayout(p.layout, p.step_seconds, p.peak_bytes) for p in self._simulations.values()
+        )
 
     def _refine(self) -> bool:
         """Predict the whole step of an extrapolated plan among the best; return False if there is none."""

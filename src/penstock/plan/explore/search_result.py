@@ -12,7 +12,7 @@ from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
 
-class Outcome(NamedTuple):
+class SimulatedLayout(NamedTuple):
     """Time and memory of a layout, which may be extrapolated from a shorter step."""
 
     layout: Layout
@@ -43,7 +43,7 @@ class SearchResult:
     complete: bool
     rejections: Mapping[str, Mapping[str, str]]
     smallest: Smallest | None = None
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[SimulatedLayout, ...] = ()
 
     @property
     def best(self) -> Prediction:
@@ -67,7 +67,7 @@ class SearchResult:
         layout, size, exact = self.smallest
         least = "" if exact else "at least "
         raise ConfigError(
-            f"no layout fits in memory; the smallest needs {least}{size / 1e9:.1f} GB a device: {layout}. Take more "
+            f"no layout fits in memory; the smallest needs {least}{_text(size)} a device: {layout}. Take more "
             "devices, devices with more memory, or a smaller batch or sequence"
         )
 
@@ -80,3 +80,7 @@ class SearchResult:
             "complete": self.complete,
             "rejections": {dimension: dict(reasons) for dimension, reasons in self.rejections.items()},
         }
+
+
+def _text(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

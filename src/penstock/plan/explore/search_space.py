@@ -209,6 +209,8 @@ def make_space(
         if schedules is not None
         else [n for n, family in FAMILIES.items() if not family.searches]
     )
+    if not names:
+        raise ConfigError(f"a search needs at least one schedule; there are {', '.join(FAMILIES)}")
     for name in names:
         if name not in FAMILIES and not name.endswith(".csv"):
             raise ConfigError(
