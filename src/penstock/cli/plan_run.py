@@ -75,7 +75,7 @@ def _layout_of(run: Path) -> tuple[Layout, int, int]:
 def _show(rows: tuple[Residual, ...]) -> None:
     from rich.table import Table
 
-    from penstock.cli.plan_text import time_text
+    from penstock.show.units import time_text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("term", "predicted", "measured", "measured/predicted"):

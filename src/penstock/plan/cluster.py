@@ -271,8 +271,6 @@ def _number(value: object, where: str, zero: bool = False) -> float:
     assert isinstance(value, int | float)
     if value < 0 or (value == 0 and not zero):
         raise ConfigError(f"{where} must be {'at least' if zero else 'above'} 0, got {value}")
-    if (0 < value < 1 and not zero) or value > _LARGEST:
-        raise ConfigError(
-            f"{where} must be {'0' if zero else '1'} to {_LARGEST:g}, got {value}; units are in docs/planning.md"
-        )
+    if value and not 1 / _LARGEST <= value <= _LARGEST:
+        raise ConfigError(f"{where} must be {1 / _LARGEST:g} to {_LARGEST:g}, got {value}")
     return float(value)

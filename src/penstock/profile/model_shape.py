@@ -70,7 +70,10 @@ class ModelShape:
             value = getattr(self, f.name)
             if f.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{f.name} of the model must be true or false, got {value!r}")
-            least, most = (1 if f.default is MISSING else 0), (_MOST_LAYERS if f.name == "layers" else _LARGEST)
+            least, most = (
+                (1 if f.default is MISSING else 0),
+                (_MOST_LAYERS if f.name == "layers" else _LARGEST),
+            )
             whole = isinstance(value, int) and not isinstance(value, bool)
             if f.type == "int" and not (whole and least <= value <= most):
                 raise ConfigError(

@@ -1,0 +1,345 @@
+"""``penstock plan``: its contract, its messages, and the run that its config starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.plan import command
+from penstock.errors import PenstockError
+from penstock.plan.cluster import read_cluster
+from penstock.profile.model_profile import read_model
+from penstock.schedule.families import build_schedule
+from penstock.schedule.text import write_csv
+from tests.support.tiny_run import text_folder
+
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64, "vocab_size": 256}
+OWN = """
+[model]
+width = 16
+layers = 4
+heads = 2
+kv_heads = 1
+hidden = 32
+
+[data]
+path = "{text}"
+sequence = 12
+
+[optim]
+lr = 0.002
+
+[train]
+steps = 2
+batch = 8
+eval_batches = 1
+name = "planned"
+
+[sample]
+length = 4
+"""
+CLUSTER = """
+name = "two cores"
+ranks_per_node = 2
+dtype = "fp32"
+
+[device]
+memory = 4e9
+matmul = {fp32 = 2e10}
+memory_bandwidth = 5e9
+
+[node]
+latency = 2e-5
+bandwidth = 2e9
+"""
+PARTS = {
+    "weights", "gradients", "optimizer", "activations", "recompute", "logits", "messages", "buckets", "margin",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(GPT2))
+    (tmp_path / "own.toml").write_text(OWN.format(text=tmp_path / "text"))
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return tmp_path
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(command, words)
+
+
+def plan(*words: str) -> dict[str, Any]:
+    outcome = invoke(*words, "--json")
+    assert outcome.exit_code == 0, outcome.exception
+    return json.loads(outcome.stdout)
+
+
+def message(*words: str) -> str:
+    """Return the one line of a command that is refused."""
+    outcome = invoke(*words)
+    if isinstance(outcome.exception, PenstockError):  # `penstock.cli.main` prints it and exits with code 2
+        text = str(outcome.exception)
+    else:
+        assert outcome.exit_code == 2, outcome.output
+        text = outcome.stderr.splitlines()[-1].removeprefix("Error: ")
+    assert "\n" not in text
+    return text
+
+
+def assert_is_prediction(prediction: dict[str, Any]) -> None:
+    assert {
+        "layout", "step_seconds", "low", "high", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device", "mfu",
+        "memory", "fits", "bubble",
+    } <= set(prediction)  # fmt: skip
+    assert 0 < prediction["low"] <= prediction["step_seconds"] <= prediction["high"]
+    assert 0 < prediction["tflops_per_device"] <= prediction["hardware_tflops_per_device"]
+    assert 0 < prediction["mfu"] < 1 > prediction["bubble"] >= 0
+    assert len(prediction["memory"]) == prediction["layout"]["pp"]
+    for rank in prediction["memory"]:
+        assert PARTS | {"total", "peak_op"} == set(rank)
+        assert rank["total"] == sum(rank[part] for part in PARTS)
+    assert prediction["fits"] == (max(r["total"] for r in prediction["memory"]) <= prediction["capacity"])
+
+
+def test_a_layout_gives_one_prediction():
+    layout = "pp=4,dp=2,tp=1,v=2,microbatch=1,schedule=interleaved-1f1b,recompute=full,zero=true"
+    words = ("gpt2", "--cluster", "a100-80gb*8", "--sequence", "64", "--batch", "32")
+    result = plan(*words, "--layout", layout)
+    assert_is_prediction(result)
+    values = {
+        "pp": 4,
+        "dp": 2,
+        "tp": 1,
+        "v": 2,
+        "schedule": "interleaved-1f1b",
+        "recompute": "full",
+        "zero": True,
+    }
+    assert values.items() <= result["layout"].items()
+    assert result["tokens_per_second"] == pytest.approx(32 * 64 / result["step_seconds"])
+    assert result["hardware_tflops_per_device"] > result["tflops_per_device"]
+
+
+def test_a_search_gives_plans_the_best_first():
+    result = plan("gpt2", "-c", "h100*4", "-s", "64", "-b", "16", "--top", "5")
+    assert {"plans", "evaluated", "seconds"} <= set(result)
+    assert len(result["plans"]) == 5
+    for prediction in result["plans"]:
+        assert_is_prediction(prediction)
+        assert prediction["fits"]
+    times = [prediction["step_seconds"] for prediction in result["plans"]]
+    assert times == sorted(times)
+    assert not Path("run.toml").exists()
+
+
+def test_a_model_is_a_folder_a_config_a_toml_or_a_profile():
+    words = ("-c", "h100*2", "-s", "64", "-b", "8", "--layout", "pp=2")
+    read_model("gpt2").save("profile.json")
+    same = [plan(name, *words)["step_seconds"] for name in ("gpt2", "gpt2/config.json", "profile.json")]
+    assert len(set(same)) == 1
+    assert_is_prediction(plan("own.toml", *words))
+
+
+def test_a_toml_gives_its_own_sequence_and_batch():
+    given = plan("own.toml", "-c", "cluster.toml", "--layout", "pp=2")
+    assert given["tokens_per_second"] == pytest.approx(8 * 12 / given["step_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("a100-40gb*4", 4), ("b200*2x3", 6), ("mi300x*8X2", 16), ("h200", 8), ("cluster.toml*4", 4)],
+)
+def test_a_cluster_is_a_preset_or_a_file_with_its_size(name: str, devices: int):
+    assert read_cluster(name).devices == devices
+    result = plan("gpt2", "-c", name, "-s", "64", "-b", "96", "--layout", f"dp={devices // 2},pp=2")
+    assert result["layout"]["dp"] == devices // 2
+
+
+def test_zero_on_one_replica_changes_nothing():
+    words = ("gpt2", "-c", "h100*2", "-s", "64", "-b", "8", "--layout")
+    without, with_zero = (plan(*words, f"pp=2,zero={zero}") for zero in ("false", "true"))
+    for key in ("step_seconds", "mfu", "memory"):
+        assert with_zero[key] == without[key]
+
+
+def test_own_schedules_are_predicted_and_searched():
+    write_csv(build_schedule("zb-h1", 2, 8), Path("mine.csv"))
+    words = ("gpt2", "-c", "h100*2", "-s", "64", "-b", "8")
+    one = plan(*words, "--layout", "pp=2,schedule=mine.csv")
+    searched = plan(*words, "--schedule", "mine.csv", "--fix", "pp=2")
+    assert searched["plans"][0]["step_seconds"] <= one["step_seconds"]
+    assert {p["layout"]["schedule"] for p in searched["plans"]} == {"mine.csv"}
+
+
+REFUSED = {
+    "no such model": (["missing", "-c", "h100*2"], "cannot read the model"),
+    "a folder without config": (["empty", "-c", "h100*2"], "has no config.json"),
+    "a family without closed form": (["t5.json", "-c", "h100*2"], "no closed form for a model of type 't5'"),
+    "NaN": (["nan.json", "-c", "h100*2"], "n_embd must be a whole number"),
+    "too many layers": (["deep.json", "-c", "h100*2"], "must be a whole number from"),
+    "no text": (["binary.toml", "-c", "h100*2"], "cannot read the model 'binary.toml'"),
+    "a directory as cluster": (["gpt2", "-c", "gpt2"], "cannot read the cluster 'gpt2'"),
+    "a preset's name": (["gpt2", "-c", "h10"], "no cluster 'h10' (did you mean 'h100'"),
+    "no devices": (["gpt2", "-c", "h100*0"], "a cluster has 1 to 1,000,000 devices"),
+    "a key of the cluster": (["gpt2", "-c", "key.toml"], "no key device.memry (did you mean 'memory'?)"),
+    "a negative rate": (["gpt2", "-c", "negative.toml"], "device.memory must be above 0, got -1"),
+    "a rate without end": (["gpt2", "-c", "nan.toml"], "device.memory must be a finite number, got nan"),
+    "a rate of nothing": (["gpt2", "-c", "small.toml"], "device.matmul.bf16 must be 1e-30 to 1e+30"),
+    "batch 0": (["gpt2", "-c", "h100*2", "-b", "0"], "--batch must be 1 to"),
+    "a batch that nothing divides": (
+        ["gpt2", "-c", "h100*3", "-b", "4", "--fix", "pp=1"],
+        "a batch of 4 does not divide over 3 devices with pp=1; the nearest batch that does is 3 or 6",
+    ),
+    "a batch beside a layout": (
+        ["gpt2", "-c", "h100*4", "-b", "10", "--layout", "dp=4"], "the nearest batch that does is 8 or 12",
+    ),
+    "nothing fits": (
+        ["gpt2", "-c", "h100*2", "-b", "4", "--memory-limit", "1KB"],
+        "no layout fits in memory; the smallest needs at least",
+    ),
+    "more stages than blocks": (
+        ["gpt2", "-c", "h100*16", "--layout", "pp=16"], "the model's 8 blocks cannot be cut into 16 stages",
+    ),
+    "a degree that does not divide": (
+        ["gpt2", "-c", "h100*8", "--layout", "tp=3"], "tp=3 does not divide the model's 4 heads",
+    ),
+    "an unknown key": (
+        ["gpt2", "-c", "h100*2", "--layout", "schdule=1f1b"], "no key 'schdule' (did you mean 'schedule'?)",
+    ),
+    "a key twice": (["gpt2", "-c", "h100*2", "--layout", "pp=2,pp=2"], "pp is given twice"),
+    "a contradiction": (
+        ["gpt2", "-c", "h100*2", "-b", "8", "--layout", "pp=2,v=2,schedule=1f1b"], "virtual",
+    ),
+    "too many devices": (["gpt2", "-c", "h100*2", "--layout", "pp=2,dp=2"], "the layout needs 4 devices"),
+    "a huge degree": (["gpt2", "-c", "h100*2", "--layout", "pp=99999999999999999999"], "pp must be a whole number"),
+    "a schedule": (["gpt2", "-c", "h100*2", "--schedule", "1f2b"], "no schedule family '1f2b' (did you mean '1f1b'"),
+    "no schedule": (["gpt2", "-c", "h100*2", "--schedule", ""], "a search needs at least one schedule"),
+    "a file of a schedule": (["gpt2", "-c", "h100*2", "--schedule", "no.csv"], "cannot read the schedule no.csv"),
+    "seconds": (["gpt2", "-c", "h100*2", "--seconds", "nan"], "--seconds must be above 0"),
+    "a memory limit": (["gpt2", "-c", "h100*2", "--memory-limit", "nan"], "--memory-limit must be bytes above 0"),
+    "a search's option": (["gpt2", "-c", "h100*2", "--layout", "pp=2", "--fix", "pp=2"], "--layout predicts one layout"),
+    "NUL": (["gp\0t2", "-c", "h100*2"], "null"),
+    "NUL in the cluster": (["gpt2", "-c", "h1\0.toml"], "null"),
+    "a foreign run.toml": (["gpt2", "-c", "h100*2", "--out", "own.toml"], "was not written by penstock plan"),
+    "no folder": (["gpt2", "-c", "h100*2", "--out", "no/run.toml"], "there is no folder no"),
+    "no folder of a page": (["gpt2", "-c", "h100*2", "--html", "no/p.html"], "there is no folder no"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_in_one_line(folder: Path, case: str):
+    (folder / "empty").mkdir()
+    (folder / "t5.json").write_text('{"model_type": "t5"}')
+    (folder / "nan.json").write_text('{"model_type": "gpt2", "n_embd": NaN, "n_layer": 2, "n_head": 2}')
+    (folder / "deep.json").write_text(json.dumps({**GPT2, "n_layer": 10**9}))
+    (folder / "binary.toml").write_bytes(b"\xff\xfe")
+    device = "[device]\nmemory = {}\nmatmul = {{bf16 = {}}}\nmemory_bandwidth = 1e9\n"
+    (folder / "key.toml").write_text("[device]\nmemry = 1\n")
+    (folder / "negative.toml").write_text(device.format(-1, 1e12))
+    (folder / "nan.toml").write_text(device.format("nan", 1e12))
+    (folder / "small.toml").write_text(device.format(1e9, 1e-300))
+    words, expected = REFUSED[case]
+    assert expected in message(*words)
+    assert not (folder / "run.toml").exists()
+
+
+def test_a_file_of_others_is_not_overwritten(folder: Path):
+    (folder / "run.toml").write_text("[train]\n")
+    assert "run.toml exists and was not written by penstock plan" in message(
+        "gpt2", "-c", "h100*2", "-b", "4"
+    )
+    assert (folder / "run.toml").read_text() == "[train]\n"
+
+
+def test_its_own_file_is_written_again(folder: Path):
+    for _ in range(2):
+        outcome = invoke("gpt2", "-c", "h100*2", "-s", "32", "-b", "4")
+        assert outcome.exit_code == 0, outcome.output
+    assert "written: run.toml\nstart:   " in outcome.stdout
+
+
+def test_the_answer_says_what_why_and_what_would_change_it():
+    lines = invoke("gpt2", "-c", "h100*4", "-s", "64", "-b", "16").stdout.splitlines()
+    assert lines[0].split()[:3] == ["pp", "dp", "tp"]
+    for heading in ("The best plan:", "Why not another:", "What would change it:"):
+        assert heading in lines
+    assert any(line.startswith("layout        pp=") for line in lines)
+    assert any(line.startswith("  half the bandwidth of the links: ") for line in lines)
+
+
+def test_a_plan_imports_no_torch():
+    code = (
+        "import sys\nfrom click.testing import CliRunner\nfrom penstock.cli.plan import command\n"
+        "result = CliRunner().invoke(command, ['gpt2', '-c', 'h100*8', '-s', '64', '-b', '16', '--html', 'p.html'])\n"
+        "assert result.exit_code == 0, result.output\nassert not {'torch', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp=2,microbatch=1,schedule=zb-h1,recompute=full,split=1+3", "pp=2,microbatch=2"]
+)
+def test_the_config_is_one_that_train_reads(folder: Path, layout: str):
+    from penstock.train.config.file import load
+
+    assert invoke("own.toml", "-c", "cluster.toml", "--layout", layout, "--out", "run.toml").exit_code == 0
+    config = load(folder / "run.toml")
+    assert (config.parallel.pp, config.train.batch, config.data.sequence) == (2, 8, 12)
+    if "zb-h1" in layout:
+        assert (config.schedule.name, config.schedule.microbatches) == ("zb-h1", 8)
+        assert (config.runtime.recompute, list(config.schedule.split)) == ("full", [1, 3])
+    else:
+        assert (config.schedule.name, config.schedule.microbatches) == ("1f1b", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["own.toml", "gpt2"])
+def test_the_planned_run_trains(folder: Path, model: str):
+    text_folder(folder)
+    words = [
+        "plan",
+        model,
+        "-c",
+        "cluster.toml",
+        "-s",
+        "12",
+        "-b",
+        "8",
+        "--fix",
+        "pp=2",
+        "--fix",
+        "recompute=full",
+    ]
+    more = [
+        f"data.path={folder / 'text'}",
+        "train.steps=2",
+        "train.eval_batches=1",
+        "sample.length=4",
+        "train.name=planned",
+    ]
+    penstock = [sys.executable, "-m", "penstock"]
+    for command_words in ([*penstock, *words], [*penstock, "train", "run.toml", "--set", *more]):
+        done = subprocess.run(command_words, cwd=folder, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
+    assert "step 2/2  loss " in done.stdout
+    planned = tomllib.loads((folder / "run.toml").read_text())
+    ran = tomllib.loads((folder / "runs" / "planned" / "config.toml").read_text())
+    for section, key in (
+        ("schedule", "name"),
+        ("schedule", "microbatches"),
+        ("parallel", "pp"),
+        ("runtime", "recompute"),
+    ):
+        assert ran[section][key] == planned[section][key]
+    if "split" in planned["schedule"]:
+        assert ran["schedule"]["split"] == planned["schedule"]["split"]
