@@ -98,8 +98,8 @@ def message(*words: str) -> str:
 
 def assert_is_prediction(prediction: dict[str, Any]) -> None:
     assert {
-        "layout", "step_seconds", "low", "high", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device", "mfu",
-        "memory", "fits", "bubble",
+        "layout", "step_seconds", "low", "high", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device",
+        "mfu", "memory", "fits", "bubble",
     } <= set(prediction)  # fmt: skip
     assert 0 < prediction["low"] <= prediction["step_seconds"] <= prediction["high"]
     assert 0 < prediction["tflops_per_device"] <= prediction["hardware_tflops_per_device"]
