@@ -11,7 +11,7 @@ import torch
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["models.md"])
+@pytest.mark.parametrize("page", ["models.md", "planning.md"])
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     torch.manual_seed(0)
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M)
