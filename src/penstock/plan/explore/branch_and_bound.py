@@ -32,14 +32,7 @@ from penstock.plan.explore.search_space import Order, Point, Space, make_space
 from penstock.plan.prediction import Prediction, op_costs, predict, step_program
 from penstock.plan.rank_memory import rank_memory
 from penstock.plan.run_layout import Layout
-from penstock.plan.stage_costs import (
-    LayerTimes,
-    StageCosts,
-    dtype_of,
-    layer_times,
-    stage_costs,
-    work_shares,
-)
+from penstock.plan.stage_costs import LayerTimes, StageCosts, dtype_of, layer_times, stage_costs, work_shares
 from penstock.profile.model_profile import Profile
 from penstock.schedule.families import build_schedule
 from penstock.schedule.families.closed_forms import Setting
@@ -125,6 +118,7 @@ class _Candidate:
         point: layout but for its schedule.
         orders: schedules that it may have: none until placements are compared, one when its bound is of that schedule.
         costs: costs of its stages, once its placement is chosen.
+        rest: seconds that it needs at least after the pipeline, once its placement is chosen.
         bounded: True if the bound is of the schedule's simulation.
     """
 
@@ -134,6 +128,7 @@ class _Candidate:
     point: Point = field(compare=False)
     orders: tuple[Order, ...] = field(default=(), compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
+    rest: float = field(default=0.0, compare=False)
     bounded: bool = field(default=False, compare=False)
 
 
@@ -292,11 +287,12 @@ class _Search:
             work = work_shares(placement) @ (
                 costs.forward + costs.input_grad + costs.weight_grad + costs.again
             )
-            bound = max(point.microbatches * float(work.max()), candidate.bound)
+            rest = seconds_after_pipeline(self.space, layout, placement, costs)
+            bound = max(point.microbatches * float(work.max()), candidate.bound) + rest
             at = replace(point, layout=layout)
             for splits in {order.splits_backward for order in orders}:
                 chosen = tuple(order for order in orders if order.splits_backward == splits)
-                opened.append(self._candidate(bound, 0.0, at, orders=chosen, costs=costs))
+                opened.append(self._candidate(bound, 0.0, at, orders=chosen, costs=costs, rest=rest))
         return opened
 
     def _bound_orders(self, candidate: _Candidate) -> list[_Candidate]:
@@ -311,15 +307,16 @@ class _Search:
         least = float(
             lower_bound(placement, m, table, "split" if order.splits_backward else "full", ranks).makespan
         )
-        rest = seconds_after_pipeline(space, layout, placement, costs)
-        bound = max(candidate.bound, least + rest)
+        bound = max(candidate.bound, least + candidate.rest)
         mean = table.seconds.mean(axis=0) * placement.stages / placement.ranks
         f, b, w = (float(mean[kind]) for kind in (Kind.F, Kind.I, Kind.W))
         setting = Setting(layout.pp, m, order.v or 1, Fraction(f), Fraction(b), Fraction(w))
         opened = []
         for order in candidate.orders:
             bubble = None if order.family is None else order.family.bubble.value(setting)
-            estimate = bound if bubble is None else max(bound, m * (f + b + w) + float(bubble) + rest)
+            estimate = (
+                bound if bubble is None else max(bound, m * (f + b + w) + float(bubble) + candidate.rest)
+            )
             opened.append(self._candidate(bound, estimate, point, orders=(order,), costs=costs, bounded=True))
         return opened
 

@@ -96,7 +96,8 @@ class Space:
     def variants(self, layout: Layout) -> tuple[Layout, ...]:
         """Return a layout with ZeRO, which needs least memory, and without it, which need not gather weights.
 
-        Sequence parallelism is taken wherever it is possible: it communicates as much, and leaves less work and memory.
+        Sequence parallelism is taken wherever it is possible: it communicates as much, and leaves less work and memory. Only the
+        split by cost can make a small model slower with it.
         """
         if "zero" in self.fixed or layout.dp == 1:
             return (layout,)
@@ -130,7 +131,8 @@ class Space:
         most = min(self.profile.blocks // pp, MAX_VIRTUAL_STAGES)
         name = Layout.schedule
         if pp == 1 and name in self.schedules and fixed_v in (None, 1):
-            # One rank waits for no other: all orders take the same time, and one microbatch at a time needs least memory.
+            # One rank waits for no other, so all orders need the same time but for what hides reductions, and one microbatch
+            # at a time needs least memory.
             yield Order(FAMILIES[name], name, 1, Placement.loop(1), False)
             return
         for name in self.schedules:
