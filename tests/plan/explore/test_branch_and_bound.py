@@ -68,13 +68,13 @@ def test_an_interrupt_ends_the_search_with_the_best_so_far():
     result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=64, progress=interrupt)
     assert not result.complete
     assert result.best.step_seconds == seen[-1].step_seconds
-    assert result.simulated <= 4
+    assert result.simulated <= 6  # two a step: with ZeRO and without it
 
 
 def test_a_limit_ends_the_search_early():
     result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=64, limit=1e-9)
     assert not result.complete
-    assert result.simulated <= 4
+    assert result.simulated <= 6  # two a step: with ZeRO and without it
 
 
 def test_a_search_that_ended_before_a_plan_says_so():

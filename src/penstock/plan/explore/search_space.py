@@ -96,8 +96,8 @@ class Space:
     def variants(self, layout: Layout) -> tuple[Layout, ...]:
         """Return a layout with ZeRO, which needs least memory, and without it, which need not gather weights.
 
-        Sequence parallelism is taken wherever it is possible: it communicates as much, and leaves less work and memory. Only the
-        split by cost can make a small model slower with it.
+        Sequence parallelism is taken wherever it is possible: it communicates as much, and leaves less work and memory. Only
+        the split by cost can make a small model slower with it.
         """
         if "zero" in self.fixed or layout.dp == 1:
             return (layout,)
