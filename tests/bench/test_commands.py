@@ -16,7 +16,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"python -m (bench\.[a-z_0-9.]*[a-z_0-9](?: --[a-z-]+(?: (?:\d+|[A-Z]+)\b)?)*)")
-FOREVER = {"bench.zoo --count 2000": "bench.zoo", "bench.faults": "bench.faults --rows 3"}
+FOREVER = {
+    "bench.zoo --count 2000": "bench.zoo", "bench.zoo --count 2000 --seed 700000": "bench.zoo",
+    "bench.faults": "bench.faults --rows 3",
+}  # fmt: skip
 """What is run instead where the settings themselves are what takes long."""
 
 DROPPED = r"not opened: no Chromium here, or no selenium"
@@ -95,6 +98,8 @@ LINES = {
         r"small spaces: worse than an exhaustive search in 0 of 3; N of N layouts simulated",
     ],
     "bench.zoo --count 2000": [r"linear +N +N +N +0", r"24 cases: N bit-equal, N bounded, N refused, 0 FAILED; N s"],
+    "bench.zoo --count 2000 --seed 700000": [r"24 cases: N bit-equal, N bounded, N refused, 0 FAILED; N s"],
+    "bench.advice": [r"largest difference N; of the wrong sign N of N"],
 }  # fmt: skip
 
 
