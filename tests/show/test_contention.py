@@ -25,6 +25,8 @@ def contended(name: str, ranks: int, microbatches: int, slope: float) -> Trace:
     program = check(build_schedule(name, ranks, microbatches)).program
     schedule = program.schedule
     lengths = {Kind.B: 2.0, Kind.I: SPLIT_COST, Kind.W: SPLIT_COST}
+    if bool((schedule.kind == Kind.W).any()):
+        lengths[Kind.F] = SPLIT_COST
     length = {(s, k): lengths.get(k, 1.0) for s in range(schedule.stages) for k in Kind}
     usual = np.array(
         [length[int(s), Kind(int(k))] for s, k in zip(schedule.stage, schedule.kind, strict=True)]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.command(
     epilog="Example:  penstock train --set train.steps=100 --set schedule.name=gpipe\n\n"
     "          penstock train --resume runs/first --set parallel.pp=4\n\n"
+    "          penstock train my.toml --ranks 2 --plan auto\n\n"
     "          penstock train --restarts 3 --set parallel.pp=2 train.checkpoint_every=50\n\n"
     "          torchrun --nproc-per-node 2 -m penstock train my.toml\n\n"
     "          srun -N 2 --ntasks-per-node 8 penstock train my.toml --set parallel.dp=2\n\n"
@@ -53,6 +54,12 @@ if TYPE_CHECKING:
     "one fails. Give up after N restarts in a row without a newer checkpoint.",
 )
 @click.option(
+    "--plan",
+    type=click.Choice(["auto"]),
+    help="auto: measure the model's layers on this machine first, and run the schedule, microbatches, split and recompute "
+    "that are predicted to take least time. For ranks that are threads.",
+)
+@click.option(
     "--profile",
     is_flag=True,
     help="Profile one step with torch.profiler, and write it to RUN/profile for ui.perfetto.dev.",
@@ -64,6 +71,7 @@ def command(
     resume: str | None,
     as_json: bool,
     restarts: int | None,
+    plan: str | None,
     profile: bool,
 ) -> int | None:
     """Train a model through a pipeline.
@@ -105,9 +113,17 @@ def command(
     config = load(_config_file(files, resume), pairs)
     if resume is not None:
         config = replace(config, train=replace(config.train, resume=resume))
+    launch = find_launch()
+    if plan is not None:
+        if resume is not None or restarts is not None or launch is not None or launched:
+            raise click.UsageError(
+                "--plan chooses the layout of a new run whose ranks are threads of this process"
+            )
+        from penstock.train.auto_plan import choose_plan
+
+        config = choose_plan(config, lambda line: click.echo(line, err=as_json))
     if restarts is not None:
         return _supervise(config, restarts, as_json, profile)
-    launch = find_launch()
     with Interrupts(announce=not launched and (launch is None or launch.rank == 0)) as interrupts:
         outcome = train(
             config,

@@ -29,8 +29,11 @@ from penstock.trace.events import Trace
 
 MIN_GAIN = 0.02
 """The least share of the step that a change has to save to be named."""
-SPLIT_COST = 1.07
-"""Time of both halves of a split backward over the full one, where a step has no split backward (`bench.split`)."""
+SPLIT_COST = 1.09
+"""Time of both halves of a split backward over the full one, and of a forward that prepares for one over another.
+
+Measured with two ranks busy, where a step itself has no split backward to measure (`bench.advice`).
+"""
 _ROUNDS = 6
 """Rounds in which the length of ops and the ranks beside them find each other."""
 SLOW = 1.05
@@ -275,9 +278,11 @@ def _other_schedules(
         return  # their memory is not counted in the same unit
     virtual = schedule.stages // schedule.ranks
     if conditions.measured and not (schedule.kind == Kind.W).any():
-        halves = costs.seconds.astype(np.float64)
-        halves[:, [Kind.I, Kind.W]] *= SPLIT_COST
-        costs = replace(costs, seconds=halves)
+        prepared = costs.seconds.astype(np.float64)
+        prepared[:, [Kind.F, Kind.I, Kind.W]] *= SPLIT_COST
+        split_costs = replace(costs, seconds=prepared)
+    else:
+        split_costs = costs
     for name in _TRIED:
         family = FAMILIES[name]
         for v in sorted({family.virtual_stages, virtual}) if family.chooses_virtual_stages else [None]:
@@ -292,8 +297,9 @@ def _other_schedules(
                 continue
             share = "the same" if needed > memory * 0.95 else f"{needed / memory:.0%} of the"
             stages = "" if v is None or v == 1 else f", {v} stages per rank,"
+            of_family = split_costs if family.splits_backward else costs
             communication = _resized(costs.communication, other.stages)
-            priced = Costs(recut(costs.seconds, other.stages), communication=communication)
+            priced = Costs(recut(of_family.seconds, other.stages), communication=communication)
             trace = conditions.simulate(check(other).program, priced)
             yield _change(f"with {name}{stages} in {share} memory", other, needed, trace)
 
