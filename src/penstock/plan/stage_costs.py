@@ -170,6 +170,11 @@ class StageCosts:
     model_flops: Table
     repeated_flops: Table
 
+    @property
+    def work(self) -> Table:
+        """Least seconds of a microbatch on every stage, whether or not its backward is split."""
+        return self.forward + np.minimum(self.backward, self.input_grad + self.weight_grad) + self.again
+
 
 def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> StageCosts:
     """Sum the layers' costs over the stages of a layout.

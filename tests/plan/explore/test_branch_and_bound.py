@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.cluster import read_cluster
+from penstock.plan.cluster import Cluster, Device, read_cluster
 from penstock.plan.explore import branch_and_bound
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_result import SearchResult
 from penstock.plan.prediction import Prediction, predict
-from penstock.profile.model_profile import Profile, of_shape
+from penstock.profile.layer_cost import DeviceWork, LayerCost
+from penstock.profile.model_profile import Profile, ProfiledLayer, of_shape
 from penstock.profile.model_shape import ModelShape
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
@@ -174,3 +175,21 @@ def test_an_extrapolated_step_is_near_the_whole_one(name: str, monkeypatch: pyte
     for quick in extrapolated:
         whole = predict(profile, cluster, quick.layout, sequence=1024, batch=batch)
         assert quick.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
+
+
+def test_a_measured_backward_may_take_less_than_its_halves():
+    def cost(seconds: float, **more: float) -> LayerCost:
+        half = (DeviceWork("seconds", seconds),)
+        whole = (DeviceWork("seconds", 1.1 * seconds),)
+        return LayerCost(half, half, half, backward=whole, parameters=10, **more)
+
+    costs = (cost(0.1, output_bytes=8), cost(1.0, output_bytes=8), cost(0.2))
+    kinds = tuple(ProfiledLayer(((1, of_kind),)) for of_kind in costs)
+    layers = (("e", "embedding", 0), *((f"b{n}", "block", 1) for n in range(6)), ("h", "head", 2))
+    profile = Profile("measured", "measured", None, 1, "fp32", kinds, layers)
+    cluster = Cluster("two", Device(1e9, {"fp32": 1e9}, 1e9), 2, 1, dtype="fp32")
+    small = SmallSpace(profile, cluster, 1, 4, {})
+    quickest = min(plan.step_seconds for plan in every_plan(small))
+    result = found(small)
+    assert result.complete
+    assert result.best.step_seconds == pytest.approx(quickest, rel=1e-9)

@@ -28,7 +28,9 @@ def least_seconds(space: Space, point: Point, times: LayerTimes) -> float:
     """Return the seconds that a step takes at least, whatever the schedule: the ranks' mean work and mean wait."""
     layout = point.layout
     again = times.again[times.recomputes].sum() if layout.recompute in ("full", "selective") else 0.0
-    work = float((times.forward + times.input_grad + times.weight_grad).sum() + again)
+    # A measured backward may take less than its two halves.
+    backward = np.minimum(times.backward, times.input_grad + times.weight_grad)
+    work = float((times.forward + backward).sum() + again)
     return point.microbatches * work / layout.pp + _least_wait(space, point, times)
 
 

@@ -284,9 +284,7 @@ class _Search:
                 continue  # the split does not fit so many stages
             if self._too_large(layout, orders, placement, costs):
                 continue
-            work = work_shares(placement) @ (
-                costs.forward + costs.input_grad + costs.weight_grad + costs.again
-            )
+            work = work_shares(placement) @ costs.work
             rest = seconds_after_pipeline(self.space, layout, placement, costs)
             bound = max(point.microbatches * float(work.max()), candidate.bound) + rest
             at = replace(point, layout=layout)
@@ -302,7 +300,7 @@ class _Search:
         layout, m, order = point.layout, point.microbatches, candidate.orders[0]
         placement = order.placement
         table = op_costs(costs, space.cluster, layout)
-        work = work_shares(placement) @ (costs.forward + costs.input_grad + costs.weight_grad + costs.again)
+        work = work_shares(placement) @ costs.work
         ranks = {0, layout.pp // 2, layout.pp - 1, int(work.argmax())}
         least = float(
             lower_bound(placement, m, table, "split" if order.splits_backward else "full", ranks).makespan
