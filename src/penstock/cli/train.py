@@ -113,6 +113,8 @@ def command(
     config = load(_config_file(files, resume), pairs)
     if resume is not None:
         config = replace(config, train=replace(config.train, resume=resume))
+    if restarts is not None and plan is None:
+        return _supervise(config, restarts, as_json, profile)
     launch = find_launch()
     if plan is not None:
         if resume is not None or restarts is not None or launch is not None or launched:
@@ -122,8 +124,6 @@ def command(
         from penstock.train.auto_plan import choose_plan
 
         config = choose_plan(config, lambda line: click.echo(line, err=as_json))
-    if restarts is not None:
-        return _supervise(config, restarts, as_json, profile)
     with Interrupts(announce=not launched and (launch is None or launch.rank == 0)) as interrupts:
         outcome = train(
             config,
