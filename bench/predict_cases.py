@@ -93,7 +93,7 @@ def asleep(ranks: int, mode: str, quick: bool) -> list[Case]:
     ]
     return [
         Case("sleep", mode, ranks, schedule, count * ranks, virtual)
-        for schedule, virtual in kinds[: 1 if quick else None]
+        for schedule, virtual in kinds[: 2 if quick else None]
         for count in ((2,) if quick else (2, 4))
     ]
 
