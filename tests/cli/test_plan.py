@@ -21,6 +21,10 @@ from penstock.schedule.text import write_csv
 from tests.support.tiny_run import text_folder
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64, "vocab_size": 256}
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
+    "intermediate_size": 128, "vocab_size": 256,
+}  # fmt: skip
 OWN = """
 [model]
 width = 16
@@ -181,6 +185,18 @@ def test_own_schedules_are_predicted_and_searched():
     assert {p["layout"]["schedule"] for p in searched["plans"]} == {"mine.csv"}
 
 
+def test_samples_default_to_those_that_the_model_allows(folder: Path):
+    rotary = {**LLAMA, "max_position_embeddings": 512}
+    (folder / "llama.json").write_text(json.dumps(rotary))
+    for name, tokens in (("gpt2", 64), ("llama.json", 512), ("own.toml", 12)):
+        result = plan(name, "-c", "h100*2", "-b", "8", "--layout", "pp=2")
+        assert result["tokens_per_second"] == pytest.approx(8 * tokens / result["step_seconds"])
+    words = ("llama.json", "-c", "h100*2", "-b", "8", "--layout", "pp=2", "-s")
+    assert not any("max_position_embeddings" in text for text in plan(*words, "512")["assumptions"])
+    (line,) = [text for text in plan(*words, "513")["assumptions"] if "max_position_embeddings" in text]
+    assert line.startswith("Samples have 513 tokens, more than the 512")
+
+
 REFUSED = {
     "no such model": (["missing", "-c", "h100*2"], "cannot read the model"),
     "a folder without config": (["empty", "-c", "h100*2"], "has no config.json"),
@@ -206,6 +222,12 @@ REFUSED = {
     "nothing fits": (
         ["gpt2", "-c", "h100*2", "-b", "4", "--memory-limit", "1KB"],
         "no layout fits in memory; the smallest needs at least",
+    ),
+    "more tokens than positions": (
+        ["gpt2", "-c", "h100*2", "-s", "65", "--layout", "pp=2"], "a sample must have at most 64 tokens, as many as gpt2",
+    ),
+    "more tokens than positions in a search": (
+        ["gpt2", "-c", "h100*2", "-s", "4096"], "at most 64 tokens, as many as gpt2 has learned positions, got 4,096",
     ),
     "more stages than blocks": (
         ["gpt2", "-c", "h100*16", "--layout", "pp=16"], "the model's 8 blocks cannot be cut into 16 stages",

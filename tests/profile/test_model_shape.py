@@ -74,6 +74,25 @@ def test_keys_of_biases_that_a_family_names_differently(tmp_path: Path):
     assert read_shape(written(tmp_path, {**plain, "qkv_bias": True, "bias": True})) == usual
 
 
+def test_gpt2_may_have_the_names_of_other_families(tmp_path: Path):
+    names = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 32,
+    }
+    shape = read_shape(written(tmp_path, {"model_type": "gpt2", "vocab_size": 100, **names}))
+    assert (shape.hidden, shape.heads, shape.layers, shape.positions) == (64, 4, 3, 32)
+    assert shape.parameters == parameters_of(library_config("gpt2", **{**names, "vocab_size": 100}))
+
+
+def test_only_learned_positions_are_a_limit(tmp_path: Path):
+    learned = read_shape(written(tmp_path, {"model_type": "gpt2", "n_positions": 512}))
+    rotary = read_shape(written(tmp_path, {**SMALL, "max_position_embeddings": 512}))
+    assert (learned.positions, learned.context) == (512, 0)
+    assert (rotary.positions, rotary.context) == (0, 512)
+
+
 @pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_parameters_are_those_of_the_library(kind: str, tmp_path: Path):
     variants: list[dict[str, Any]] = [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}]

@@ -112,7 +112,7 @@ def command(
     if seconds is not None and not seconds > 0:
         raise click.UsageError(f"--seconds must be above 0, got {seconds}")
     profile, cluster = read_model(model), read_cluster(cluster_name)
-    sequence, batch = _sizes(Path(model), cluster, sequence, batch)
+    sequence, batch = _sizes(Path(model), profile, cluster, sequence, batch)
     if run is not None:
         from penstock.cli.plan_run import corrected
 
@@ -168,18 +168,19 @@ def _require_writable(out: Path | None, page: Path | None) -> None:
         raise ConfigError(f"{out} exists and was not written by penstock plan; give another --out")
 
 
-def _sizes(model: Path, cluster: Cluster, sequence: int | None, batch: int | None) -> tuple[int, int]:
+def _sizes(
+    model: Path, profile: Profile, cluster: Cluster, sequence: int | None, batch: int | None
+) -> tuple[int, int]:
     """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults."""
-    from penstock.plan.prediction import SEQUENCE
+    from penstock.plan.prediction import default_sequence
 
     for name, value in (("--sequence", sequence), ("--batch", batch)):
         if value is not None and not 1 <= value <= 2**31:
             raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
     tables = _tables(model)
-    longest = min(SEQUENCE, tables.get("n_positions") or SEQUENCE)
     of_data, of_train = tables.get("data", {}).get("sequence"), tables.get("train", {}).get("batch")
     return (
-        sequence or (of_data if isinstance(of_data, int) else longest),
+        sequence or (of_data if isinstance(of_data, int) else default_sequence(profile)),
         batch or (of_train if isinstance(of_train, int) else 2 ** (4 * cluster.devices - 1).bit_length()),
     )
 

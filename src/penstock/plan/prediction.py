@@ -137,7 +137,7 @@ def predict(
         profile: costs of the model's layers.
         cluster: devices and links.
         layout: the layout, as `Layout.parse` reads it if it is text.
-        sequence: tokens of a sample (default: the profile's, or 2048).
+        sequence: tokens of a sample (default: as `default_sequence`).
         batch: samples of a step, over all replicas (default: 4 microbatches for each pipeline rank of each replica).
 
     Raises:
@@ -145,7 +145,7 @@ def predict(
         ScheduleError: if the schedule's family does not allow the counts.
     """
     layout = layout_of(layout)
-    sequence = (profile.sequence or SEQUENCE) if sequence is None else sequence
+    sequence = default_sequence(profile) if sequence is None else sequence
     batch = 4 * layout.pp * layout.dp * layout.microbatch if batch is None else batch
     for name, count in (("sequence", sequence), ("batch", batch)):
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _LARGEST:
@@ -184,8 +184,20 @@ def predict(
         rank_memory(schedule, costs, layout, dtype), cluster.device.memory,
         sum(causes.values()), causes,
         {"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
-        dtype, _assumptions(profile, cluster, layout), costs, program, trace,
+        dtype, _assumptions(profile, cluster, layout, sequence), costs, program, trace,
     )  # fmt: skip
+
+
+def default_sequence(profile: Profile) -> int:
+    """Return the tokens of a sample where nothing says otherwise.
+
+    They are those of a profile of layers, or 1 if its samples have no tokens; 2048 for a model of given sizes, or as many as
+    the model allows.
+    """
+    shape = profile.shape
+    if shape is None:
+        return profile.sequence or 1
+    return min(SEQUENCE, shape.positions or shape.context or SEQUENCE)
 
 
 def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
@@ -352,9 +364,14 @@ def optimizer_seconds(
     return most / (layout.dp if layout.zero else 1) * _UPDATE_BYTES[dtype] / bandwidth
 
 
-def _assumptions(profile: Profile, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
+def _assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
     sentences = []
     if profile.shape is not None:
+        if 0 < profile.shape.context < sequence:
+            sentences.append(
+                f"Samples have {sequence:,} tokens, more than the {profile.shape.context:,} of max_position_embeddings in the "
+                "model's config.json; raise it there before the run."
+            )
         if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
             sentences.append(
                 f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "

@@ -77,6 +77,15 @@ def require_divisible(shape: ModelShape, tp: int) -> None:
             )
 
 
+def require_positions(shape: ModelShape, sequence: int) -> None:
+    """Raise `ConfigError` if a sample has more tokens than the model's table of positions has rows."""
+    if 0 < shape.positions < sequence:
+        raise ConfigError(
+            f"a sample must have at most {shape.positions:,} tokens, as many as {shape.name} has learned positions, got "
+            f"{sequence:,}; take shorter samples, or a model with more positions"
+        )
+
+
 def largest_tp(shape: ModelShape, limit: int) -> int:
     """Return the largest tensor-parallel degree up to a limit that divides the model's matrices."""
     sizes = (shape.heads, shape.kv_heads, shape.ffn)

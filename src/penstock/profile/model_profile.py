@@ -23,6 +23,7 @@ from penstock.profile.closed_form import (
     embedding_cost,
     head_cost,
     require_divisible,
+    require_positions,
 )
 from penstock.profile.layer_cost import DeviceWork, LayerCost, Unit
 from penstock.profile.model_shape import ModelShape, read_shape
@@ -124,10 +125,12 @@ class Profile:
         """Return the costs of all layers under a workload.
 
         Raises:
-            ConfigError: if tensor parallelism does not divide the model, or the profile has no costs for the workload.
+            ConfigError: if tensor parallelism does not divide the model, a sample has more tokens than the model has learned
+                positions, or the profile has no costs for the workload.
         """
         if self.shape is not None:
             require_divisible(self.shape, load.tp)
+            require_positions(self.shape, load.sequence)
             n = self.shape.layers
             blocks: list[Role] = ["block"] * n
             return LayerTable(

@@ -43,6 +43,8 @@ class ModelShape:
         qkv_bias, output_bias, ffn_bias: True if these matrices of a block have biases.
         norms: number of norms that a block computes over the hidden state.
         dropout: True if a block drops out attention scores and the outputs of its halves.
+        context: tokens of the longest sample that a model with rotary positions is configured for; 0 if its config does
+            not say.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ModelShape:
     ffn_bias: bool = False
     norms: int = 2
     dropout: bool = False
+    context: int = 0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -157,6 +160,12 @@ _BIAS_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Other keys of biases, and the usual ones that they stand for."""
 
+_GPT2_NAMES = {
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
+"""Other names that the library takes for keys of a GPT-2 config, and the usual ones."""
+
 _QKV_ONLY = {"glm", "glm4", "helium", "seed_oss"}
 """Families in which ``attention_bias`` leaves the output projection without one."""
 
@@ -245,6 +254,10 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
         )
     traits = dict(_TRAITS[kind])
     name = _name(table, path)
+    table = {
+        **{_GPT2_NAMES[key]: table[key] for key in _GPT2_NAMES if kind == "gpt2" and key in table},
+        **table,
+    }
     if kind == "gpt2":
         hidden, heads = _count(table, "n_embd", path, 768), _count(table, "n_head", path, 12)
         layers, positions = _count(table, "n_layer", path, 12), _count(table, "n_positions", path, 1024)
@@ -253,6 +266,8 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
     else:
         hidden, heads = _count(table, "hidden_size", path), _count(table, "num_attention_heads", path)
         layers, positions = _count(table, "num_hidden_layers", path), 0
+        if table.get("max_position_embeddings") is not None:
+            traits["context"] = _count(table, "max_position_embeddings", path)
         ffn, vocabulary = _count(table, "intermediate_size", path), _count(table, "vocab_size", path)
         kv_heads = heads if kind == "gpt_neox" else _count(table, "num_key_value_heads", path, heads)
     head_size = _count(table, "head_dim", path, hidden // heads)
