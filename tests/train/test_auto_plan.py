@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from penstock.cli import group
 from penstock.errors import ConfigError
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.auto_plan import choose_plan
-from penstock.train.config.config import from_mapping
+from penstock.train.config.config import Config, from_mapping
+from penstock.train.config.file import load
 
 SMALL = {"model": {"width": 32, "layers": 4, "hidden": 64}, "data": {"sequence": 16}, "train": {"batch": 8}}
 
@@ -25,28 +30,83 @@ def test_the_plan_is_of_the_ranks_that_were_given():
     assert any("ms a step expected" in line for line in lines)
 
 
-@pytest.mark.parametrize("parallel", [{"dp": 2}, {"tp": 2}])
-def test_processes_are_planned_elsewhere(parallel: dict[str, int]):
-    with pytest.raises(ConfigError, match="penstock doctor --measure"):
-        choose_plan(from_mapping({**SMALL, "parallel": parallel}), print)
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": {"tp": 2}}, "a mesh of pp 2 x dp 1 x tp 2 needs 4 processes"),
+        ({"runtime": {"autocast": "bf16"}}, r"runtime.autocast must be empty, got 'bf16'; plan it by `penstock plan`"),
+        ({"runtime": {"device": "gpu"}}, r"runtime.device must be one of cpu, cuda"),
+    ],
+)  # fmt: skip
+def test_runs_that_cannot_be_measured_are_refused(sections: dict[str, dict[str, object]], message: str):
+    with pytest.raises(ConfigError, match=message):
+        choose_plan(from_mapping({**SMALL, **sections}), print)
 
 
-def test_a_resumed_run_keeps_its_layout():
-    result = CliRunner().invoke(group, ["train", "--plan", "auto", "--resume", "auto"])
+def test_processes_on_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="2 of 4 processes are on others; plan it by `penstock plan`"):
+        choose_plan(from_mapping(SMALL), print)
+    with pytest.raises(ConfigError, match=r"parallel\.tp must be 1, got 2"):
+        choose_plan(from_mapping({**SMALL, "parallel": {"tp": 2}}), print)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--resume", "auto"], "a resumed run keeps its layout"), (["--restarts", "1"], "restarts would have other layouts")],
+)  # fmt: skip
+def test_only_new_runs_are_planned(words: list[str], message: str):
+    result = CliRunner().invoke(group, ["train", "--plan", "auto", *words])
     assert result.exit_code == 2
-    assert "--plan chooses the layout of a new run" in result.output
+    assert message in " ".join(result.output.split())
+
+
+def plan_of_replicas(rank: int) -> Config:
+    """Return the plan that a process of two replicas takes; only the first one reports it."""
+    lines: list[str] = []
+    planned = choose_plan(from_mapping({**SMALL, "parallel": {"dp": 2, "zero": True}}), lines.append)
+    assert len(lines) == (2 if rank == 0 else 0)
+    return planned
 
 
 @pytest.mark.slow
-def test_a_planned_run_trains(tmp_path):
-    sets = [
-        f"train.folder={tmp_path}",
+def test_replicas_in_processes_take_the_same_plan(processes: LocalProcesses):
+    first, second = processes.run(2, plan_of_replicas)
+    assert first == second
+    assert (first.parallel.pp, first.parallel.dp, first.parallel.zero) == (1, 2, True)
+    assert first.schedule.microbatches % 2 == 0
+
+
+def settings(folder: Path) -> list[str]:
+    """Return the settings of a short run in a folder."""
+    run = [
+        f"train.folder={folder}",
         "train.name=run",
         "train.steps=2",
         "train.eval_batches=1",
         "sample.length=2",
     ]
-    sets += ["model.width=32", "model.layers=4", "model.hidden=64", "data.sequence=16", "train.batch=8"]
-    result = CliRunner().invoke(group, ["train", *sets, "--ranks", "2", "--plan", "auto", "--json"])
+    return [*run, "model.width=32", "model.layers=4", "model.hidden=64", "data.sequence=16", "train.batch=8"]
+
+
+@pytest.mark.slow
+def test_a_planned_run_trains(tmp_path: Path):
+    words = ["train", *settings(tmp_path), "--ranks", "2", "--plan", "auto", "--json"]
+    result = CliRunner().invoke(group, words)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_under_torchrun_is_planned_once_for_all_processes(tmp_path: Path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["-m", "penstock", "train", *settings(tmp_path), "--plan", "auto"]
+    done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("measuring the model's layers with 2 ranks busy") == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("planned pp=2,dp=1,tp=1,")]
+    ran = load(tmp_path / "run" / "config.toml")
+    assert f"schedule={ran.schedule.name}" in line
+    assert f"microbatch={ran.train.batch // ran.schedule.microbatches}" in line
+    assert ran.parallel.pp == 2

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     "--plan",
     type=click.Choice(["auto"]),
     help="auto: measure the model's layers on this machine first, and run the schedule, microbatches, split and recompute "
-    "that are predicted to take least time. For ranks that are threads.",
+    "that are predicted to take least time. On the CPUs of one machine, in threads or under a launcher.",
 )
 @click.option(
     "--profile",
@@ -117,9 +117,12 @@ def command(
         return _supervise(config, restarts, as_json, profile)
     launch = find_launch()
     if plan is not None:
-        if resume is not None or restarts is not None or launch is not None or launched:
+        if resume is not None:
+            raise click.UsageError("--plan chooses the layout of a new run; a resumed run keeps its layout")
+        if restarts is not None:
             raise click.UsageError(
-                "--plan chooses the layout of a new run whose ranks are threads of this process"
+                "--plan measures before every start, so restarts would have other layouts; start the processes with "
+                "torchrun, or write the layout that --plan prints into the config"
             )
         from penstock.train.auto_plan import choose_plan
 

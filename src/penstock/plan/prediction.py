@@ -369,8 +369,8 @@ def _assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: i
     if profile.shape is not None:
         if 0 < profile.shape.context < sequence:
             sentences.append(
-                f"Samples have {sequence:,} tokens, more than the {profile.shape.context:,} of max_position_embeddings in the "
-                "model's config.json; raise it there before the run."
+                f"Samples have {sequence:,} tokens, more than the {profile.shape.context:,} of max_position_embeddings in "
+                "the model's config.json; raise it there before the run."
             )
         if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
             sentences.append(

@@ -9,14 +9,23 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
+from penstock.parallel.mesh import MeshShape
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_space import divisors
-from penstock.plan.prediction import Prediction
-from penstock.profile.measured import Effort, measure_layers
+from penstock.plan.run_layout import Layout
+from penstock.profile.measured import Effort, Exchange, measure_layers
+from penstock.profile.model_profile import Profile
+from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.measuring.busy_ranks import measure_cluster
+from penstock.runtime.start.launch_environment import local_size
+from penstock.runtime.workers.collectives import Collectives
+from penstock.runtime.workers.run_group import RunGroup
+from penstock.runtime.workers.timeout import Timeout
+from penstock.runtime.workers.world import current_world
 from penstock.train.config.config import Config
-from penstock.train.config.mesh_config import THREADS
-from penstock.train.model.trainable import build_model
+from penstock.train.config.mesh_config import find_mesh
+from penstock.train.model.trainable import TrainableModel, build_model
+from penstock.train.report.device import choose_device, sharing_cores
 
 _MAX_ROWS = 8
 _SECONDS = 20.0
@@ -25,50 +34,97 @@ _SECONDS = 20.0
 def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
     """Return a config with the layout that is predicted to take least time on this machine.
 
-    The ranks are threads of this process, so ``parallel.dp`` and ``parallel.tp`` stay 1; ``parallel.pp`` stays as given.
+    All ranks measure at the same time: threads of this process, or all processes of the run, each of which calls it. The
+    first process then chooses for all. The degrees of ``[parallel]`` stay as given.
 
     Args:
         config: a checked config.
-        report: function that prints a line.
+        report: function that prints a line; called on the first process alone.
 
     Raises:
-        ConfigError: if the run has replicas or tensor parallelism, or no layout fits in memory.
+        ConfigError: on every process, if the run is not on the CPUs of one machine in full precision and without tensor
+            parallelism, the degrees do not fit the processes, or no layout fits in memory.
     """
-    parallel = config.parallel
-    if parallel.dp * parallel.tp > 1:
-        raise ConfigError(
-            f"--plan auto plans a run with threads, got parallel.dp = {parallel.dp} and parallel.tp = {parallel.tp}; plan a "
-            "run with processes by `penstock plan`, on a cluster file that `penstock doctor --measure` writes"
-        )
-    ranks = parallel.pp or THREADS
-    sequence, batch = config.data.sequence, config.train.batch
+    world = current_world()
+    shape = find_mesh(config.parallel, world.size if world is not None else None)
+    config = replace(config, parallel=replace(config.parallel, pp=shape.pp))
+    _require_measurable(config, world.size if world is not None else 1)
     model = build_model(config)
+    with sharing_cores(shape.ranks, config.runtime.threads, in_processes=world is not None) as threads:
+        torch.set_num_threads(threads)
+        if world is None or world.rank == 0:
+            report(f"measuring the model's layers with {shape.ranks} ranks busy ...")
+        cluster = measure_cluster(shape.ranks, dp=shape.ranks if shape.dp > 1 else 1)
+        # The pipelines of that measurement have joined the processes.
+        timeout = Timeout(config.runtime.timeout, config.runtime.first_timeout)
+        run_group = RunGroup(None if world is None else Collectives(timeout, PeerRegistry()))
+        profile = _measure(config, model, shape, run_group)
+
+    def choose() -> tuple[dict[str, Any], tuple[int, ...]]:
+        fixed = {"pp": shape.pp, "dp": shape.dp, "tp": 1, "zero": config.parallel.zero}
+        result = search(
+            profile, cluster, sequence=config.data.sequence, batch=config.train.batch, fixed=fixed, devices=shape.ranks,
+            top=1, limit=min(_SECONDS, config.runtime.timeout / 2),
+        )  # fmt: skip
+        best = result.best
+        report(
+            f"planned {best.layout}: {1e3 * best.step_seconds:.4g} ms a step expected ({1e3 * best.low:.4g} to "
+            f"{1e3 * best.high:.4g}), the best of {result.evaluated:,} layouts"
+        )
+        assert best.costs is not None, "the prediction is of a whole step"
+        return best.layout.as_dict(), best.costs.counts
+
+    values, counts = run_group.decide(choose)
+    return with_plan(config, Layout(**values), counts)
+
+
+def _require_measurable(config: Config, processes: int) -> None:
+    """Raise `ConfigError` for a run whose layers do not run here as they are measured."""
+    elsewhere = "plan it by `penstock plan`, on a cluster file that `penstock doctor --measure` writes"
+    if config.parallel.tp > 1:
+        raise ConfigError(
+            f"--plan auto measures whole layers, so parallel.tp must be 1, got {config.parallel.tp}; {elsewhere}"
+        )
+    here = local_size() or processes
+    if here < processes:
+        raise ConfigError(
+            f"--plan auto plans for one machine, but {processes - here} of {processes} processes are on others; {elsewhere}"
+        )
+    device = choose_device(config.runtime.device, in_processes=processes > 1)
+    if device.type != "cpu":
+        raise ConfigError(
+            f"--plan auto measures layers on the CPU, but the run is on {device}; set runtime.device=cpu, or {elsewhere}"
+        )
+    if config.runtime.autocast:
+        raise ConfigError(
+            f"--plan auto measures layers in full precision, so runtime.autocast must be empty, got "
+            f"{config.runtime.autocast!r}; {elsewhere}"
+        )
+
+
+def _measure(config: Config, model: TrainableModel, shape: MeshShape, run_group: RunGroup) -> Profile:
+    """Return the profile of a model's layers, the same on every process."""
+    sequence = config.data.sequence
     tokens = torch.randint(model.vocabulary, (1, sequence + 1), generator=torch.Generator().manual_seed(0))
     given = tokens[:, :sequence]
-    target = given if model.target_is_input else tokens[:, 1:]
-    sizes = divisors(batch, _MAX_ROWS)
-    report(f"measuring the model's layers with {ranks} ranks busy ...")
-    profile = measure_layers(
-        model.layers, given, target=target, loss_fn=model.loss_fn, microbatches=sorted({sizes[0], sizes[-1]}), ranks=ranks,
-        effort=Effort(seconds=_SECONDS), name="model", seed=config.train.seed,
+    sizes = divisors(config.train.batch // shape.dp, _MAX_ROWS)
+    exchange: Exchange | None = (lambda value: run_group.each(lambda: value)) if run_group.size > 1 else None
+    return measure_layers(
+        model.layers, given, target=given if model.target_is_input else tokens[:, 1:], loss_fn=model.loss_fn,
+        microbatches=sorted({sizes[0], sizes[-1]}), ranks=1 if exchange is not None else shape.ranks,
+        effort=Effort(seconds=_SECONDS), exchange=exchange, name="model", seed=config.train.seed,
     )  # fmt: skip
-    fixed: dict[str, Any] = {"pp": ranks, "dp": 1, "tp": 1}
-    result = search(
-        profile, measure_cluster(ranks), sequence=sequence, batch=batch, fixed=fixed, devices=ranks, top=1
-    )
-    best = result.best
-    report(
-        f"planned {best.layout}: {1e3 * best.step_seconds:.4g} ms a step expected ({1e3 * best.low:.4g} to "
-        f"{1e3 * best.high:.4g}), the best of {result.evaluated:,} layouts"
-    )
-    return with_plan(config, best)
 
 
-def with_plan(config: Config, plan: Prediction) -> Config:
-    """Return a config with a plan's layout."""
-    layout, costs = plan.layout, plan.costs
-    assert costs is not None, "the prediction is of a whole step"
-    split: Any = "even" if layout.split == "even" else list(costs.counts)
+def with_plan(config: Config, layout: Layout, counts: tuple[int, ...]) -> Config:
+    """Return a config with a plan's layout.
+
+    Args:
+        config: config of the run.
+        layout: layout of the plan.
+        counts: number of blocks of every stage, for a split that is not even.
+    """
+    split: Any = "even" if layout.split == "even" else list(counts)
     schedule = replace(
         config.schedule,
         name=layout.schedule,

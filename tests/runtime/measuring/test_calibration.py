@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from penstock import host
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import predict
 from penstock.profile.measured import Effort, measure_layers
@@ -37,6 +38,8 @@ def calibrated(rank: int = 0) -> tuple[Profile, Cluster]:
 def test_a_calibrated_profile_predicts_a_step_on_the_measured_cluster():
     profile, cluster = calibrated()
     assert (cluster.devices, cluster.dtype) == (2, "fp32")
+    limits = host.memory()
+    assert limits is None or cluster.devices * cluster.device.memory <= limits.total  # the ranks share it
     assert cluster.node.latency > 0
     assert cluster.node.reduce_bandwidth is not None
     assert cluster.op_overhead > 0

@@ -42,7 +42,7 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
         name: name of the cluster.
 
     Returns:
-        A cluster with one node. Rates of matrix products and of memory are one thread's.
+        A cluster with one node, whose ranks share the memory. Rates of matrix products and of memory are one thread's.
     """
     small = _steps(ranks, _SMALL, rounds)
     large = _steps(ranks, _LARGE, max(3, rounds // 3)) if ranks > 1 else small
@@ -53,7 +53,7 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
     reduces = reduction_rate(dp, small.overhead, rounds) if dp > 1 else None
     limits = host.memory()
     device = Device(
-        memory=float(limits.total) if limits is not None else 1e12,
+        memory=float(limits.total) / max(ranks, dp) if limits is not None else 1e12,
         matmul={"fp32": _matmul_rate()},
         memory_bandwidth=_memory_rate(),
         optimizer_bandwidth=_optimizer_rate(),
