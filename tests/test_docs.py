@@ -12,7 +12,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.parametrize("page", ["models.md", "planning.md"])
-def test_the_code_of_a_page_runs_from_top_to_bottom(page):
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for the files that it writes
     torch.manual_seed(0)
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M)
     assert blocks

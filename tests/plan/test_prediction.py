@@ -155,6 +155,21 @@ def test_assumptions_are_said():
     assert len(said) == 4
     assert said[-1] == "12 of the 16 devices are idle."
     assert predicted("pp=16", batch=2, blocks=16).assumptions == ()
+    measured = timed_profile(machine={"cores": 2, "machine": "x86_64", "ranks": 4})
+    (sentence,) = predict(measured, round_cluster(ranks_per_node=2), "pp=2", batch=8).assumptions
+    assert sentence.startswith("Layers take the seconds measured on 2 cores (x86_64) with 4 ranks busy")
+
+
+def test_the_interval_of_a_noisy_profile_is_above_zero():
+    prediction = predict(timed_profile(spread=1.7), round_cluster(), "pp=2", batch=8)
+    assert 0 < prediction.low < prediction.step_seconds < prediction.high
+
+
+def test_a_profile_in_a_dtype_that_the_cluster_lacks_says_how_to_profile():
+    with pytest.raises(
+        ConfigError, match=r"the profile of timed is in fp32, and h100 has .* autocast=torch\.bfloat16"
+    ):
+        predict(timed_profile(), H100, "pp=2", batch=8)
 
 
 def test_a_measured_spread_widens_the_interval():

@@ -124,3 +124,23 @@ def test_measuring_leaves_the_model_as_it_is():
     measure_layers(model, torch.zeros(4, 4), ranks=2, effort=SHORT)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_autocast_runs_the_layers_in_16_bits():
+    seen: list[torch.dtype] = []
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            seen.append(y.dtype)
+            return y
+
+    profile = measure_layers(
+        nn.Sequential(Noting()), torch.zeros(2, 4), ranks=2, effort=SHORT, autocast=torch.bfloat16
+    )
+    assert (profile.dtype, profile.autocast) == ("bf16", True)
+    assert set(seen) == {torch.bfloat16}

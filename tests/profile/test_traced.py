@@ -144,3 +144,30 @@ class OwnFunction(nn.Module):
 def test_a_backward_may_make_tensors_where_it_likes():
     profile = trace_layers(nn.Sequential(nn.Linear(4, 4), OwnFunction()), torch.zeros(2, 4))
     assert profile.parameters == 21
+
+
+def test_autocast_is_that_of_a_pipeline():
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
+    x, y = torch.randn(2, 8), torch.randn(2, 4)
+    plain = trace_layers(model, x, target=y, loss_fn=nn.functional.mse_loss)
+    half = trace_layers(model, x, target=y, loss_fn=nn.functional.mse_loss, autocast=torch.bfloat16)
+    assert [(p.dtype, p.autocast) for p in (plain, half)] == [("fp32", False), ("bf16", True)]
+    outputs = [p.kinds[0].points[0][1].output_bytes for p in (plain, half)]
+    assert outputs == [2 * 32 * 4, 2 * 32 * 2]
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        kept = model[0](x)
+    assert half.kinds[0].points[0][1].saved_bytes == sum(saved.values()), kept
+    with pytest.raises(
+        ProfileError, match=r"autocast must be torch\.bfloat16, torch\.float16 or None, got 'bf16'"
+    ):
+        trace_layers(model, x, autocast="bf16")

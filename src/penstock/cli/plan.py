@@ -64,7 +64,8 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
-    help="Config that `penstock train` starts with the best plan. Default: run.toml, unless --layout or --json is given.",
+    help="Config that `penstock train` starts with the best plan. Default: run.toml, unless --layout or --json is given. "
+    "For a profile: Python that makes the pipeline, which is printed by default.",
 )  # fmt: skip
 @click.option(
     "--from-run", "run", type=click.Path(file_okay=False, exists=True, path_type=Path), metavar="RUN",
@@ -94,20 +95,26 @@ def command(
 ) -> None:
     """Choose how to run a model on machines: the layout, whether it fits, how fast it is.
 
-    MODEL is a config.json or a folder with one, a TOML file with [model], or a profile. The search covers pipeline, data and
+    MODEL is a config.json or a folder with one, a TOML file with [model], or a profile that penstock.profile_layers made of
+    your own layers. The search covers pipeline, data and
     tensor parallel degrees, virtual stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the
     step of every plan is simulated as it will run. Ctrl-C ends the search with the best plans so far.
     """
     from penstock.plan.cluster import read_cluster
     from penstock.plan.prediction import predict
-    from penstock.profile.model_profile import read_model
+    from penstock.profile.model_profile import is_profile, read_model
 
     if layout_text is not None and (fixes or schedules or devices is not None):
         raise click.UsageError(
             "--layout predicts one layout; --fix, --schedule and --devices belong to a search"
         )
-    if out is None and layout_text is None and not as_json:
+    own = is_profile(model)
+    if out is None and layout_text is None and not as_json and not own:
         out = Path("run.toml")
+    if own and out is not None and out.suffix == ".toml":
+        raise click.UsageError(
+            f"a plan of a profile is Python for your own script, got --out {out}; give --out plan.py"
+        )
     _require_writable(out, page)
     if seconds is not None and not seconds > 0:
         raise click.UsageError(f"--seconds must be above 0, got {seconds}")
@@ -142,7 +149,9 @@ def command(
         write_plan(page, profile, cluster, result, sequence=sequence, batch=batch)
         if not as_json:
             click.echo(f"\npage:    {page}")
-    if out is not None:
+    if own:
+        _give_code(profile, cluster, best, batch, out, as_json)
+    elif out is not None:
         _write_run(out, Path(model), best, sequence, batch)
         if not as_json:
             click.echo(f"\nwritten: {out}\nstart:   {_start_command(best, cluster, out)}")
@@ -292,23 +301,54 @@ def _write_run(path: Path, model: Path, plan: Prediction, sequence: int, batch: 
     Raises:
         ConfigError: if it cannot be written.
     """
-    from penstock.atomic import write_text
     from penstock.cli.plan_text import run_config
 
     tables = _tables(model) if model.suffix == ".toml" else {}
+    _write(path, run_config(tables, model, plan, sequence, batch))
+
+
+def _give_code(
+    profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None, as_json: bool
+) -> None:
+    """Write the Python of a plan, or print it."""
+    from penstock.cli.plan_code import pipeline_code
+
+    code = pipeline_code(profile, plan, batch)
+    if out is not None:
+        _write(out, code)
+    if as_json:
+        return
+    if out is not None:
+        click.echo(f"\nwritten: {out}")
+    else:
+        click.echo(
+            "\nIn your script:\n\n" + "".join(f"    {line}".rstrip() + "\n" for line in code.splitlines())
+        )
+    click.echo(f"start:   {_launched('your_script.py', plan, cluster)}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file; raise `ConfigError` if that is not possible."""
+    from penstock.atomic import write_text
+
     try:
-        write_text(path, run_config(tables, model, plan, sequence, batch))
+        write_text(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _start_command(plan: Prediction, cluster: Cluster, out: Path) -> str:
     layout = plan.layout
-    if cluster.nodes > 1:
-        nodes = -(-layout.devices // cluster.ranks_per_node)
-        each = min(layout.devices, cluster.ranks_per_node)
-        meet = "--rdzv-backend c10d --rdzv-endpoint HOST"
-        return f"torchrun --nnodes {nodes} --nproc-per-node {each} {meet} -m penstock train {out}"
-    if layout.dp * layout.tp > 1 or layout.pp > 2:
-        return f"torchrun --nproc-per-node {layout.devices} -m penstock train {out}"
-    return f"penstock train {out}"
+    if cluster.nodes == 1 and layout.dp * layout.tp == 1 and layout.pp <= 2:
+        return f"penstock train {out}"
+    return _launched(f"-m penstock train {out}", plan, cluster)
+
+
+def _launched(script: str, plan: Prediction, cluster: Cluster) -> str:
+    """Return the command that starts a script with a process for each device of a plan."""
+    devices = plan.layout.devices
+    if cluster.nodes == 1:
+        return f"torchrun --nproc-per-node {devices} {script}"
+    nodes, each = -(-devices // cluster.ranks_per_node), min(devices, cluster.ranks_per_node)
+    meet = "--rdzv-backend c10d --rdzv-endpoint HOST"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {each} {meet} {script}"

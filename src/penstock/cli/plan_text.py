@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.output import table_console
-from penstock.show.units import size_text, time_text
+from penstock.show.units import batch_text, parameters_text, size_text, time_text
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
@@ -34,7 +34,7 @@ def plans_table(result: SearchResult) -> None:
         "ZeRO",
         "SP",
         "step",
-        "tokens/s",
+        f"{result.best.unit}/s",
         "MFU",
         "memory",
         "idle",
@@ -61,12 +61,12 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
     parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
     fits = "fits" if plan.fits else "does NOT fit"
     lines = [
-        f"model         {profile.name}, {profile.parameters / 1e9:.3g} billion parameters, {profile.blocks} blocks",
+        f"model         {profile.name}, {parameters_text(profile.parameters)}, {profile.blocks} blocks",
         f"cluster       {cluster.name}, {cluster.nodes} x {cluster.ranks_per_node} devices of {size_text(plan.capacity)}",
-        f"batch         {batch:,} samples of {sequence:,} tokens",
+        f"batch         {batch_text(batch, sequence, plan.unit)}",
         f"layout        {plan.layout}",
         f"step          {time_text(plan.step_seconds)} ({time_text(plan.low)} to {time_text(plan.high)}): {parts}",
-        f"speed         {plan.tokens_per_second:,.0f} tokens/s; {plan.tflops_per_device:.4g} TFLOP/s a device, MFU "
+        f"speed         {plan.tokens_per_second:,.0f} {plan.unit}/s; {plan.tflops_per_device:.4g} TFLOP/s a device, MFU "
         f"{plan.mfu:.1%} (6 FLOPs a parameter and token, and attention in full); with recompute "
         f"{plan.hardware_tflops_per_device:.4g}, {plan.hfu:.1%}",
         f"idle          {plan.bubble:.1%} of the ranks' time" + _causes(plan),
@@ -163,10 +163,15 @@ def run_config(tables: dict[str, Any], model: Path, plan: Prediction, sequence: 
         runtime["recompute"] = layout.recompute
     if plan.dtype == "bf16":
         runtime["autocast"] = "bf16"
+    return f"{header(plan)}{_notes(layout.recompute)}\n{tomli_w.dumps(config)}"
+
+
+def header(plan: Prediction) -> str:
+    """Return the comment at the head of a file that a plan is written to."""
     return (
         f"{HEADER} Predicted: {time_text(plan.step_seconds)} a step ({time_text(plan.low)} to {time_text(plan.high)}),\n"
-        f"# {plan.tokens_per_second:,.0f} tokens/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
-        f"# Layout: {layout}\n{_notes(layout.recompute)}\n" + tomli_w.dumps(config)
+        f"# {plan.tokens_per_second:,.0f} {plan.unit}/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
+        f"# Layout: {plan.layout}\n"
     )
 
 

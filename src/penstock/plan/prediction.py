@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.plan.assumptions import assumptions
 from penstock.plan.cluster import Cluster, LinkSpeed
 from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
     StageCosts,
-    attention_of,
     dtype_of,
     even_counts,
     layer_times,
@@ -44,6 +44,8 @@ MAX_BUCKETS = 16
 SEQUENCE = 2048
 """Tokens of a sample where nothing says otherwise."""
 _LARGEST = 10**9
+_LARGEST_ERROR = 0.99
+"""Largest half-width of an interval, as a share of the step."""
 _UPDATE_BYTES = {"fp32": 32, "bf16": 38, "fp16": 38, "fp8": 38}
 """Bytes that norm and update read and write per parameter: gradient, moments, main weight, weight."""
 
@@ -66,6 +68,7 @@ class Prediction:
         causes: that share by cause, as in `penstock.trace.bubbles`.
         parts: seconds of a step by part: "pipeline", "reduction" (exposed), "optimizer", "overhead".
         dtype: dtype of the matrix products.
+        unit: "tokens", or "samples" if a sample of the model has no tokens; `tokens_per_second` counts these.
         assumptions: sentences about what the layout leaves open.
         program, trace: the simulated step.
     """
@@ -85,6 +88,7 @@ class Prediction:
     causes: Mapping[str, float]
     parts: Mapping[str, float]
     dtype: str = "bf16"
+    unit: str = "tokens"
     assumptions: tuple[str, ...] = ()
     costs: StageCosts | None = field(default=None, repr=False, compare=False)
     program: Program | None = field(default=None, repr=False, compare=False)
@@ -108,6 +112,7 @@ class Prediction:
             "low": self.low,
             "high": self.high,
             "tokens_per_second": self.tokens_per_second,
+            "unit": self.unit,
             "tflops_per_device": self.tflops_per_device,
             "hardware_tflops_per_device": self.hardware_tflops_per_device,
             "mfu": self.mfu,
@@ -175,7 +180,8 @@ def predict(
     model = 3 * forward * replicas / per_device
     hardware = (3 * forward + repeated) * replicas / per_device
     peak_rate = cluster.device.peak_rate(dtype) / 1e12
-    error = max(cluster.error, profile.spread)
+    error = min(max(cluster.error, profile.spread), _LARGEST_ERROR)
+    unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
     return Prediction(
@@ -184,7 +190,7 @@ def predict(
         rank_memory(schedule, costs, layout, dtype), cluster.device.memory,
         sum(causes.values()), causes,
         {"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
-        dtype, _assumptions(profile, cluster, layout, sequence), costs, program, trace,
+        dtype, unit, assumptions(profile, cluster, layout, sequence), costs, program, trace,
     )  # fmt: skip
 
 
@@ -362,30 +368,3 @@ def optimizer_seconds(
     bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
     most = max(float(costs.parameters[list(stages)].sum()) for stages in stages_of)
     return most / (layout.dp if layout.zero else 1) * _UPDATE_BYTES[dtype] / bandwidth
-
-
-def _assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
-    sentences = []
-    if profile.shape is not None:
-        if 0 < profile.shape.context < sequence:
-            sentences.append(
-                f"Samples have {sequence:,} tokens, more than the {profile.shape.context:,} of max_position_embeddings in "
-                "the model's config.json; raise it there before the run."
-            )
-        if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
-            sentences.append(
-                f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "
-                "attention=fused predicts kernels that do not."
-            )
-        dtype = dtype_of(profile, cluster, layout)
-        sentences.append(
-            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes a parameter for weights, gradients and AdamW."
-        )
-    if layout.overlap is None and not cluster.overlap and layout.dp > 1:
-        sentences.append(
-            f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
-            "overlap=true predicts reductions that hide behind it."
-        )
-    if layout.devices < cluster.devices:
-        sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
-    return tuple(sentences)

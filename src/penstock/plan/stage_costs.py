@@ -87,6 +87,12 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         ConfigError: if the profile or the cluster has no costs for the layout.
     """
     load = workload(profile, cluster, layout, sequence)
+    if profile.shape is None and load.dtype not in cluster.device.matmul:
+        raise ConfigError(
+            f"the profile of {profile.name} is in {load.dtype}, and {cluster.name} has rates for "
+            f"{', '.join(cluster.device.matmul)}; profile the layers as they will run there, such as with "
+            f"autocast=torch.bfloat16, or add {load.dtype} to device.matmul of the cluster's file"
+        )
     if layout.sequence_parallel and sequence % layout.tp:
         raise ConfigError(
             f"sequence_parallel divides samples of {sequence} tokens over tp={layout.tp}; take a multiple of {layout.tp}"

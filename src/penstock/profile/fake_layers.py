@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Sample:
         loss_fn: loss function, which runs with the last layer; None (default) leaves it out.
         named: keyword inputs by name (default none).
         seed: seed of layers that are built (default 0).
+        autocast: dtype of mixed precision; None (default) for none.
     """
 
     example: Any
@@ -48,6 +49,7 @@ class Sample:
     loss_fn: LossFunction | None = None
     named: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    autocast: torch.dtype | None = None
 
     @property
     def rows(self) -> int:
@@ -131,7 +133,7 @@ def _run_layers(layers: Sequence[Layer], sample: Sample, rows: int, device: torc
             if n + 1 == len(layers) and sample.loss_fn is not None:
                 loss = (sample.loss_fn, fake(sample.target))
             with mode, device:
-                run, value = _run_layer(layer, module, value, context, loss, counted)
+                run, value = _run_layer(layer, module, value, context, loss, counted, sample.autocast)
         runs.append(run)
     return runs
 
@@ -143,6 +145,7 @@ def _run_layer(
     context: Context,
     loss: tuple[LossFunction, Any] | None,
     counted: set[int],
+    autocast: torch.dtype | None,
 ) -> tuple[LayerRun, Any]:
     parameters = [p for p in module.parameters() if p.requires_grad]
     excluded = {storage_key(t) for t in (*module.parameters(), *module.buffers())}
@@ -160,7 +163,8 @@ def _run_layer(
     forward, backward, input_half = (OpCounter(excluded) for _ in range(3))
     previous = set_context(context)
     try:
-        with saved_tensors_hooks(pack, lambda tensor: tensor), forward:
+        precision = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+        with precision, saved_tensors_hooks(pack, lambda tensor: tensor), forward:
             output = module.run(inputs, context, 0, 1)
             if loss is not None:
                 output = _loss(loss[0](output, loss[1]))

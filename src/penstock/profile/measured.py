@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.profile.fake_layers import LayerRun, Sample
 from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.model_profile import Profile, ProfiledLayer
-from penstock.profile.traced import dtype_of_runs, input_values, kinds_of, trace_sizes
+from penstock.profile.traced import dtype_of_runs, input_values, kinds_of, require_autocast, trace_sizes
 from penstock.stage.compute.runner import LossFunction, LossInputs, Messages, Settings
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer, as_layers
@@ -73,13 +73,14 @@ def measure_layers(
     exchange: Exchange | None = None,
     name: str | None = None,
     seed: int = 0,
+    autocast: torch.dtype | None = None,
 ) -> Profile:
     """Measure a model's layers on this machine.
 
     Args:
-        model, example, target, loss_fn, named, microbatches, name, seed: as for `trace_layers`, but the example's values
-            count where they are whole numbers; others are drawn at random. Copies of the layers run, without hooks on
-            their parameters; layers that are built run as they are.
+        model, example, target, loss_fn, named, microbatches, name, seed, autocast: as for `trace_layers`, but the example's
+            values count where they are whole numbers; others are drawn at random. Copies of the layers run, without hooks
+            on their parameters; layers that are built run as they are.
         ranks: number of threads of this process that compute at the same time (default 1).
         effort: bounds on the measurement.
         exchange: function that joins the processes that measure at the same time; all of them return the same profile
@@ -93,7 +94,7 @@ def measure_layers(
         SplitError: if the model is no list of layers.
     """
     layers = as_layers(model)
-    sample = Sample(example, target, loss_fn, named or {}, seed)
+    sample = Sample(example, target, loss_fn, named or {}, seed, require_autocast(autocast))
     runs = trace_sizes(layers, sample, microbatches)
     of_layers, chosen = kinds_of(runs)
     cases = [
@@ -123,12 +124,13 @@ def measure_layers(
         "measured",
         None,
         sample.tokens,
-        dtype_of_runs(runs),
+        dtype_of_runs(runs, sample),
         kinds,
         tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True)),
         _machine(ranks, rounds),
         op_overhead=statistics.mean(empty),
         spread=_spread(samples),
+        autocast=autocast is not None,
     )
 
 
@@ -184,6 +186,7 @@ class _Bench:
     ) -> None:
         self.waiting: dict[tuple[int, int], int] = {}
         self._random = RandomState(sample.seed)
+        self._autocast = sample.autocast
         self._stages: dict[_Case, Stage] = {}
         self._inputs: dict[tuple[int, int], tuple[Messages, LossInputs | None]] = {}
         self._grads: dict[_Case, Messages | None] = {}
@@ -205,7 +208,8 @@ class _Bench:
 
     def _add(self, kind: int, size: int, module: StageModule, loss_fn: LossFunction | None) -> None:
         for way in ("whole", "split", "recomputed"):
-            settings = Settings("full" if way == "recomputed" else "none", random=self._random)
+            recompute = "full" if way == "recomputed" else "none"
+            settings = Settings(recompute, autocast=self._autocast, random=self._random)
             self._stages[kind, size, way] = Stage(0, module, loss_fn, settings)
 
     def run(self, case: _Case, repeats: int) -> list[dict[str, float]]:

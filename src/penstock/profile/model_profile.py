@@ -93,6 +93,7 @@ class Profile:
         op_overhead: measured seconds that the runtime adds to each op.
         step_overhead: measured seconds that the runtime adds to each step, optimizer included.
         spread: measured relative spread of repeated steps.
+        autocast: True if traced or measured costs are of mixed precision in `dtype`.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Profile:
     op_overhead: float = 0.0
     step_overhead: float = 0.0
     spread: float = 0.0
+    autocast: bool = False
 
     @property
     def blocks(self) -> int:
@@ -178,15 +180,19 @@ def read_model(path: str | Path) -> Profile:
     Raises:
         ConfigError: if there is no such file, or it describes no model that can be costed.
     """
+    return read_profile(path) if is_profile(path) else of_shape(read_shape(path))
+
+
+def is_profile(path: str | Path) -> bool:
+    """Return whether a file is one that `Profile.save` wrote, and not a model's config."""
     path = Path(path)
-    if path.suffix == ".json" and path.name != "config.json":
-        try:
-            table = json.loads(read_bytes(path, _MAX_BYTES))
-        except (OSError, ValueError, RecursionError):
-            table = None
-        if isinstance(table, dict) and "format" in table and "kinds" in table:
-            return read_profile(path)
-    return of_shape(read_shape(path))
+    if path.suffix != ".json" or path.name == "config.json":
+        return False
+    try:
+        table = json.loads(read_bytes(path, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(table, dict) and "format" in table and "kinds" in table
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -224,6 +230,7 @@ def _profile_of(table: dict[str, Any]) -> Profile:
     _require("sequence", profile.sequence is None or _is_count(profile.sequence), profile.sequence)
     _require("name", isinstance(profile.name, str), profile.name)
     _require("machine", isinstance(profile.machine, Mapping), profile.machine)
+    _require("autocast", isinstance(profile.autocast, bool), profile.autocast)
     _require("shape", (profile.shape is not None) == (profile.source == "sizes"), shape)
     for _, role, kind in layers:
         _require("role", role in get_args(Role), role)

@@ -28,6 +28,7 @@ def trace_layers(
     microbatches: Sequence[int] | None = None,
     name: str | None = None,
     seed: int = 0,
+    autocast: torch.dtype | None = None,
 ) -> Profile:
     """Profile a model's layers without running them on a device.
 
@@ -41,6 +42,7 @@ def trace_layers(
             are on the line through the two nearest.
         name: name of the model (default: its class).
         seed: seed of layers that are built (default 0).
+        autocast: dtype of mixed precision, as for `penstock.Pipeline` (default None).
 
     Returns:
         A profile with source "traced": FLOPs, bytes moved, bytes kept for the backward (each storage once, without
@@ -51,7 +53,7 @@ def trace_layers(
         SplitError: if the model is no list of layers.
     """
     layers = as_layers(model)
-    sample = Sample(example, target, loss_fn, named or {}, seed)
+    sample = Sample(example, target, loss_fn, named or {}, seed, require_autocast(autocast))
     return profile_of_runs(
         name or type(model).__name__, layers, sample, trace_sizes(layers, sample, microbatches)
     )
@@ -88,11 +90,24 @@ def profile_of_runs(
     of_layers, chosen = kinds_of(runs)
     kinds = tuple(ProfiledLayer(tuple((size, runs[size][n].cost) for size in runs)) for n in chosen)
     entries = tuple((layer.name, layer.role, kind) for layer, kind in zip(layers, of_layers, strict=True))
-    return Profile(name, "traced", None, sample.tokens, dtype_of_runs(runs), kinds, entries)
+    dtype = dtype_of_runs(runs, sample)
+    return Profile(
+        name, "traced", None, sample.tokens, dtype, kinds, entries, autocast=sample.autocast is not None
+    )
 
 
-def dtype_of_runs(runs: Mapping[int, Sequence[LayerRun]]) -> str:
-    """Return the dtype of the values between the layers."""
+def require_autocast(dtype: object) -> torch.dtype | None:
+    """Return a dtype of mixed precision; raise ProfileError unless it is of 16 bits, or None."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise ProfileError(f"autocast must be torch.bfloat16, torch.float16 or None, got {dtype!r}")
+    assert dtype is None or isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def dtype_of_runs(runs: Mapping[int, Sequence[LayerRun]], sample: Sample) -> str:
+    """Return the dtype of mixed precision, or else of the values between the layers."""
+    if sample.autocast is not None:
+        return _DTYPES[sample.autocast]
     for run in next(iter(runs.values())):
         for leaf in _pytree.tree_leaves(run.inputs):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():

@@ -139,7 +139,7 @@ class Pipeline:
         self.world = (
             world.join(self.timeout, mesh, waits.first) if world is not None and self.in_processes else None
         )
-        split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed)
+        split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed, autocast)
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))

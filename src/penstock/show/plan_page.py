@@ -24,7 +24,7 @@ from penstock.show.blocks import several_stages
 from penstock.show.page import MAX_ROWS, fill_template
 from penstock.show.page_data import step_data, styles
 from penstock.show.palette import BUSY, CAUSES, KINDS, MEMORY_PARTS
-from penstock.show.units import size_text, time_text, unit_of_seconds
+from penstock.show.units import batch_text, parameters_text, size_text, time_text, unit_of_seconds
 from penstock.trace.bubbles import makespan
 from penstock.trace.events import Trace
 
@@ -89,8 +89,8 @@ def _page(
         plan_figures(plan, outcomes, unit),
         library(),
         title=f"{profile.name} on {cluster.name}",
-        counts=f"{profile.parameters / 1e9:.3g} billion parameters in {profile.blocks} blocks; {cluster.nodes} x "
-        f"{cluster.ranks_per_node} devices of {size_text(plan.capacity)}; {batch:,} samples of {sequence:,} tokens a step",
+        counts=f"{parameters_text(profile.parameters)} in {profile.blocks} blocks; {cluster.nodes} x "
+        f"{cluster.ranks_per_node} devices of {size_text(plan.capacity)}; {batch_text(batch, sequence, plan.unit)} a step",
         cards=_cards(plan),
         sentences=_sentences(plan, search),
         layout=_layout(plan),
@@ -124,7 +124,7 @@ def _first_events(trace: Trace) -> Trace:
 def _cards(plan: Prediction) -> list[tuple[str, str]]:
     return [
         (time_text(plan.step_seconds), f"a step ({time_text(plan.low)} to {time_text(plan.high)})"),
-        (f"{plan.tokens_per_second:,.0f}", "tokens a second"),
+        (f"{plan.tokens_per_second:,.0f}", f"{plan.unit} a second"),
         (f"{plan.mfu:.1%}", f"MFU; {plan.tflops_per_device:.4g} TFLOP/s a device"),
         (size_text(plan.peak_bytes), f"on the fullest device, of {size_text(plan.capacity)}"),
         (f"{plan.bubble:.1%}", "of the ranks' time idle"),
@@ -182,7 +182,7 @@ def _runs(counts: Sequence[int]) -> str:
 def _plans(search: SearchResult) -> dict[str, Any]:
     heads = (
         "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "ZeRO", "sequence parallel", "step", "slower",
-        "tokens/s", "MFU", "memory", "idle",
+        f"{search.best.unit}/s", "MFU", "memory", "idle",
     )  # fmt: skip
     rows = []
     for plan in search.plans:

@@ -88,3 +88,16 @@ def size_text(size: float) -> str:
         if size >= scale:
             return f"{size / scale:.3g} {unit}" if size < 1e12 else f"{size / 1e12:.3g} TB"
     return f"{size:.0f} B"
+
+
+def batch_text(samples: int, sequence: int, unit: str) -> str:
+    """Return the size of a batch, as in ``512 samples of 4,096 tokens``; without tokens if the unit is "samples"."""
+    return f"{samples:,} samples" + ("" if unit == "samples" else f" of {sequence:,} tokens")
+
+
+def parameters_text(count: float) -> str:
+    """Return a number of parameters, as in ``8.03 billion parameters``."""
+    for name, scale in (("billion ", 1e9), ("million ", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {name}parameters"
+    return f"{count:,.0f} parameters"

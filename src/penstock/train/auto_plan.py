@@ -34,16 +34,16 @@ _SECONDS = 20.0
 def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
     """Return a config with the layout that is predicted to take least time on this machine.
 
-    All ranks measure at the same time: threads of this process, or all processes of the run, each of which calls it. The
-    first process then chooses for all. The degrees of ``[parallel]`` stay as given.
+    All ranks measure at the same time: threads of this process, or all processes of the run; every process calls it. The
+    first one then chooses for all. The degrees of ``[parallel]`` stay as given.
 
     Args:
         config: a checked config.
         report: function that prints a line; called on the first process alone.
 
     Raises:
-        ConfigError: on every process, if the run is not on the CPUs of one machine in full precision and without tensor
-            parallelism, the degrees do not fit the processes, or no layout fits in memory.
+        ConfigError: on every process, if the run has tensor parallelism or is not on the CPUs of one machine, the degrees do
+            not fit the processes, or no layout fits in memory.
     """
     world = current_world()
     shape = find_mesh(config.parallel, world.size if world is not None else None)
@@ -95,11 +95,6 @@ def _require_measurable(config: Config, processes: int) -> None:
         raise ConfigError(
             f"--plan auto measures layers on the CPU, but the run is on {device}; set runtime.device=cpu, or {elsewhere}"
         )
-    if config.runtime.autocast:
-        raise ConfigError(
-            f"--plan auto measures layers in full precision, so runtime.autocast must be empty, got "
-            f"{config.runtime.autocast!r}; {elsewhere}"
-        )
 
 
 def _measure(config: Config, model: TrainableModel, shape: MeshShape, run_group: RunGroup) -> Profile:
@@ -113,6 +108,7 @@ def _measure(config: Config, model: TrainableModel, shape: MeshShape, run_group:
         model.layers, given, target=given if model.target_is_input else tokens[:, 1:], loss_fn=model.loss_fn,
         microbatches=sorted({sizes[0], sizes[-1]}), ranks=1 if exchange is not None else shape.ranks,
         effort=Effort(seconds=_SECONDS), exchange=exchange, name="model", seed=config.train.seed,
+        autocast=torch.bfloat16 if config.runtime.autocast == "bf16" else None,
     )  # fmt: skip
 
 

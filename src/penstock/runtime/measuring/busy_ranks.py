@@ -54,7 +54,7 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
     limits = host.memory()
     device = Device(
         memory=float(limits.total) / max(ranks, dp) if limits is not None else 1e12,
-        matmul={"fp32": _matmul_rate()},
+        matmul={"fp32": _matmul_rate(torch.float32), "bf16": _matmul_rate(torch.bfloat16)},
         memory_bandwidth=_memory_rate(),
         optimizer_bandwidth=_optimizer_rate(),
     )
@@ -170,8 +170,8 @@ def _agree(values: Sequence[float]) -> list[float]:
     return [statistics.mean(each) for each in zip(*everyone, strict=True)]
 
 
-def _matmul_rate(size: int = 384) -> float:
-    a, b = torch.randn(size, size), torch.randn(size, size)
+def _matmul_rate(dtype: torch.dtype, size: int = 384) -> float:
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
     return 2 * size**3 / _seconds(lambda: torch.mm(a, b))
 
 

@@ -54,6 +54,7 @@ def profile_layers(
     exchange: Exchange | None = None,
     name: str | None = None,
     seed: int = 0,
+    autocast: torch.dtype | None = None,
 ) -> Profile:
     """Profile the layers of a model, for `penstock.plan`.
 
@@ -70,6 +71,7 @@ def profile_layers(
         exchange: function that joins the processes that measure at the same time (default None: this process alone).
         name: name of the model (default: its class).
         seed: seed of layers that are built (default 0).
+        autocast: dtype of mixed precision, as for `penstock.Pipeline` (default None).
 
     Returns:
         A profile with source "traced" or "measured". `Profile.save` writes it as JSON.
@@ -81,11 +83,11 @@ def profile_layers(
     if not measure:
         return trace_layers(
             model, example, target=target, loss_fn=loss_fn, named=named, microbatches=microbatches, name=name,
-            seed=seed,
+            seed=seed, autocast=autocast,
         )  # fmt: skip
     return measure_layers(
         model, example, target=target, loss_fn=loss_fn, named=named, microbatches=microbatches, ranks=ranks,
-        effort=effort, exchange=exchange, name=name, seed=seed,
+        effort=effort, exchange=exchange, name=name, seed=seed, autocast=autocast,
     )  # fmt: skip
 
 

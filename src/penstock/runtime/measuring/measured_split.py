@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from penstock.errors import SplitError
 from penstock.profile.cost_split import blocks_by_cost
 from penstock.profile.fake_layers import Sample
@@ -25,6 +27,7 @@ def resolve_split(
     schedule: Schedule,
     world: World | None,
     seed: int,
+    autocast: torch.dtype | None = None,
 ) -> Split:
     """Return a split that needs no measurement: the given one, or the number of blocks of every stage.
 
@@ -37,6 +40,7 @@ def resolve_split(
         schedule: schedule of the pipeline, whose ranks measure at the same time.
         world: processes of the run; None if the ranks are threads.
         seed: seed of layers that are built.
+        autocast: dtype of mixed precision (default None).
 
     Raises:
         SplitError: if "measured" comes without a microbatch, or blocks are too few.
@@ -60,6 +64,6 @@ def resolve_split(
     profile = measure_layers(
         layers, x, target=y, loss_fn=loss_fn, named=named, microbatches=[Sample(x).rows],
         ranks=schedule.ranks if world is None else 1, effort=_EFFORT, exchange=None if world is None else exchange,
-        seed=seed,
+        seed=seed, autocast=autocast,
     )  # fmt: skip
     return blocks_by_cost(profile, schedule.stages, Sample(x).rows)

@@ -1,0 +1,42 @@
+"""Sentences about what a prediction takes as given."""
+
+from __future__ import annotations
+
+from penstock.plan.cluster import Cluster
+from penstock.plan.run_layout import Layout
+from penstock.plan.stage_costs import attention_of, dtype_of
+from penstock.profile.closed_form import PARAMETER_BYTES
+from penstock.profile.model_profile import Profile
+
+
+def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> tuple[str, ...]:
+    """Return sentences about what a layout leaves open, and what a prediction of it takes as given."""
+    sentences = []
+    if profile.shape is not None:
+        if 0 < profile.shape.context < sequence:
+            sentences.append(
+                f"Samples have {sequence:,} tokens, more than the {profile.shape.context:,} of max_position_embeddings in "
+                "the model's config.json; raise it there before the run."
+            )
+        if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
+            sentences.append(
+                f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "
+                "attention=fused predicts kernels that do not."
+            )
+        dtype = dtype_of(profile, cluster, layout)
+        sentences.append(
+            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes a parameter for weights, gradients and AdamW."
+        )
+    if machine := profile.machine:
+        sentences.append(
+            f"Layers take the seconds measured on {machine.get('cores', '?')} cores ({machine.get('machine', '?')}) with "
+            f"{machine.get('ranks', '?')} ranks busy; the cluster gives links, memory and optimizer alone."
+        )
+    if layout.overlap is None and not cluster.overlap and layout.dp > 1:
+        sentences.append(
+            f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
+            "overlap=true predicts reductions that hide behind it."
+        )
+    if layout.devices < cluster.devices:
+        sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
+    return tuple(sentences)

@@ -1,0 +1,169 @@
+"""The Python that ``penstock plan`` gives for a profile of layers: it runs, with the gradients of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import penstock
+from penstock.cli.plan import command
+from penstock.cli.plan_code import pipeline_code
+from penstock.plan.cluster import read_cluster
+from penstock.plan.prediction import predict
+from penstock.profile.model_profile import of_shape
+from tests.support.planning import SMALL
+
+CLUSTER = """
+ranks_per_node = 2
+dtype = "fp32"
+
+[device]
+memory = 4e9
+matmul = {fp32 = 2e10}
+memory_bandwidth = 5e9
+
+[node]
+latency = 2e-5
+bandwidth = 2e9
+"""
+LOSS = nn.functional.mse_loss
+BATCH = 8
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 16), *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)])
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, 3, generator=draws), torch.randn(BATCH, 16, generator=draws)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    x, y = batch()
+    penstock.profile_layers(model(), x, target=y, loss_fn=LOSS, measure=False).save("profile.json")
+    return tmp_path
+
+
+def planned(*words: str) -> str:
+    outcome = CliRunner().invoke(command, ["profile.json", "-c", "cluster.toml", "-b", str(BATCH), *words])
+    assert outcome.exit_code == 0, outcome.output
+    return outcome.stdout
+
+
+def printed(output: str) -> str:
+    """Return the lines of Python in the output of a plan."""
+    code, start = output.split("In your script:\n")[1].split("start:")
+    assert start.split()[:3] == ["torchrun", "--nproc-per-node", "2"]
+    return textwrap.dedent(code)
+
+
+def gradients_of(code: str) -> tuple[dict[str, torch.Tensor], penstock.Pipeline]:
+    """Run the lines and a step; return the gradients by name, those of the first replica."""
+    names: dict[str, Any] = {"model": model(), "loss_fn": LOSS}
+    exec(code, names)
+    with names["pipe"] as pipe:
+        pipe.step(*batch())
+        return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}, pipe
+
+
+def plain_gradients(microbatches: int) -> dict[str, torch.Tensor]:
+    plain = model()
+    x, y = batch()
+    for part_x, part_y in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+        (LOSS(plain(part_x), part_y) / microbatches).backward()
+    return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--fix", "pp=2"),
+        ("--layout", "pp=2,microbatch=1,schedule=zb-v,recompute=full"),
+        ("--layout", "pp=2,microbatch=2,schedule=interleaved-1f1b,v=2,split=1+2+2+1,recompute=2"),
+        ("--layout", "pp=2,microbatch=4,schedule=gpipe,split=cost"),
+    ],
+    ids=["search", "zb-v", "interleaved", "gpipe"],
+)
+def test_the_printed_lines_make_a_pipeline_with_the_gradients_of_plain_pytorch(words: tuple[str, ...]):
+    actual, pipe = gradients_of(printed(planned(*words)))
+    assert pipe.ranks == 2
+    expected = plain_gradients(pipe.microbatches)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert not Path("run.toml").exists()
+
+
+def test_the_lines_have_every_choice_of_the_plan():
+    layout = "pp=2,microbatch=2,schedule=interleaved-1f1b,v=2,split=1+2+2+1,recompute=2"
+    _, pipe = gradients_of(printed(planned("--layout", layout)))
+    assert pipe.schedule.stages == 4
+    assert [len(pipe.stages[stage].module.layers) for stage in range(4)] == [1, 2, 2, 1]
+    assert pipe.microbatches == 4
+
+
+def test_replicas_are_a_mesh_and_zero_an_optimizer():
+    code = printed(planned("--layout", "pp=1,dp=2,microbatch=1,zero=true"))
+    assert "mesh=penstock.MeshShape(pp=1, dp=2),\n    microbatches=4," in code
+    assert "optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, zero=True)" in code
+    names: dict[str, Any] = {"model": model(), "loss_fn": LOSS}
+    exec(code, names)
+    with names["pipe"] as pipe:
+        loss = pipe.step(*batch()).loss
+        names["optimizer"].step()
+    torch.testing.assert_close(loss, LOSS(model()(batch()[0]), batch()[1]).detach())
+
+
+def test_the_lines_are_written_to_a_file_on_demand(folder: Path):
+    output = planned("--fix", "pp=2", "--out", "plan.py")
+    assert "written: plan.py\nstart:   torchrun" in output
+    actual, pipe = gradients_of((folder / "plan.py").read_text())
+    assert all(torch.equal(actual[name], value) for name, value in plain_gradients(pipe.microbatches).items())
+    planned("--fix", "pp=2", "--out", "plan.py")  # its own file is written again
+    refused = CliRunner().invoke(command, ["profile.json", "-c", "cluster.toml", "--out", "run.toml"])
+    assert refused.exit_code == 2
+    assert "give --out plan.py" in refused.stderr
+
+
+def test_samples_without_tokens_are_counted_as_samples():
+    result = json.loads(planned("--layout", "pp=2", "--json"))
+    assert result["unit"] == "samples"
+    assert result["tokens_per_second"] == pytest.approx(BATCH / result["step_seconds"])
+    output = planned("--layout", "pp=2")
+    assert "batch         8 samples\n" in output
+    assert " samples/s; " in output
+
+
+def test_autocast_of_a_profile_is_that_of_the_pipeline():
+    x, y = batch()
+    profile = penstock.profile_layers(
+        model(), x, target=y, loss_fn=LOSS, measure=False, autocast=torch.bfloat16
+    )
+    profile.save("profile.json")
+    cluster = read_cluster("h100*2")
+    plan = predict(profile, cluster, "pp=2", batch=BATCH)
+    assert "    autocast=torch.bfloat16,\n" in pipeline_code(profile, plan, BATCH)
+
+
+def test_a_model_of_given_sizes_is_on_a_mesh_with_its_shards():
+    profile = of_shape(SMALL)
+    plan = predict(profile, read_cluster("h100*8"), "pp=2,dp=2,tp=2,sequence_parallel=true", batch=16)
+    code = pipeline_code(profile, plan, 16)
+    compile(code, "plan", "exec")
+    for line in (
+        "mesh=penstock.MeshShape(pp=2, dp=2, tp=2)",
+        "sequence_parallel=True",
+        "autocast=torch.bfloat16",
+    ):
+        assert line in code
