@@ -66,6 +66,22 @@ def test_every_family_that_is_split_has_a_closed_form():
     assert set(MODEL_TYPES) <= split
 
 
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "ernie4_5_moe"]
+)  # fmt: skip
+def test_experts_and_compressed_attention_are_refused_by_name(kind: str, tmp_path: Path):
+    config = library_config(kind)
+    path = written(tmp_path, {**json.loads(config.to_json_string(use_diff=False)), "model_type": kind})
+    with pytest.raises(ConfigError, match=rf"no closed form for a model of type '{kind}'.*measure=False"):
+        read_shape(path)
+
+
+@pytest.mark.parametrize("key", ["add_cross_attention", "quantization_config", "use_bidirectional_attention"])
+def test_variants_that_are_not_split_are_refused(key: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"no closed form for a model with {key}"):
+        read_shape(written(tmp_path, {**SMALL, key: {"bits": 8}}))
+
+
 def test_keys_of_biases_that_a_family_names_differently(tmp_path: Path):
     plain = {**SMALL, "model_type": "internlm3"}
     usual = read_shape(written(tmp_path, {**plain, "attention_bias": True, "mlp_bias": True}))

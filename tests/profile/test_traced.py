@@ -171,3 +171,26 @@ def test_autocast_is_that_of_a_pipeline():
         ProfileError, match=r"autocast must be torch\.bfloat16, torch\.float16 or None, got 'bf16'"
     ):
         trace_layers(model, x, autocast="bf16")
+
+
+class Experts(nn.Module):
+    """Rows go to experts in order, whatever their values: 6 experts with matrices of 16 x 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 16, 32, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.linspace(1, x.shape[0], 6).to(torch.int32)
+        return nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+
+def test_products_of_experts_are_counted():
+    """Every row is multiplied by one expert's matrix, and twice as often in the backward."""
+    x = torch.randn(24, 16, dtype=torch.bfloat16)
+    rows = trace_layers(nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16), Experts()), x)
+    cost = rows.kinds[1].points[0][1]
+    product = 2 * 24 * 16 * 32
+    assert cost.model_flops == product
+    for works in (cost.forward, cost.input_grad, cost.weight_grad):
+        assert sum(work.amount for work in works if work.unit == "matmul") == product

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from penstock.cli.plan_text import header
@@ -22,7 +23,7 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
     layout, costs = plan.layout, plan.costs
     arguments = {
         "microbatches": str(batch // (layout.dp * layout.microbatch)),
-        "schedule": repr(layout.schedule),
+        "schedule": json.dumps(layout.schedule),
     }
     if layout.dp * layout.tp > 1:
         degrees = f"pp={layout.pp}, dp={layout.dp}" + (f", tp={layout.tp}" if layout.tp > 1 else "")
@@ -34,7 +35,7 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
     if costs is not None and layout.split != "even":
         arguments["split"] = str(list(costs.counts))
     if layout.recompute == "full" or isinstance(layout.recompute, int):
-        arguments["recompute"] = repr(layout.recompute)
+        arguments["recompute"] = json.dumps(layout.recompute)
     half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(plan.dtype)
     if half is not None and (profile.autocast or profile.shape is not None):
         arguments["autocast"] = half

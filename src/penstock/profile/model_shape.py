@@ -160,6 +160,9 @@ _BIAS_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Other keys of biases, and the usual ones that they stand for."""
 
+_REFUSED = ("add_cross_attention", "is_encoder_decoder", "quantization_config", "use_bidirectional_attention")
+"""Keys of variants that are not split; if set, blocks have other sizes than the rest of the config says."""
+
 _GPT2_NAMES = {
     "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",
@@ -250,8 +253,12 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
     if not isinstance(kind, str) or kind not in _TRAITS:
         raise ConfigError(
             f"{path}: no closed form for a model of type {kind!r}{nearest(str(kind), list(_TRAITS))}; the types are "
-            f"{', '.join(_TRAITS)}. Profile any other model with `penstock.profile_layers`"
+            f"{', '.join(_TRAITS)}. Give any other model as a list of layers to `penstock.profile_layers`, trace it "
+            "without weights (measure=False), save the profile as JSON, and plan that; see docs/planning.md"
         )
+    for key in _REFUSED:
+        if table.get(key):
+            raise ConfigError(f"{path}: no closed form for a model with {key}; the config must leave it out")
     traits = dict(_TRAITS[kind])
     name = _name(table, path)
     table = {

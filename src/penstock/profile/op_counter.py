@@ -21,6 +21,8 @@ _forward_flops: Callable[..., int] = sdpa_flop_count
 _backward_flops: Callable[..., int] = sdpa_backward_flop_count
 _CPU_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_GROUPED = {_aten._grouped_mm.default, _aten._scaled_grouped_mm.default}
+"""Matrix products of experts, which torch's own counter leaves out."""
 
 
 @dataclass
@@ -94,6 +96,8 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             flops, unit = _forward_flops(*(x.shape for x in args[:3])), "attention"
         elif func is _CPU_ATTENTION_BACKWARD:
             flops, unit = _backward_flops(*(x.shape for x in args[:4])), "attention"
+        elif func in _GROUPED:
+            flops, unit = _grouped_flops(*args[:2]), "matmul"
         elif func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             unit = "attention" if "attention" in str(func) else "matmul"
@@ -140,6 +144,12 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
                 max(0, each.calls - less.calls),
             )
         return rest
+
+
+def _grouped_flops(a: Tensor, b: Tensor) -> float:
+    """Return the FLOPs of products of groups: of rows of a, of columns of b, of both, or of whole matrices of a stack."""
+    groups = a.shape[0] if a.dim() > b.dim() else 1
+    return 2.0 * a.numel() / groups * b.shape[-1]
 
 
 def storage_key(tensor: Tensor) -> int:
