@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from penstock.errors import PenstockError
@@ -64,13 +65,15 @@ def every_plan(small: SmallSpace) -> list[Prediction]:
     """Return the predictions of all layouts of a space, one by one, without bounds; also those that do not fit."""
     space, plans = small.space, []
     for point in space.points():
-        for order in space.orders(point.layout.pp, point.microbatches):
-            for layout in space.variants(replace(point.layout, v=order.v, schedule=order.name)):
+        for order, split in product(space.orders(point.layout.pp, point.microbatches), space.splits):
+            for layout in space.variants(replace(point.layout, v=order.v, schedule=order.name, split=split)):
                 try:
                     plan = predict(
                         small.profile, small.cluster, layout, sequence=small.sequence, batch=small.batch
                     )
                 except PenstockError:
                     continue  # the family does not allow the counts
+                if split == "cost" and plan.layout.split == "even" and "even" in space.splits:
+                    continue  # it comes again
                 plans.append(plan)
     return plans

@@ -23,6 +23,7 @@ from penstock.plan.stage_costs import (
     dtype_of,
     even_counts,
     layer_times,
+    most_parameters,
     stage_costs,
 )
 from penstock.plan.timing import collective_seconds
@@ -171,7 +172,7 @@ def predict(
     pipeline = float(makespan(trace))
 
     reduction, trace = _exposed_reduction(program, trace, costs, cluster, layout, dtype)
-    optimizer = optimizer_seconds(costs, cluster, layout, dtype, schedule.placement.stages_of)
+    optimizer = optimizer_seconds(costs, cluster, layout, dtype, schedule.placement)
     overhead = cluster.step_overhead + profile.step_overhead
     seconds = pipeline + reduction + optimizer + overhead
     replicas = layout.dp * microbatches
@@ -324,8 +325,8 @@ def blocking_reduction(
     if layout.dp * copies == 1:
         return 0.0
     weight, gradient, _ = PARAMETER_BYTES[dtype]
-    most = max(float(costs.parameters[list(stages)].sum()) for stages in placement.stages_of)
-    seconds = _group_seconds("all_reduce", most * gradient, cluster, layout, copies)
+    size = most_parameters(costs, placement) * gradient
+    seconds = _group_seconds("all_reduce", size, cluster, layout, copies)
     return seconds + _exposed_gather(costs, cluster, layout, weight, copies)
 
 
@@ -361,10 +362,10 @@ def _group_seconds(unit: str, size: float, cluster: Cluster, layout: Layout, cop
 
 
 def optimizer_seconds(
-    costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str, stages_of: tuple[tuple[int, ...], ...]
+    costs: StageCosts, cluster: Cluster, layout: Layout, dtype: str, placement: Placement
 ) -> float:
     """Return the seconds of gradient norm and update on the rank with most parameters."""
     device = cluster.device
     bandwidth = device.optimizer_bandwidth or device.memory_bandwidth
-    most = max(float(costs.parameters[list(stages)].sum()) for stages in stages_of)
-    return most / (layout.dp if layout.zero else 1) * _UPDATE_BYTES[dtype] / bandwidth
+    parameters = most_parameters(costs, placement) / (layout.dp if layout.zero else 1)
+    return parameters * _UPDATE_BYTES[dtype] / bandwidth

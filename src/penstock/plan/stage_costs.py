@@ -253,6 +253,17 @@ def work_shares(placement: Placement) -> Table:
     return shares
 
 
+def most_parameters(costs: StageCosts, placement: Placement) -> float:
+    """Return the number of parameters of the rank that has most."""
+    return float((_holds(placement) @ costs.parameters).max())
+
+
+@lru_cache(maxsize=1024)
+def _holds(placement: Placement) -> Table:
+    """Return 1 where a rank has a stage, and 0 elsewhere, shape (ranks, stages)."""
+    return (work_shares(placement) > 0).astype(np.float64)
+
+
 def _balanced(
     times: LayerTimes, layout: Layout, placement: Placement, even_split: tuple[int, ...]
 ) -> tuple[int, ...]:

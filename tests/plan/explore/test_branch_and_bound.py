@@ -115,6 +115,22 @@ def test_fixed_values_are_kept(fixed: dict[str, object]):
         assert {key: getattr(plan.layout, key) for key in fixed} == fixed
 
 
+def test_sequence_parallelism_and_the_split_are_dimensions():
+    """A large vocabulary makes the last stage slow, so that a split by cost is quicker than an even one."""
+    profile = medium(24, vocabulary=256_000)
+    given = {"pp": 4, "tp": 2, "schedule": "1f1b"}
+    result = search(profile, read_cluster("h100*8"), sequence=2048, batch=64, fixed=given)
+    layout = result.best.layout
+    assert (layout.sequence_parallel, layout.split) == (True, "cost")
+    assert result.rejections["sequence_parallel"]["false"].endswith("slower")
+    assert result.rejections["split"]["even"].endswith("slower")
+    for key, other in (("sequence_parallel", False), ("split", "even")):
+        fixed = {**given, key: other}
+        slower = search(profile, read_cluster("h100*8"), sequence=2048, batch=64, fixed=fixed).best
+        assert getattr(slower.layout, key) == other
+        assert slower.step_seconds > result.best.step_seconds
+
+
 def test_only_the_given_schedules_are_searched(tmp_path: Path):
     order = tmp_path / "mine.csv"
     write_csv(build_schedule("zb-h1", 4, 16), order)

@@ -69,7 +69,7 @@ def seconds_after_pipeline(space: Space, layout: Layout, placement: Placement, c
         cluster.step_overhead
         + space.profile.step_overhead
         + min(
-            optimizer_seconds(costs, cluster, variant, dtype, placement.stages_of)
+            optimizer_seconds(costs, cluster, variant, dtype, placement)
             + (blocking_reduction(costs, cluster, variant, dtype, placement) if blocking else 0.0)
             for variant in space.variants(layout)
         )

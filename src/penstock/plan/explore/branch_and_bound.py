@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -28,17 +28,21 @@ from penstock.plan.explore.admissible import (
 )
 from penstock.plan.explore.rejections import Rejections
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
-from penstock.plan.explore.search_space import Order, Point, Space, make_space
-from penstock.plan.prediction import Prediction, op_costs, predict, step_program
+from penstock.plan.explore.search_space import Order, Point, Space, make_space, order_of_ops
+from penstock.plan.prediction import Prediction, op_costs, predict
 from penstock.plan.rank_memory import rank_memory
 from penstock.plan.run_layout import Layout
-from penstock.plan.stage_costs import LayerTimes, StageCosts, dtype_of, layer_times, stage_costs, work_shares
+from penstock.plan.stage_costs import (
+    LayerTimes,
+    StageCosts,
+    dtype_of,
+    layer_times,
+    work_shares,
+)
 from penstock.profile.model_profile import Profile
-from penstock.schedule.families import build_schedule
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
-from penstock.schedule.schedule import Schedule
 from penstock.simulate.bounds import lower_bound
 
 DIVES = 40
@@ -276,21 +280,18 @@ class _Search:
         for order in self.space.orders(point.layout.pp, point.microbatches):
             groups.setdefault(order.placement, []).append(order)
         for placement, orders in groups.items():
-            layout = replace(point.layout, v=orders[0].v)
-            self.evaluated += len(orders)
-            try:
-                costs = stage_costs(self._times_of(layout), layout, placement)
-            except ConfigError:
-                continue  # the split does not fit so many stages
-            if self._too_large(layout, orders, placement, costs):
-                continue
-            work = work_shares(placement) @ costs.work
-            rest = seconds_after_pipeline(self.space, layout, placement, costs)
-            bound = max(point.microbatches * float(work.max()), candidate.bound) + rest
-            at = replace(point, layout=layout)
-            for splits in {order.splits_backward for order in orders}:
-                chosen = tuple(order for order in orders if order.splits_backward == splits)
-                opened.append(self._candidate(bound, 0.0, at, orders=chosen, costs=costs, rest=rest))
+            at = replace(point.layout, v=orders[0].v)
+            for layout, costs in self.space.with_splits(at, placement, self._times_of(at)):
+                self.evaluated += len(orders)
+                if self._too_large(layout, orders, placement, costs):
+                    continue
+                work = work_shares(placement) @ costs.work
+                rest = seconds_after_pipeline(self.space, layout, placement, costs)
+                bound = max(point.microbatches * float(work.max()), candidate.bound) + rest
+                placed = replace(point, layout=layout)
+                for halves in {order.splits_backward for order in orders}:
+                    chosen = tuple(order for order in orders if order.splits_backward == halves)
+                    opened.append(self._candidate(bound, 0.0, placed, orders=chosen, costs=costs, rest=rest))
         return opened
 
     def _bound_orders(self, candidate: _Candidate) -> list[_Candidate]:
@@ -351,7 +352,7 @@ class _Search:
         dtype = dtype_of(self.space.profile, self.space.cluster, layout)
 
         def peak(m: int) -> float:
-            schedule = _order_of_ops(order, layout.pp, m)
+            schedule = order_of_ops(order, layout.pp, m)
             return max(rank.total for rank in rank_memory(schedule, costs, layout, dtype))
 
         few = STEADY * layout.pp + microbatches % layout.pp
@@ -382,13 +383,3 @@ class _Search:
         return predict(
             space.profile, space.cluster, layout, sequence=space.sequence, batch=batch or space.batch
         )
-
-
-@lru_cache(maxsize=512)
-def _order_of_ops(order: Order, ranks: int, microbatches: int) -> Schedule:
-    """Return a schedule that is not yet proven, which is enough to count its memory."""
-    if order.family is None:
-        return step_program(order.name, ranks, microbatches, None).schedule
-    return build_schedule(
-        order.name, ranks, microbatches, order.v if order.family.chooses_virtual_stages else None
-    )

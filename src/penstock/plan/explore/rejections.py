@@ -13,7 +13,7 @@ from penstock.plan.prediction import Prediction
 from penstock.plan.run_layout import Layout
 
 DIMENSIONS = (
-    "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel",
+    "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
 )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ class Rejections:
         """Note a layout that cannot be quicker than `bound`; without orders, its schedule is open."""
         values = dict(vars(layout))
         if not orders:
-            values.pop("schedule"), values.pop("v")
+            values.pop("schedule"), values.pop("v"), values.pop("split")
         for order in orders or (None,):
             chosen = values if order is None else {**values, "schedule": order.name}
             for seen in self._values(chosen):

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from penstock.errors import ConfigError, ScheduleError, nearest
 from penstock.plan.cluster import Cluster
+from penstock.plan.prediction import step_program
 from penstock.plan.run_layout import Layout, Recompute
-from penstock.plan.stage_costs import attention_of
+from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, even_counts, stage_costs
 from penstock.profile.model_profile import Profile
-from penstock.schedule.families import FAMILIES, Family
+from penstock.schedule.families import FAMILIES, Family, build_schedule
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import read_csv
 
 MAX_MICROBATCH = 32
@@ -80,25 +83,47 @@ class Space:
             for microbatch in self._values("microbatch", divisors(share, MAX_MICROBATCH)):
                 if share % microbatch:
                     continue
-                for recompute in self._values("recompute", self._recomputes()):
-                    # The best values of `zero` and `sequence_parallel` follow from the rest; see `variants`.
+                choices = product(
+                    self._values("recompute", self._recomputes()),
+                    self._values("sequence_parallel", self._sequence_parallel(tp)),
+                )
+                for recompute, sequence_parallel in choices:
+                    # `zero` and `split` are chosen last; see `variants` and `splits`.
                     layout = Layout(
                         pp, dp, tp, None, microbatch, recompute=recompute,
                         zero=self.fixed.get("zero", dp > 1),
-                        sequence_parallel=self.fixed.get("sequence_parallel", self.sequence % tp == 0),
-                        split=self.fixed.get("split", "cost"),
+                        sequence_parallel=sequence_parallel,
+                        split=self.splits[0],
                         attention=self.fixed.get("attention"),
                         overlap=self.fixed.get("overlap"),
                         dtype=self.fixed.get("dtype"),
                     )  # fmt: skip
                     yield Point(layout, share // microbatch)
 
-    def variants(self, layout: Layout) -> tuple[Layout, ...]:
-        """Return a layout with ZeRO, which needs least memory, and without it, which need not gather weights.
+    @property
+    def splits(self) -> tuple[str | tuple[int, ...], ...]:
+        """Splits of the blocks."""
+        return (self.fixed["split"],) if "split" in self.fixed else ("cost", "even")
 
-        Sequence parallelism is taken wherever it is possible: it communicates as much, and leaves less work and memory. Only
-        the split by cost can make a small model slower with it.
-        """
+    def with_splits(
+        self, layout: Layout, placement: Placement, times: LayerTimes
+    ) -> Iterator[tuple[Layout, StageCosts]]:
+        """Yield a layout with each split that differs from the others and fits its stages, and the stages' costs."""
+        even = even_counts(self.profile.blocks, placement.stages)
+        counts: set[tuple[int, ...]] = set()
+        for split in self.splits:
+            if split == "even" and even in counts:
+                continue
+            at = replace(layout, split=split)
+            try:
+                costs = stage_costs(times, at, placement)
+            except ConfigError:
+                continue
+            counts.add(costs.counts)
+            yield replace(at, split="even") if split == "cost" and costs.counts == even else at, costs
+
+    def variants(self, layout: Layout) -> tuple[Layout, ...]:
+        """Return a layout with ZeRO, which needs least memory, and without it, which need not gather weights."""
         if "zero" in self.fixed or layout.dp == 1:
             return (layout,)
         return (replace(layout, zero=True), replace(layout, zero=False))
@@ -179,8 +204,21 @@ class Space:
         )
         return ("none", "selective", 2, "full") if unfused else ("none", 2, "full")
 
+    def _sequence_parallel(self, tp: int) -> tuple[bool, ...]:
+        return (True, False) if tp > 1 and self.sequence % tp == 0 else (False,)
+
     def _values(self, key: str, default: Sequence[Any]) -> Sequence[Any]:
         return (self.fixed[key],) if key in self.fixed else default
+
+
+@lru_cache(maxsize=512)
+def order_of_ops(order: Order, ranks: int, microbatches: int) -> Schedule:
+    """Return a schedule that is not yet proven, which is enough to count its memory."""
+    if order.family is None:
+        return step_program(order.name, ranks, microbatches, None).schedule
+    return build_schedule(
+        order.name, ranks, microbatches, order.v if order.family.chooses_virtual_stages else None
+    )
 
 
 def make_space(
