@@ -62,7 +62,7 @@ class Pipeline:
         ranks: pipeline ranks; by default the schedule's own, the number of processes, or 1.
         virtual_stages: stages on each rank, for families that let one choose (default 1); V-shaped ones always have two.
         split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`. ``{"measured":
-            (x, y)}`` runs each kind of layer on that microbatch, and makes stages of equal time.
+            (x, y)}`` makes stages of equal time on that microbatch; ``{"measured": profile}``, by `profile_layers`.
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
             LOCAL_RANK.
         timeout: longest wait between ranks in seconds, after which a rank counts as hung (default 60).

@@ -60,7 +60,8 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
 _KEYS = ("layers_per_stage", "ranges", "weights")
 _ALLOWED = (
     "a split is 'even', a list of counts, a list of (start, stop) ranges, or one of "
-    "{'layers_per_stage': n}, {'ranges': [...]}, {'weights': [...]}, and of a Pipeline {'measured': (x, y)}"
+    "{'layers_per_stage': n}, {'ranges': [...]}, {'weights': [...]}, and of a Pipeline {'measured': (x, y)} or "
+    "{'measured': profile}"
 )
 
 

@@ -1,8 +1,9 @@
-"""The split of ``Pipeline(split={"measured": (x, y)})``: stages of equal time, by layers measured on this machine."""
+"""The split of ``Pipeline(split={"measured": ...})``: stages of equal time, by a profile or by layers measured here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from penstock.errors import SplitError
 from penstock.profile.cost_split import blocks_by_cost
 from penstock.profile.fake_layers import Sample
 from penstock.profile.measured import Effort, measure_layers
+from penstock.profile.model_profile import Profile, read_profile
 from penstock.runtime.workers.world import World
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction
@@ -34,7 +36,8 @@ def resolve_split(
     With "measured", every process of a run calls it at the same time, and all get the same numbers.
 
     Args:
-        split: split of a Pipeline; ``{"measured": (x, y)}`` has one microbatch, or ``(x, y, named)`` with keyword inputs.
+        split: split of a Pipeline; ``{"measured": (x, y)}`` has one microbatch, or ``(x, y, named)`` with keyword inputs;
+            ``{"measured": profile}`` has a traced or measured profile of these layers, or the path of one.
         layers: layers of the model.
         loss_fn: loss function.
         schedule: schedule of the pipeline, whose ranks measure at the same time.
@@ -43,17 +46,24 @@ def resolve_split(
         autocast: dtype of mixed precision (default None).
 
     Raises:
-        SplitError: if "measured" comes without a microbatch, or blocks are too few.
+        SplitError: if "measured" comes without a microbatch or a profile, the profile is of other layers, or blocks are too
+            few.
+        ConfigError: if the profile cannot be read.
         ProfileError: if a layer cannot be profiled.
     """
     measured = isinstance(split, Mapping) and list(split) == ["measured"]
     if not measured and split != "measured":
         return split
     example = split["measured"] if isinstance(split, Mapping) else None
+    if isinstance(example, str | Path):
+        example = read_profile(example)
+    if isinstance(example, Profile):
+        return _split_by(example, layers, schedule.stages)
     if not isinstance(example, tuple) or len(example) not in (2, 3):
         raise SplitError(
-            "a measured split runs the layers on one microbatch before they are split; give it as "
-            "split={'measured': (x, y)}, or {'measured': (x, y, {'name': value})} with keyword inputs"
+            "a measured split needs the layers' times before they are split, and so a microbatch to run them on; give it as "
+            "split={'measured': (x, y)}, or {'measured': (x, y, {'name': value})} with keyword inputs, or give a profile of "
+            "penstock.profile_layers as split={'measured': profile}"
         )
 
     def exchange(value: Any) -> list[Any]:
@@ -67,3 +77,18 @@ def resolve_split(
         seed=seed, autocast=autocast,
     )  # fmt: skip
     return blocks_by_cost(profile, schedule.stages, Sample(x).rows)
+
+
+def _split_by(profile: Profile, layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
+    """Return the blocks of every stage by a profile, at the smallest microbatch that it has."""
+    profiled, names = [name for name, *_ in profile.layers], [layer.name for layer in layers]
+    if profiled != names:
+        other = next((pair for pair in zip(profiled, names, strict=False) if pair[0] != pair[1]), None)
+        where = (
+            f"{len(profiled)} layers for {len(names)}" if other is None else f"{other[0]!r} for {other[1]!r}"
+        )
+        raise SplitError(
+            f"the profile of {profile.name} is of other layers than the model's, {where}; profile this model with "
+            "penstock.profile_layers"
+        )
+    return blocks_by_cost(profile, stages, profile.kinds[0].points[0][0])
