@@ -55,26 +55,23 @@ def test_a_heavy_layer_gets_a_stage_of_its_own():
 
 
 def test_a_profile_splits_its_layers_without_measuring(tmp_path: Path):
-    model = nn.Sequential(
-        nn.Linear(4, 2048), nn.Linear(2048, 2048), *[nn.Linear(2048, 2048) for _ in range(2)]
-    )
-    small = nn.Sequential(
-        *[nn.Linear(4, 4) for _ in range(6)], nn.Linear(4, 512), nn.Linear(512, 512), nn.Linear(512, 4)
-    )
+    light = [nn.Linear(4, 4) for _ in range(6)]
+    model = nn.Sequential(*light, nn.Linear(4, 512), nn.Linear(512, 512), nn.Linear(512, 4))
     x = torch.randn(8, 4)
-    profile = penstock.profile_layers(small, x, target=x, loss_fn=nn.functional.mse_loss, measure=False)
+    profile = penstock.profile_layers(model, x, target=x, loss_fn=nn.functional.mse_loss, measure=False)
     profile.save(tmp_path / "profile.json")
     for given in (profile, tmp_path / "profile.json", str(tmp_path / "profile.json")):
-        options = {"microbatches": 2, "ranks": 2, "split": {"measured": given}}
-        with Pipeline(small, nn.functional.mse_loss, **options) as pipe:
+        with Pipeline(
+            model, nn.functional.mse_loss, microbatches=2, ranks=2, split={"measured": given}
+        ) as pipe:
             first, second = (len(pipe.stages[s].module.layers) for s in range(2))
             assert (first, second) == (7, 2)  # the product of 512 x 512 outweighs all before it
             loss = pipe.step(x, x).loss
-        torch.testing.assert_close(loss, nn.functional.mse_loss(small(x), x).detach())
+        torch.testing.assert_close(loss, nn.functional.mse_loss(model(x), x).detach())
     with pytest.raises(
         SplitError, match="of other layers than the model's, 9 layers for 4; profile this model"
     ):
-        Pipeline(model, nn.functional.mse_loss, microbatches=2, ranks=2, split={"measured": profile})
+        Pipeline(model[:4], nn.functional.mse_loss, microbatches=2, ranks=2, split={"measured": profile})
     with pytest.raises(ConfigError, match="cannot read the profile"):
         pipeline(split={"measured": str(tmp_path / "none.json")})
 
