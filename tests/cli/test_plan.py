@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -365,3 +366,22 @@ def test_the_planned_run_trains(folder: Path, model: str):
         assert ran[section][key] == planned[section][key]
     if "split" in planned["schedule"]:
         assert ran["schedule"]["split"] == planned["schedule"]["split"]
+
+
+def commands_of_the_guide() -> list[list[str]]:
+    """Return the words of every `penstock plan` command in the guide, without comments."""
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    lines = [line.strip() for line in page.splitlines() if line.startswith("    penstock plan ")]
+    return [shlex.split(line, comments=True)[2:] for line in lines]
+
+
+@pytest.mark.parametrize("words", commands_of_the_guide(), ids=" ".join)
+def test_the_commands_of_the_guide_run_as_they_are_printed(words: list[str], folder: Path):
+    (folder / "my-model").mkdir()
+    (folder / "my-model" / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 16}))
+    write_csv(build_schedule("zb-h1", 4, 16), folder / "mine.csv")
+    read_model("gpt2").save(folder / "profile.json")
+    outcome = invoke(*words)
+    assert outcome.exit_code == 0, outcome.output
+    written = (folder / "run.toml").exists()
+    assert written == ("--layout" not in words and "profile.json" not in words)
