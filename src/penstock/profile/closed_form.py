@@ -66,6 +66,10 @@ class Workload:
 
 def require_divisible(shape: ModelShape, tp: int) -> None:
     """Raise `ConfigError` unless tensor parallelism can divide the model's matrices."""
+    if shape.kv_rank and tp > 1:
+        raise ConfigError(
+            f"tp={tp} does not divide latents, from which {shape.name} expands its keys and values; take tp=1"
+        )
     for what, size in (
         ("heads", shape.heads),
         ("key and value heads", shape.kv_heads),
@@ -88,7 +92,7 @@ def require_positions(shape: ModelShape, sequence: int) -> None:
 
 def largest_tp(shape: ModelShape, limit: int) -> int:
     """Return the largest tensor-parallel degree up to a limit that divides the model's matrices."""
-    sizes = (shape.heads, shape.kv_heads, shape.ffn)
+    sizes = (1,) if shape.kv_rank else (shape.heads, shape.kv_heads, shape.ffn)
     return max(t for t in range(1, limit + 1) if not any(size % t for size in sizes))
 
 
@@ -117,22 +121,26 @@ def embedding_cost(shape: ModelShape, load: Workload) -> LayerCost:
 def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     """Return the cost of one block."""
     t, e, tokens = load.tp, load.element, load.tokens
-    hidden, query, key = shape.hidden, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    hidden, (query, key, values) = shape.hidden, shape.attention_sizes
+    *to_heads, (attended, _) = shape.head_matrices
     ups = 2 if shape.gated else 1
+    # Each latent is kept before its norm and after it.
+    latents = 2 * (shape.query_rank + shape.kv_rank)
     products = [
-        (tokens, hidden, (query + 2 * key) / t),
-        (tokens, query / t, hidden),
+        *((tokens, rows, columns) for rows, columns in shape.latent_matrices),
+        *((tokens, rows, columns / t) for rows, columns in to_heads),
+        (tokens, attended / t, hidden),
         (tokens, hidden, ups * shape.ffn / t),
         (tokens, shape.ffn / t, hidden),
     ]
     matmuls = tuple(_matmul(*sizes) for sizes in products)
-    attention_flops = 4 * tokens * load.sequence * query / t
+    attention_flops = 2 * tokens * load.sequence * (query + attended) / t
     scores = tokens * load.sequence * shape.heads / t
 
     # Elementwise kernels: those over the whole hidden state, and those over what tensor parallelism divides.
     shard = tokens * hidden * e / (t if load.sequence_parallel else 1)
     whole_kernels = 2 * shape.norms + 3 * 2
-    divided = (2 * (query + 2 * key) + (ups + 1) * shape.ffn) * tokens * e / t
+    divided = (2 * (query + key + values) + latents + (ups + 1) * shape.ffn) * tokens * e / t
     elementwise = DeviceWork("memory", whole_kernels * shard + divided, calls=shape.norms + 4)
     backward_elementwise = DeviceWork(
         "memory", 1.5 * (whole_kernels * shard + divided), calls=shape.norms + 6
@@ -160,7 +168,7 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
     # Kept for the backward, in bytes: norm inputs, inputs of the matrices, dropout masks; then what is divided.
     masks = 2 * shard / e if shape.dropout else 0
     kept_whole = (2 + 2) * shard + masks
-    kept_divided = (2 * query + 2 * key + (ups + 1) * shape.ffn) * tokens * e / t
+    kept_divided = (query + key + values + attended + latents + (ups + 1) * shape.ffn) * tokens * e / t
     statistics = 4 * tokens * shape.heads / t if load.attention == "fused" else 0
     kept_scores = scores * (2 * e + 1) if load.attention == "unfused" else 0
     selective = kept_whole + kept_divided
@@ -173,7 +181,8 @@ def block_cost(shape: ModelShape, load: Workload) -> LayerCost:
         saved_bytes=selective + statistics + kept_scores,
         selective_bytes=selective + statistics,
         # Inputs of the four matrices, and the gradients of their outputs.
-        waiting_bytes=4 * shard + (2 * query + 2 * key + (ups + 1) * shape.ffn) * tokens * e / t,
+        waiting_bytes=4 * shard
+        + (query + key + values + attended + latents + (ups + 1) * shape.ffn) * tokens * e / t,
         input_bytes=shard,
         output_bytes=shard,
         parameters=parameters / t + shape.norm_weights * hidden + shape.head_norm_weights,

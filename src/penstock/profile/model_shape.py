@@ -45,6 +45,10 @@ class ModelShape:
         dropout: True if a block drops out attention scores and the outputs of its halves.
         context: tokens of the longest sample that a model with rotary positions is configured for; 0 if its config does
             not say.
+        query_rank: size of the latent that queries are expanded from; 0 if they come from the hidden state.
+        kv_rank: size of the latent that keys and values are expanded from; 0 if they come from the hidden state.
+        rotary_size: with `kv_rank`, part of a head's query and key that is rotated; all heads share the key's.
+        value_size: size of a head's value; 0 if it is `head_size`.
     """
 
     name: str
@@ -67,6 +71,10 @@ class ModelShape:
     norms: int = 2
     dropout: bool = False
     context: int = 0
+    query_rank: int = 0
+    kv_rank: int = 0
+    rotary_size: int = 0
+    value_size: int = 0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -90,11 +98,39 @@ class ModelShape:
     @property
     def block_parameters(self) -> int:
         """Number of parameters of a block."""
-        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
-        matrices = self.hidden * (2 * query + 2 * key) + self.hidden * self.ffn * (3 if self.gated else 2)
-        biases = (query + 2 * key) * self.qkv_bias + self.hidden * self.output_bias
+        matrices = sum(rows * columns for rows, columns in (*self.latent_matrices, *self.head_matrices))
+        matrices += self.hidden * self.ffn * (3 if self.gated else 2)
+        latents = self.query_rank + self.kv_rank
+        biased = (
+            latents + self.rotary_size if self.kv_rank else (self.heads + 2 * self.kv_heads) * self.head_size
+        )
+        biases = biased * self.qkv_bias + self.hidden * self.output_bias
         biases += (self.ffn * (2 if self.gated else 1) + self.hidden) * self.ffn_bias
-        return matrices + biases + self.norm_weights * self.hidden + self.head_norm_weights
+        return matrices + biases + self.norm_weights * self.hidden + self.head_norm_weights + latents
+
+    @property
+    def attention_sizes(self) -> tuple[int, int, int]:
+        """Values of a token's queries, keys and values over all heads."""
+        value = self.value_size or self.head_size
+        return self.heads * self.head_size, self.kv_heads * self.head_size, self.kv_heads * value
+
+    @property
+    def latent_matrices(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of the matrices from the hidden state to latents, of which attention's heads are made."""
+        if not self.kv_rank:
+            return ()
+        query = ((self.hidden, self.query_rank),) if self.query_rank else ()
+        return (*query, (self.hidden, self.kv_rank + self.rotary_size))
+
+    @property
+    def head_matrices(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of the matrices around attention: to its heads, and from them to the hidden state."""
+        query, key, value = self.attention_sizes
+        out = (self.heads * (self.value_size or self.head_size), self.hidden)
+        if not self.kv_rank:
+            return (self.hidden, query + key + value), out
+        expanded = key - self.kv_heads * self.rotary_size + value
+        return (self.query_rank or self.hidden, query), (self.kv_rank, expanded), out
 
     @property
     def embedding_parameters(self) -> int:
@@ -145,6 +181,7 @@ _TRAITS: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "smollm3": {"tied": True},
     "vaultgemma": {"tied": True},
+    "youtu": {"tied": True},
 }
 """Traits by ``model_type`` that differ from Llama's, and defaults of keys that a config may lack."""
 
@@ -278,7 +315,10 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
         ffn, vocabulary = _count(table, "intermediate_size", path), _count(table, "vocab_size", path)
         kv_heads = heads if kind == "gpt_neox" else _count(table, "num_key_value_heads", path, heads)
     head_size = _count(table, "head_dim", path, hidden // heads)
-    if not table.get("head_dim") and hidden % heads:
+    if kind == "youtu":
+        traits |= _latents(table, path)
+        head_size, kv_heads = traits.pop("head_size"), heads
+    elif not table.get("head_dim") and hidden % heads:
         raise ConfigError(f"{path}: hidden size {hidden} does not divide into {heads} heads")
     for key, usual in _BIAS_KEYS.get(kind, {}).items():
         table = {**dict.fromkeys(usual, table.get(key)), **table}
@@ -295,6 +335,19 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
         name, layers, hidden, heads, kv_heads, head_size, ffn, vocabulary,
         positions=positions, head_norm_weights=_head_norms(kind, heads, kv_heads, head_size), **traits,
     )  # fmt: skip
+
+
+def _latents(table: dict[str, Any], path: Path) -> dict[str, int]:
+    """Return the sizes of attention whose queries, keys and values are expanded from latents."""
+    rotary = _count(table, "qk_rope_head_dim", path, 64)
+    without_query = "q_lora_rank" in table and table["q_lora_rank"] is None
+    return {
+        "query_rank": 0 if without_query else _count(table, "q_lora_rank", path, 1536),
+        "kv_rank": _count(table, "kv_lora_rank", path, 512),
+        "rotary_size": rotary,
+        "value_size": _count(table, "v_head_dim", path, 128),
+        "head_size": _count(table, "qk_nope_head_dim", path, 128) + rotary,
+    }
 
 
 def _head_norms(kind: str, heads: int, kv_heads: int, head_size: int) -> int:
