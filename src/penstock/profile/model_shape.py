@@ -116,7 +116,7 @@ class ModelShape:
 
     @property
     def latent_matrices(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of the matrices from the hidden state to latents, of which attention's heads are made."""
+        """(inputs, outputs) of the matrices from the hidden state to the latents that heads are expanded from."""
         if not self.kv_rank:
             return ()
         query = ((self.hidden, self.query_rank),) if self.query_rank else ()
