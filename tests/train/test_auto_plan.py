@@ -34,7 +34,6 @@ def test_the_plan_is_of_the_ranks_that_were_given():
     ("sections", "message"),
     [
         ({"parallel": {"tp": 2}}, "a mesh of pp 2 x dp 1 x tp 2 needs 4 processes"),
-        ({"runtime": {"autocast": "bf16"}}, r"runtime.autocast must be empty, got 'bf16'; plan it by `penstock plan`"),
         ({"runtime": {"device": "gpu"}}, r"runtime.device must be one of cpu, cuda"),
     ],
 )  # fmt: skip
