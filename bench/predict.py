@@ -45,6 +45,8 @@ from penstock.schedule.memory import peak
 
 FASTEST = 0.2
 """Share of the calibration steps that counts."""
+IN_A_ROW = 4
+"""Steps of a layout in a row: a step after one of another layout finds the caches of the processor without its weights."""
 MODELS = ("decoder", "gpt2", "conv")
 CALIBRATION: dict[str, Any] = {"steps": 15, "share": FASTEST}
 
@@ -145,11 +147,9 @@ def compared(rank: int, group: Sequence[Case], rounds: int, effort: Effort, memo
     measured_bytes: list[tuple[int, ...]] = [() for _ in group]
     with ExitStack() as stack:
         pipes = [stack.enter_context(built(case, profile)) for case in group]
-        for n in range(rounds + 2):
+        for _ in range(rounds):
             for pipe, case, found in zip(pipes, group, times, strict=True):
-                seconds = timed(pipe, case)
-                if n >= 2:
-                    found.append(seconds)
+                found += [timed(pipe, case) for _ in range(1 + IN_A_ROW)][1:]
         for n, (pipe, case) in enumerate(zip(pipes, group, strict=True)):
             if memory and mode == "threads" and case.dp == 1:
                 pipe.step(*batch_of(model, case.batch))  # with gradients, so that the next step makes none

@@ -25,6 +25,9 @@ from penstock.trace.events import Trace
 _MICROBATCHES = 4
 """Microbatches of a calibration step, for each rank."""
 
+_IN_A_ROW = 4
+"""Steps of a pipeline in a row, after one that does not count: another pipeline's step leaves the caches without its weights."""
+
 
 class _Way(NamedTuple):
     schedule: str
@@ -134,13 +137,14 @@ def calibrate(
             )
             for way in ways
         ]  # fmt: skip
-        for n in range(steps + 2):
+        for _ in range(-(-steps // _IN_A_ROW)):
             for pipe, found in zip(pipes, traces, strict=True):
-                pipe.zero_grad()
-                pipe.step(x, y)
-                trace = pipe.gather_trace()
-                if n >= 2 and trace is not None:
-                    found.append(trace)
+                for n in range(1 + _IN_A_ROW):
+                    pipe.zero_grad()
+                    pipe.step(x, y)
+                    trace = pipe.gather_trace()
+                    if n and trace is not None:
+                        found.append(trace)
         runs = [
             MeasuredLayout(
                 Layout(ranks, v=way.virtual, microbatch=rows, schedule=way.schedule, recompute=way.recompute),
