@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
 
 import pytest
@@ -90,17 +91,29 @@ CASES = {
 
 
 def both(net: nn.Module, inputs: list[torch.Tensor], context=contextlib.nullcontext) -> int:
-    """Run plainly and in halves; assert equality; return the number of uses that the last microbatch deferred."""
-    plain, shared, deferred = copy.deepcopy(net), set(), 0
-    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+    """Run plainly and in halves, by either way to intercept; return the number of uses that the last microbatch deferred."""
+    deferred = halves(copied(net), inputs, context, ())
+    assert halves(net, inputs, context, [*net.parameters()]) == deferred
+    return deferred
+
+
+def copied(net: nn.Module) -> nn.Module:
+    copy_ = copy.deepcopy(net)
+    for mine, other in zip(net.parameters(), copy_.parameters(), strict=True):
         other.grad_dtype = mine.grad_dtype  # deepcopy leaves it out
+    return copy_
+
+
+def halves(net: nn.Module, inputs: list[torch.Tensor], context, parameters) -> int:
+    """Run plainly and in halves; assert equality; return the number of uses that the last microbatch deferred."""
+    plain, shared, deferred = copied(net), set(), 0
     for x in inputs:
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
         with context():
             plain(leaves[0]).float().square().mean().backward()
         queue = WeightGradQueue(shared)
         with context():
-            with defer_weight_grads(queue):
+            with defer_weight_grads(queue, parameters):
                 y = net(leaves[1])
             loss = y.float().square().mean()
         loss.backward()
@@ -142,6 +155,30 @@ def test_halves_equal_the_whole_for_a_layer_used_three_times_under_autocast():
             return self.last(self.inner(self.inner(self.inner(x))))
 
     assert both(Thrice(), [randn(4, 16) for _ in range(3)], bfloat16_autocast) == 4
+
+
+def test_parameters_have_their_own_class_again_and_threads_do_not_disturb_each_other():
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), randn(4, 16)
+    parameters, inside, counts = [*net.parameters()], threading.Barrier(3), []
+
+    def forward(defers: bool) -> None:
+        queue = WeightGradQueue()
+        with defer_weight_grads(queue, parameters) if defers else contextlib.nullcontext():
+            inside.wait(60)
+            y = net(x)
+            inside.wait(60)
+        y.sum().backward()
+        counts.append((defers, len(queue.pending)))
+
+    threads = [threading.Thread(target=forward, args=(defers,)) for defers in (True, True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(counts) == [(False, 0), (True, 2), (True, 2)]
+    with pytest.raises(ZeroDivisionError), defer_weight_grads(WeightGradQueue(), parameters):
+        1 / 0  # noqa: B018
+    assert {type(p) for p in parameters} == {nn.Parameter}
 
 
 def kept_in_float32(net: nn.Module) -> nn.Module:

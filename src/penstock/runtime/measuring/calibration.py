@@ -26,7 +26,7 @@ _MICROBATCHES = 4
 """Microbatches of a calibration step, for each rank."""
 
 _IN_A_ROW = 4
-"""Steps of a pipeline in a row, after one that does not count: another pipeline's step leaves the caches without its weights."""
+"""Steps of a pipeline in a row, after one that does not count: other pipelines leave the caches without its weights."""
 
 
 class _Way(NamedTuple):

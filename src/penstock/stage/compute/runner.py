@@ -13,7 +13,7 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from penstock.errors import PenstockError
@@ -162,6 +162,7 @@ class Runner:
         self.first_microbatch = 0
         self.in_place = InPlace()
         self._rng_free: set[str] = set()
+        self._trained: list[nn.Parameter] = []
         self._device_type = "cpu"
 
     def begin(self, step: int, first_microbatch: int) -> None:
@@ -169,6 +170,7 @@ class Runner:
         self.step = step
         self.first_microbatch = first_microbatch
         self._rng_free.clear()
+        self._trained = [p for p in self.module.parameters() if p.requires_grad]
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
 
     def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, InputGrads]:
@@ -246,7 +248,7 @@ class Runner:
             if queue is None and self.settings.autocast is None:
                 value = self.module.run(value, context, segment.start, segment.stop)
             else:
-                with self._autocast(), defer_weight_grads(queue) if queue else nullcontext():
+                with self._autocast(), defer_weight_grads(queue, self._trained) if queue else nullcontext():
                     value = self.module.run(value, context, segment.start, segment.stop)
         except BaseException as error:
             self.in_place.on_error(error)

@@ -6,61 +6,78 @@ a hook on the function's node in the graph. The hook queues the operands of the 
 gradient. I is then an ordinary backward without a walk over the graph, and W works through the queue. Weights used in any
 other way (norms, custom functions) get their gradients in I.
 
-W uses the formulas of PyTorch's own backward (derivatives.yaml: mm, addmm, convolution, embedding), so the gradients are
-bit-identical. `split_check` verifies that on the first microbatch of every stage.
+W uses the formulas in `weight_uses`. `split_check` verifies them on the first microbatch of every stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PenstockError
 from penstock.stage.split_backward.weight_grad import WeightFormula, WeightGradQueue, WeightUse
+from penstock.stage.split_backward.weight_uses import VALUE_NOT_READ, WEIGHT_USES
 
 
-class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
+class defer_weight_grads:  # noqa: N801 - used as a context manager, like torch's own modes
     """Context in which functions that own weights put their weight gradients into `queue`.
 
-    The mode does not intercept uses where a recompute or another derivative would not see its detached weights: under hooks
-    on saved tensors that were set within it (``torch.utils.checkpoint``, ``save_on_cpu``), within ``torch.func``
-    transforms, without gradients, and for complex weights. Those uses get their weight gradients in I.
+    Uses where a recompute or another derivative would not see the detached weights are not intercepted: under hooks on saved
+    tensors that were set within the context (``torch.utils.checkpoint``, ``save_on_cpu``), within ``torch.func`` transforms,
+    without gradients, and for complex weights. Those uses get their weight gradients in I.
 
     Args:
         queue: queue of the microbatch; parameters that are used in any other way are added to its `excluded`.
+        parameters: parameters whose uses are intercepted, so that only calls that take one of them pass through Python. All
+            functions of torch do if there are none (default), or if one is of another class, as DTensors are; then the
+            context costs twice as much.
     """
 
-    def __init__(self, queue: WeightGradQueue) -> None:
-        super().__init__()
+    def __init__(self, queue: WeightGradQueue, parameters: Sequence[nn.Parameter] = ()) -> None:
         self.queue = queue
+        plain = all(type(p) is nn.Parameter or type(p) is _InterceptedParameter for p in parameters)
+        self._parameters = parameters if plain else ()
+        self._mode = None if self._parameters else _AllFunctions(self)
+        self._outer: defer_weight_grads | None = None
         self._saved_hooks: object = None
 
     def __enter__(self) -> defer_weight_grads:
         self._saved_hooks = _saved_tensor_hooks()
-        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        if self._mode is not None:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        else:
+            self._outer = getattr(_of_thread, "context", None)
+            _of_thread.context = self
+            _intercept(self._parameters)
         return self
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        make_use = _WEIGHT_USES.get(func)
+    def __exit__(self, *error: object) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        else:
+            _release(self._parameters)
+            _of_thread.context = self._outer
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch, with its weight gradients deferred if it owns weights."""
+        make_use = WEIGHT_USES.get(func)
         if make_use is not None:
-            use = make_use(*args, **(kwargs or {}))
+            use = make_use(*args, **kwargs)
             if use is not None and self._can_defer(use):
                 return self._defer(use)
-        if func not in _VALUE_NOT_READ:
+        if func not in VALUE_NOT_READ:
             self._exclude(args)
-            if kwargs:
-                self._exclude(kwargs.values())
-        return func(*args, **(kwargs or {}))
+            self._exclude(kwargs.values())
+        return func(*args, **kwargs)
 
-    def _exclude(self, args: Any) -> None:
+    def _exclude(self, args: Iterable[Any]) -> None:
         """Never defer these parameters again: the last bits of a sum depend on the order of its terms."""
         for arg in args:
             if isinstance(arg, nn.Parameter):
@@ -98,6 +115,55 @@ class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - used as a context m
         # A hook on the node, not on the tensor, sees the gradient after all hooks on the tensor have changed it.
         node.register_prehook(partial(_enqueue, queue, use.formula, use.x, use.x._version, use.weight))
         return output
+
+
+class _AllFunctions(TorchFunctionMode):
+    """Mode that intercepts every function of torch in this thread."""
+
+    def __init__(self, context: defer_weight_grads) -> None:
+        super().__init__()
+        self._context = context
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._context.call(func, args, kwargs or {})
+
+
+class _InterceptedParameter(nn.Parameter):
+    """Class of a parameter while a context intercepts the functions that take it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        context = getattr(_of_thread, "context", None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if context is None:  # another thread's parameter, too, whose context is there
+                return func(*args, **(kwargs or {}))
+            return context.call(func, args, kwargs or {})
+
+
+_of_thread = threading.local()
+_lock = threading.Lock()
+_contexts: Counter[int] = Counter()
+"""Contexts that intercept a parameter at present, in all threads, by its id."""
+
+
+def _intercept(parameters: Iterable[nn.Parameter]) -> None:
+    with _lock:
+        for parameter in parameters:
+            _contexts[id(parameter)] += 1
+            parameter.__class__ = _InterceptedParameter
+
+
+def _release(parameters: Iterable[nn.Parameter]) -> None:
+    with _lock:
+        for parameter in parameters:
+            _contexts[id(parameter)] -= 1
+            if not _contexts[id(parameter)]:
+                del _contexts[id(parameter)]
+                parameter.__class__ = nn.Parameter
 
 
 def _enqueue(
@@ -147,155 +213,3 @@ def _saved_tensor_hooks() -> object:
 def _in_transform() -> bool:
     """Return whether a ``torch.func`` transform is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _pairs(
-    weight: Tensor, bias: Tensor | None, weight_gradient: Tensor, bias_gradient: Tensor | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Return (parameter, gradient) pairs, with the gradients in the dtype they were computed in."""
-    if bias is None or bias_gradient is None:
-        return [(weight, weight_gradient)]
-    return [(weight, weight_gradient), (bias, bias_gradient)]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightUse | None:
-    """Return the `WeightUse` of y = x Wᵀ + b, with any number of leading dimensions."""
-    # For an input that is not contiguous, matmul decides by the weight's requires_grad whether to fold it into a matrix
-    # (should_fold in ATen's LinearAlgebra.cpp), which changes the last bits of the result.
-    folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
-    if not folds or weight.dim() != 2:
-        return None
-    return WeightUse(input, weight, bias, F.linear, partial(_linear_weights, weight, bias))
-
-
-def _linear_weights(
-    weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    flat = _rows(grad)
-    product = flat.t().mm(_rows(x.to(grad.dtype)))
-    return _pairs(weight, bias, product, None if bias is None else flat.sum(0))
-
-
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> WeightUse | None:
-    """Return the `WeightUse` of y = x W + b, as in Hugging Face's GPT-2."""
-    if options or input.dim() != 1:
-        return None
-    return WeightUse(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input))
-
-
-def _call_addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert bias is not None
-    return torch.addmm(bias, x, weight)
-
-
-def _addmm_weights(weight: Tensor, bias: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return _pairs(weight, bias, x.to(grad.dtype).t().mm(grad), grad.sum(0))
-
-
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> WeightUse | None:
-    """Return the `WeightUse` of an embedding table, whose input has no gradient."""
-    if max_norm is not None or sparse:
-        return None
-
-    def call(x: Tensor, table: Tensor, _: Tensor | None) -> Tensor:
-        return F.embedding(x, table, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
-
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return WeightUse(
-        input, weight, None, call, partial(_embedding_weights, weight, padding, scale_grad_by_freq)
-    )
-
-
-def _embedding_weights(
-    weight: Tensor, padding: int, scale: bool, x: Tensor, grad: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    table = torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], padding, scale)
-    return _pairs(weight, None, table, None)
-
-
-def _convolution(dimensions: int, function: Any) -> Callable[..., WeightUse | None]:
-    """Return the function that makes the use of a convolution in one, two or three dimensions."""
-
-    def make_use(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> WeightUse | None:
-        if input.dim() != dimensions + 2 or isinstance(padding, str):
-            return None
-
-        def call(x: Tensor, kernel: Tensor, added: Tensor | None) -> Tensor:
-            output: Tensor = function(x, kernel, added, stride, padding, dilation, groups)
-            return output
-
-        sizes = [[v] * dimensions if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
-        options = (*sizes, False, [0] * dimensions, groups)
-        return WeightUse(input, weight, bias, call, partial(_convolution_weights, weight, bias, options))
-
-    return make_use
-
-
-def _convolution_weights(
-    weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], x: Tensor, grad: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    sizes = None if bias is None else list(bias.shape)
-    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-        grad,
-        x.to(grad.dtype),
-        weight.detach().to(grad.dtype),
-        sizes,
-        *options,
-        [False, True, bias is not None],
-    )
-    return _pairs(weight, bias, of_weight, of_bias)
-
-
-_WEIGHT_USES: dict[Any, Callable[..., WeightUse | None]] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    F.embedding: _embedding,
-    F.conv1d: _convolution(1, F.conv1d),
-    F.conv2d: _convolution(2, F.conv2d),
-    F.conv3d: _convolution(3, F.conv3d),
-}
-
-_VALUE_NOT_READ: set[Any] = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "requires_grad",
-            "shape",
-            "dtype",
-            "device",
-            "is_leaf",
-            "grad",
-            "ndim",
-            "layout",
-            "is_nested",
-        )
-    ),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.stride,
-    Tensor.detach,
-    Tensor.is_floating_point,
-    Tensor.numel,
-    torch.is_floating_point,
-}
-"""Functions that read a parameter's properties, but not its value."""

@@ -1,0 +1,171 @@
+"""Functions that own weights (linear, addmm, convolution, embedding), and the formulas of their weights' gradients.
+
+The formulas are those of PyTorch's own backward (derivatives.yaml: mm, addmm, convolution, embedding), so the gradients are
+bit-identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.stage.split_backward.weight_grad import WeightUse
+
+
+def _pairs(
+    weight: Tensor, bias: Tensor | None, weight_gradient: Tensor, bias_gradient: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (parameter, gradient) pairs, with the gradients in the dtype they were computed in."""
+    if bias is None or bias_gradient is None:
+        return [(weight, weight_gradient)]
+    return [(weight, weight_gradient), (bias, bias_gradient)]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightUse | None:
+    """Return the `WeightUse` of y = x Wᵀ + b, with any number of leading dimensions."""
+    # For an input that is not contiguous, matmul decides by the weight's requires_grad whether to fold it into a matrix
+    # (should_fold in ATen's LinearAlgebra.cpp), which changes the last bits of the result.
+    folds = input.dim() == 2 or (input.dim() > 2 and input.is_contiguous())
+    if not folds or weight.dim() != 2:
+        return None
+    return WeightUse(input, weight, bias, F.linear, partial(_linear_weights, weight, bias))
+
+
+def _linear_weights(
+    weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    flat = _rows(grad)
+    product = flat.t().mm(_rows(x.to(grad.dtype)))
+    return _pairs(weight, bias, product, None if bias is None else flat.sum(0))
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> WeightUse | None:
+    """Return the `WeightUse` of y = x W + b, as in Hugging Face's GPT-2."""
+    if options or input.dim() != 1:
+        return None
+    return WeightUse(mat1, mat2, input, _call_addmm, partial(_addmm_weights, mat2, input))
+
+
+def _call_addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert bias is not None
+    return torch.addmm(bias, x, weight)
+
+
+def _addmm_weights(weight: Tensor, bias: Tensor, x: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return _pairs(weight, bias, x.to(grad.dtype).t().mm(grad), grad.sum(0))
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> WeightUse | None:
+    """Return the `WeightUse` of an embedding table, whose input has no gradient."""
+    if max_norm is not None or sparse:
+        return None
+
+    def call(x: Tensor, table: Tensor, _: Tensor | None) -> Tensor:
+        return F.embedding(x, table, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return WeightUse(
+        input, weight, None, call, partial(_embedding_weights, weight, padding, scale_grad_by_freq)
+    )
+
+
+def _embedding_weights(
+    weight: Tensor, padding: int, scale: bool, x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    table = torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], padding, scale)
+    return _pairs(weight, None, table, None)
+
+
+def _convolution(dimensions: int, function: Any) -> Callable[..., WeightUse | None]:
+    """Return the function that makes the use of a convolution in one, two or three dimensions."""
+
+    def make_use(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> WeightUse | None:
+        if input.dim() != dimensions + 2 or isinstance(padding, str):
+            return None
+
+        def call(x: Tensor, kernel: Tensor, added: Tensor | None) -> Tensor:
+            output: Tensor = function(x, kernel, added, stride, padding, dilation, groups)
+            return output
+
+        sizes = [[v] * dimensions if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
+        options = (*sizes, False, [0] * dimensions, groups)
+        return WeightUse(input, weight, bias, call, partial(_convolution_weights, weight, bias, options))
+
+    return make_use
+
+
+def _convolution_weights(
+    weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], x: Tensor, grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    sizes = None if bias is None else list(bias.shape)
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        grad,
+        x.to(grad.dtype),
+        weight.detach().to(grad.dtype),
+        sizes,
+        *options,
+        [False, True, bias is not None],
+    )
+    return _pairs(weight, bias, of_weight, of_bias)
+
+
+WEIGHT_USES: dict[Any, Callable[..., WeightUse | None]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    F.embedding: _embedding,
+    F.conv1d: _convolution(1, F.conv1d),
+    F.conv2d: _convolution(2, F.conv2d),
+    F.conv3d: _convolution(3, F.conv3d),
+}
+"""For each function that owns weights, the function that makes the `WeightUse` of a call; it returns None for a call whose
+weights cannot be deferred."""
+
+VALUE_NOT_READ: set[Any] = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "requires_grad",
+            "shape",
+            "dtype",
+            "device",
+            "is_leaf",
+            "grad",
+            "ndim",
+            "layout",
+            "is_nested",
+        )
+    ),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.stride,
+    Tensor.detach,
+    Tensor.is_floating_point,
+    Tensor.numel,
+    torch.is_floating_point,
+}
+"""Functions that read a parameter's properties, but not its value."""
