@@ -3,8 +3,8 @@
 For every model, transport and number of ranks the layers and the runtime are measured with as many ranks busy as will be:
 layers alone (`measure_layers`), messages and overheads (`measure_cluster`), and short steps of four layouts (`calibrate`).
 `penstock.plan.predict` then predicts each layout's step, without the optimizer, and the peak bytes of activations of
-every rank. Only then are the layouts built and timed, one step of each in turn. Of calibration steps the fastest
-fifth counts, and of measured ones the first tenth, which is its middle: other work on the machine slows down the rest.
+every rank. Only then are the layouts built and timed, some steps of each in turn. Of calibration steps the fastest
+half counts, and of measured ones the first quarter, which is its middle: other work on the machine slows down the rest.
 The choice is the layout of 8 microbatches with the least predicted time.
 
 The machine may be faster or slower when the steps are measured than when they were predicted. So the error is printed a
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -43,10 +42,10 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.memory import peak
 
-FASTEST = 0.2
+FASTEST = 0.5
 """Share of the calibration steps that counts."""
-IN_A_ROW = 4
-"""Steps of a layout in a row: a step after one of another layout finds the caches of the processor without its weights."""
+WARM_UP, IN_A_ROW = 2, 4
+"""Steps of a pipeline in a row, which do not count and which do; then it closes, and the next layout's opens."""
 MODELS = ("decoder", "gpt2", "conv")
 CALIBRATION: dict[str, Any] = {"steps": 15, "share": FASTEST}
 
@@ -145,18 +144,15 @@ def compared(rank: int, group: Sequence[Case], rounds: int, effort: Effort, memo
     predictions = [predicted(case, profile, cluster) for case in group]
     times: list[list[float]] = [[] for _ in group]
     measured_bytes: list[tuple[int, ...]] = [() for _ in group]
-    with ExitStack() as stack:
-        pipes = [stack.enter_context(built(case, profile)) for case in group]
-        for _ in range(rounds):
-            for pipe, case, found in zip(pipes, group, times, strict=True):
-                found += [timed(pipe, case) for _ in range(1 + IN_A_ROW)][1:]
-        for n, (pipe, case) in enumerate(zip(pipes, group, strict=True)):
-            if memory and mode == "threads" and case.dp == 1:
-                pipe.step(*batch_of(model, case.batch))  # with gradients, so that the next step makes none
-                peaks = [0] * case.pp
-                pipe.wrap_ops(watch(peaks))
-                pipe.step(*batch_of(model, case.batch))
-                measured_bytes[n] = tuple(peaks)
+    for n in range(rounds):
+        for number, case in enumerate(group):
+            with built(case, profile) as pipe:
+                times[number] += [timed(pipe, case) for _ in range(WARM_UP + IN_A_ROW)][WARM_UP:]
+                if n == 0 and memory and mode == "threads" and case.dp == 1:
+                    peaks = [0] * case.pp
+                    pipe.wrap_ops(watch(peaks))
+                    pipe.step(*batch_of(model, case.batch))
+                    measured_bytes[number] = tuple(peaks)
     results = []
     reference = 1 if len(group) > 3 else 0
     base = predictions[reference]
@@ -167,15 +163,15 @@ def compared(rank: int, group: Sequence[Case], rounds: int, effort: Effort, memo
         kept = bytes_of(p) if peaks else ()
         results.append(
             Result(
-                case, seconds, first_tenth(found), relative, predicted_relative, p.low, p.high, kept, peaks
+                case, seconds, first_quarter(found), relative, predicted_relative, p.low, p.high, kept, peaks
             )
         )
     return results
 
 
-def first_tenth(found: Sequence[float]) -> float:
-    """Return the quantile that is the middle of the fastest fifth, which is what calibration counts."""
-    return sorted(found)[len(found) // 10]
+def first_quarter(found: Sequence[float]) -> float:
+    """Return the quantile that is the middle of the fastest half, which is what calibration counts."""
+    return sorted(found)[len(found) // 4]
 
 
 def errors(results: Iterable[Result]) -> list[float]:
@@ -263,4 +259,4 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    main(measure, __doc__, rounds=20, add=add)
+    main(measure, __doc__, rounds=6, add=add)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.cluster import Cluster, LinkSpeed, read_cluster
-from penstock.plan.prediction import Prediction, op_costs, predict, step_program
+from penstock.plan.op_costs import op_costs
+from penstock.plan.prediction import Prediction, predict, step_program
 from penstock.plan.run_layout import Layout
 from penstock.profile.model_profile import of_shape
 from penstock.schedule.check import check

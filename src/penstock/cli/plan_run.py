@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
-    from penstock.plan.recalibration import Residual
+    from penstock.plan.fitting.recalibration import Residual
     from penstock.plan.run_layout import Layout
     from penstock.profile.model_profile import Profile
 
@@ -30,8 +30,8 @@ def corrected(profile: Profile, cluster: Cluster, run: Path, quiet: bool) -> Clu
     Raises:
         ConfigError: if the run has no config or no measured step.
     """
+    from penstock.plan.fitting.recalibration import recalibrate, residuals
     from penstock.plan.prediction import predict
-    from penstock.plan.recalibration import recalibrate, residuals
     from penstock.show.planned import plan
     from penstock.show.units import is_measured
     from penstock.trace.bubbles import makespan

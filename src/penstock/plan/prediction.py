@@ -7,7 +7,7 @@ the gradients' reduction that is exposed, and the optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from penstock.errors import ConfigError
 from penstock.plan.assumptions import assumptions
 from penstock.plan.cluster import Cluster, LinkSpeed
+from penstock.plan.op_costs import competing_shares, op_costs, simulate_beside, with_split
 from penstock.plan.rank_memory import BUCKET_BYTES, RankMemory, rank_memory
 from penstock.plan.run_layout import Layout, layout_of
 from penstock.plan.stage_costs import (
@@ -31,11 +32,9 @@ from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.profile.model_profile import Profile
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, build_schedule
-from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.text import read_csv
-from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.reduction import reduce_gradients
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import bubbles, makespan
@@ -165,9 +164,7 @@ def predict(
     if layout.split == "cost" and costs.counts == even_counts(profile.blocks, schedule.stages):
         layout = layout.with_values(split="even")
     dtype = dtype_of(profile, cluster, layout)
-    trace = simulate(
-        program, _with_merged_halves(program, op_costs(costs, cluster, layout, profile.op_overhead))
-    )
+    trace = _simulated(program, costs, profile, cluster, layout)
     split = bubbles(trace)
     pipeline = float(makespan(trace))
 
@@ -193,6 +190,18 @@ def predict(
         {"pipeline": pipeline, "reduction": reduction, "optimizer": optimizer, "overhead": overhead},
         dtype, unit, assumptions(profile, cluster, layout, sequence), costs, program, trace,
     )  # fmt: skip
+
+
+def _simulated(
+    program: Program, costs: StageCosts, profile: Profile, cluster: Cluster, layout: Layout
+) -> Trace:
+    runtime = profile.runtime
+    alone = with_split(
+        program, op_costs(costs, cluster, layout, runtime, profile.op_overhead), costs, runtime
+    )
+    if runtime is None:
+        return simulate(program, alone)
+    return simulate_beside(program, alone, competing_shares(costs, runtime), layout.dp)
 
 
 def default_sequence(profile: Profile) -> int:
@@ -253,48 +262,6 @@ def _family_program(schedule: str, ranks: int, microbatches: int, virtual_stages
     if schedule in FAMILIES and not FAMILIES[schedule].chooses_virtual_stages and v == 1:
         v = None
     return check(build_schedule(schedule, ranks, microbatches, v)).program
-
-
-def op_costs(costs: StageCosts, cluster: Cluster, layout: Layout, overhead: float = 0.0) -> Costs:
-    """Return the simulator's costs of a layout's stages.
-
-    Args:
-        costs: costs of the stages.
-        cluster: devices and links.
-        layout: the layout.
-        overhead: seconds of each op besides the layers' and the cluster's overhead (default 0).
-    """
-    extra = cluster.op_overhead + overhead
-    seconds = np.zeros((len(costs.forward), len(Kind)))
-    # What is recomputed runs before the first half of the backward.
-    seconds[:, Kind.F] = costs.forward + extra
-    seconds[:, Kind.I] = costs.input_grad + costs.again + extra
-    seconds[:, Kind.W] = costs.weight_grad + extra
-    seconds[:, Kind.B] = costs.backward + costs.again + extra
-    seconds[:, Kind.R] = costs.forward + extra
-    span = layout.dp * layout.tp
-    near, far = (Link(link.latency, link.bandwidth) for link in (cluster.node, cluster.network))
-    message = [round(size) for size in costs.messages[:-1]]
-    communication = Communication(message, near, far, max(1, cluster.ranks_per_node // span))
-    return Costs(seconds, communication=communication)
-
-
-def _with_merged_halves(program: Program, costs: Costs) -> Costs:
-    """Return the costs where the runtime runs both halves of a backward as one: no op needs the input's gradient.
-
-    An I of the first stage whose W follows at once takes a whole backward, and the W nothing.
-    """
-    schedule = program.schedule
-    first = np.flatnonzero((schedule.kind[:-1] == Kind.I) & (schedule.stage[:-1] == 0))
-    if not len(first):
-        return costs
-    merged = (schedule.kind[first + 1] == Kind.W) & (schedule.stage[first + 1] == 0)
-    share = float((merged & (schedule.microbatch[first + 1] == schedule.microbatch[first])).mean())
-    seconds = costs.seconds.copy()
-    whole = seconds[0, Kind.B]
-    seconds[0, Kind.I] += share * (whole - seconds[0, Kind.I])
-    seconds[0, Kind.W] *= 1 - share
-    return replace(costs, seconds=seconds)
 
 
 def _exposed_reduction(

@@ -151,6 +151,7 @@ class StageCosts:
         starts: first layer of every stage, and the number of layers.
         forward, input_grad, weight_grad, backward, again: seconds of F, I, W, of a backward that is not split, and of what
             is recomputed before either.
+        segments: number of segments into which recompute divides the forward.
         saved: bytes that a microbatch holds from its forward to its backward.
         waiting: bytes that are left after I, and wait for W.
         transient: largest bytes of a layer that are only in use during its own backward, the recomputed layer included.
@@ -167,6 +168,7 @@ class StageCosts:
     weight_grad: Table
     backward: Table
     again: Table
+    segments: Table
     saved: Table
     waiting: Table
     transient: Table
@@ -203,19 +205,40 @@ def stage_costs(times: LayerTimes, layout: Layout, placement: Placement) -> Stag
 
     transient = np.maximum(back, times.transient)
     columns = (
-        times.forward, times.input_grad, times.weight_grad, times.backward, np.where(again, times.again, 0.0), saved,
+        times.forward, times.input_grad, times.weight_grad, times.backward, np.where(again, times.again, 0.0),
+        _segment_starts(again, starts, layout), saved,
         times.waiting, times.parameters, times.model_flops, np.where(again, times.repeats, 0.0),
     )  # fmt: skip
-    forward, input_grad, weight_grad, backward, repeated, kept, waiting, parameters, flops, repeated_flops = (
-        np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
-    )
+    (
+        forward,
+        input_grad,
+        weight_grad,
+        backward,
+        repeated,
+        segments,
+        kept,
+        waiting,
+        parameters,
+        flops,
+        repeated_flops,
+    ) = np.add.reduceat(np.stack(columns), starts[:-1], axis=1)
     if len(counts) == 1:
         parameters[0] -= times.table.tied
     largest = np.maximum.reduceat(np.stack((transient, times.transient)), starts[:-1], axis=1)
     return StageCosts(
-        counts, starts, forward, input_grad, weight_grad, backward, repeated, kept, waiting, largest[0], largest[1],
-        parameters, np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0), flops, repeated_flops,
+        counts, starts, forward, input_grad, weight_grad, backward, repeated, segments, kept, waiting, largest[0],
+        largest[1], parameters, np.append(times.outputs[np.array(starts[1:-1], np.intp) - 1], 0.0), flops, repeated_flops,
     )  # fmt: skip
+
+
+def _segment_starts(again: npt.NDArray[np.bool_], starts: Sequence[int], layout: Layout) -> Table:
+    """Return 1 for the layers that begin a segment of their stage: recomputed layers, and kept ones after them."""
+    begins = np.zeros(len(again))
+    begins[list(starts[:-1])] = 1.0
+    if layout.recompute != "selective":
+        begins[again] = 1.0
+        begins[1:][again[:-1]] = 1.0
+    return begins
 
 
 def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tuple[int, ...]:

@@ -78,6 +78,31 @@ class LayerTable:
 
 
 @dataclass(frozen=True)
+class RuntimeCosts:
+    """Seconds that the runtime adds to ops, and how much ops slow each other down, as fitted to steps of pipelines.
+
+    Attributes:
+        forward, backward, input_grad, weight_grad: seconds added to every F, B, I and W.
+        prepare: seconds by which the forward of a layer takes longer if its backward is split.
+        segment: seconds of every segment but the first into which recompute divides the forward of a stage.
+        beside_forward, beside_backward, beside_input_grad, beside_weight_grad: share of an F, B, I and W in which it
+            competes with other ranks for the interpreter or the memory. An op takes 1 + a × b times as long beside one
+            other rank, where a is its share and b that of the other rank's op.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+    prepare: float = 0.0
+    segment: float = 0.0
+    beside_forward: float = 0.0
+    beside_backward: float = 0.0
+    beside_input_grad: float = 0.0
+    beside_weight_grad: float = 0.0
+
+
+@dataclass(frozen=True)
 class Profile:
     """Costs of a model's layers.
 
@@ -94,6 +119,7 @@ class Profile:
         step_overhead: measured seconds that the runtime adds to each step, optimizer included.
         spread: measured relative spread of repeated steps.
         autocast: True if traced or measured costs are of mixed precision in `dtype`.
+        runtime: costs of the runtime and of ranks side by side, if they were fitted to steps of pipelines.
     """
 
     name: str
@@ -108,6 +134,7 @@ class Profile:
     step_overhead: float = 0.0
     spread: float = 0.0
     autocast: bool = False
+    runtime: RuntimeCosts | None = None
 
     @property
     def blocks(self) -> int:
@@ -220,9 +247,16 @@ def _profile_of(table: dict[str, Any]) -> Profile:
         for kind in table.pop("kinds")
     )
     layers = tuple((name, role, kind) for name, role, kind in table.pop("layers"))
+    runtime = table.pop("runtime")
     profile = Profile(
-        shape=None if shape is None else ModelShape(**shape), kinds=kinds, layers=layers, **table
+        shape=None if shape is None else ModelShape(**shape),
+        kinds=kinds,
+        layers=layers,
+        runtime=None if runtime is None else RuntimeCosts(**runtime),
+        **table,
     )
+    for name, value in (runtime or {}).items():
+        _require_number(f"runtime.{name}", value)
     for key in ("op_overhead", "step_overhead", "spread"):
         _require_number(key, getattr(profile, key))
     _require("source", profile.source in get_args(Source), profile.source)

@@ -29,7 +29,8 @@ from penstock.plan.explore.admissible import (
 from penstock.plan.explore.rejections import Rejections
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, order_of_ops
-from penstock.plan.prediction import Prediction, op_costs, predict
+from penstock.plan.op_costs import op_costs
+from penstock.plan.prediction import Prediction, predict
 from penstock.plan.rank_memory import rank_memory
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import (

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils import _pytree
 
 from penstock.plan.cluster import Cluster
-from penstock.plan.profile_fit import MeasuredLayout, fit_profile
+from penstock.plan.fitting.profile_fit import MeasuredLayout, fit_profile
 from penstock.plan.run_layout import Layout
 from penstock.profile.measured import DEFAULT_EFFORT, Effort, Exchange, measure_layers
 from penstock.profile.model_profile import Profile
@@ -19,28 +21,34 @@ from penstock.profile.traced import trace_layers
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.compute.runner import LossFunction
-from penstock.trace.bubbles import makespan
 from penstock.trace.events import Trace
 
-_MICROBATCHES = 4
-"""Microbatches of a calibration step, for each rank."""
-
+_WARM_UP = 2
+"""Steps that do not count: the first ones check and compile, and find the caches without the weights."""
 _IN_A_ROW = 4
-"""Steps of a pipeline in a row, after one that does not count: other pipelines leave the caches without its weights."""
+"""Steps of a pipeline in a row; then it closes, as pipelines that are open besides would change what a step costs."""
 
 
 class _Way(NamedTuple):
+    """A layout to calibrate on, with so many microbatches for each rank."""
+
     schedule: str
-    virtual: int
-    recompute: str
+    virtual: int = 1
+    recompute: str = "none"
+    microbatches: int = 4
 
 
 _WAYS = (
-    _Way("1f1b", 1, "none"),
-    _Way("zb-h1", 1, "none"),
-    _Way("interleaved-1f1b", 2, "none"),
-    _Way("1f1b", 1, "full"),
+    _Way("1f1b"),
+    _Way("1f1b", microbatches=1),
+    _Way("gpipe"),
+    _Way("zb-h1"),
+    _Way("zb-v", 2),
+    _Way("interleaved-1f1b", 2),
+    _Way("interleaved-1f1b", 3),
+    _Way("1f1b", recompute="full"),
 )
+"""Layouts that differ in what ops cost: by their size, by what runs beside them, and by what they prepare and repeat."""
 
 
 def profile_layers(
@@ -118,45 +126,58 @@ def calibrate(
         x, y: input and target of one microbatch.
         rows: samples of it.
         ranks: pipeline ranks.
-        steps: steps of each pipeline (default 20), one of each in turn.
+        steps: steps of each pipeline (default 20), some of each in turn.
         share: share of the steps that counts, the fastest: the others shared the machine (default 0.5).
         check_finite: option of the pipelines; see `penstock.ExecutionOptions` (default True).
     """
-    count = _MICROBATCHES * ranks
-    x, y = (_pytree.tree_map(lambda leaf: _repeated(leaf, count), value) for value in (x, y))
     ways = [way for way in _WAYS if ranks * way.virtual <= profile.blocks and (ranks > 1 or way.virtual == 1)]
-    traces: list[list[Trace]] = [[] for _ in ways]
-    with ExitStack() as stack:
-        pipes = [
-            stack.enter_context(
-                Pipeline(
-                    build(), loss_fn, microbatches=count, schedule=way.schedule, ranks=ranks,
-                    virtual_stages=way.virtual, recompute=way.recompute,
-                    execution=ExecutionOptions(check_finite=check_finite),
-                )
-            )
-            for way in ways
-        ]  # fmt: skip
-        for _ in range(-(-steps // _IN_A_ROW)):
-            for pipe, found in zip(pipes, traces, strict=True):
-                for n in range(1 + _IN_A_ROW):
-                    pipe.zero_grad()
-                    pipe.step(x, y)
-                    trace = pipe.gather_trace()
-                    if n and trace is not None:
-                        found.append(trace)
-        runs = [
-            MeasuredLayout(
-                Layout(ranks, v=way.virtual, microbatch=rows, schedule=way.schedule, recompute=way.recompute),
-                pipe.schedule.placement, profile.sequence or 1, _fastest(found, share),
-            )
-            for way, pipe, found in zip(ways, pipes, traces, strict=True)
-        ]  # fmt: skip
+    batches = [
+        [_pytree.tree_map(partial(_repeated, count=way.microbatches * ranks), value) for value in (x, y)]
+        for way in ways
+    ]
+    steps_of: list[list[tuple[float, Trace]]] = [[] for _ in ways]
+    stages_of = [0] * len(ways)
+    for _ in range(-(-steps // _IN_A_ROW)):
+        for number, way in enumerate(ways):
+            with Pipeline(
+                build(), loss_fn, microbatches=way.microbatches * ranks, schedule=way.schedule, ranks=ranks,
+                virtual_stages=way.virtual if way.schedule == "interleaved-1f1b" else 1, recompute=way.recompute,
+                execution=ExecutionOptions(check_finite=check_finite),
+            ) as pipe:  # fmt: skip
+                steps_of[number] += _timed(pipe, batches[number])
+                stages_of[number] = pipe.schedule.stages
+    runs = []
+    for way, stages, found in zip(ways, stages_of, steps_of, strict=True):
+        layout = Layout(
+            ranks, v=stages // ranks, microbatch=rows, schedule=way.schedule, recompute=way.recompute
+        )
+        runs.append(MeasuredLayout(layout, profile.sequence or 1, *zip(*_fastest(found, share), strict=True)))
     return fit_profile(profile, cluster, runs)
 
 
-def _fastest(traces: Sequence[Trace], share: float) -> Sequence[Trace]:
-    return sorted(traces, key=makespan)[: max(1, int(share * len(traces)))]
+def _timed(pipe: Pipeline, batch: Sequence[Any]) -> list[tuple[float, Trace]]:
+    """Return seconds and traces of steps in a row, after some that warm up."""
+    found = []
+    for n in range(_WARM_UP + _IN_A_ROW):
+        pipe.zero_grad()
+        begin = perf_counter()
+        pipe.step(*batch)
+        seconds = perf_counter() - begin
+        trace = pipe.gather_trace()
+        if n >= _WARM_UP and trace is not None:
+            found.append((seconds, trace))
+    return found
+
+
+def _fastest(steps: Sequence[tuple[float, Trace]], share: float) -> list[tuple[float, Trace]]:
+    """Return the fastest steps by their slowest process."""
+    seconds = [[seconds for seconds, _ in steps]]
+    if dist.is_available() and dist.is_initialized():
+        seconds = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(seconds, [seconds for seconds, _ in steps])
+    slowest = [max(each) for each in zip(*seconds, strict=True)]
+    order = sorted(range(len(steps)), key=slowest.__getitem__)
+    return [(slowest[n], steps[n][1]) for n in order[: max(1, int(share * len(steps)))]]
 
 
 def _repeated(leaf: Any, count: int) -> Any:

@@ -9,7 +9,8 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.plan.cluster import Cluster, LinkSpeed
-from penstock.plan.prediction import Prediction, op_costs
+from penstock.plan.op_costs import op_costs
+from penstock.plan.prediction import Prediction
 from penstock.schedule.ops import Kind
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate
