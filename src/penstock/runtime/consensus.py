@@ -43,6 +43,7 @@ class Refusal(NamedTuple):
     microbatch: int
 
 
+@sendable
 @dataclass
 class Losses:
     """The losses of a step.

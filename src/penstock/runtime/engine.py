@@ -14,11 +14,11 @@ import torch
 from penstock.errors import ConfigError, PenstockError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.data.thread_reducer import thread_reducers
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph
-from penstock.runtime.copies.copies import Copies
+from penstock.runtime.copies.copies import Copies, copy_gradients
 from penstock.runtime.executor import Executor
+from penstock.runtime.flow.step_flow import StepFlow, Update, open_flow
 from penstock.runtime.health.hang import HangDetector
 from penstock.runtime.health.late import LateRanks
 from penstock.runtime.health.watchdog import Watchdog
@@ -28,11 +28,13 @@ from penstock.runtime.tracing.gather import gather_trace
 from penstock.runtime.tracing.recorder import measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
+from penstock.runtime.weights.making_buckets import make_thread_buckets, no_job, tune_buckets
 from penstock.runtime.weights.shared import broadcast_shared
 from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
 from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import World
+from penstock.stage.module import StageModule
 from penstock.trace.events import Trace
 
 T = TypeVar("T")
@@ -82,6 +84,7 @@ class Engine:
         self._works: list[Work] | None = None
         self._late = LateRanks()
         self._traced: list[Executor] | None = None
+        self.flow: StepFlow | None = None
         if world is not None:
             self._connect(world, device)
         elif local_stages.schedule.ranks > 1 or self.thread_replicas:
@@ -94,6 +97,10 @@ class Engine:
     @property
     def _all_replicas(self) -> list[LocalStages]:
         return [self.local_stages, *self.thread_replicas]
+
+    def stage_modules(self) -> list[StageModule]:
+        """Return the modules of all stages of this process, copies included."""
+        return [stage.module for local in self._all_replicas for stage in local.stages.values()]
 
     def _connect(self, world: World, device: torch.device | None) -> None:
         local_stages, rank = self.local_stages, world.rank
@@ -121,25 +128,7 @@ class Engine:
             self._make_thread_buckets(self._rank_threads)
 
     def _make_thread_buckets(self, rank_threads: RankThreads) -> None:
-        """Make the buckets of all ranks of all replicas, each on its own thread: they communicate while they are made."""
-        replicas = self._all_replicas
-        reducers = {rank: thread_reducers(len(replicas), self.timeout.seconds) for rank in self.local_ranks}
-        jobs = [
-            partial(replica.make_buckets, rank, reducers[rank][n], None)
-            for n, replica in enumerate(replicas)
-            for rank in self.local_ranks
-        ]
-        rank_threads.run(jobs, _idle)
-
-    def _copy_grads(self, reduces: bool) -> None:
-        """Copy the first replica's gradients, which the user may have changed, to the others if they were reduced."""
-        for replica in self.thread_replicas if self._reduced else ():
-            for parameter, first in zip(replica.parameters(), self.local_stages.parameters(), strict=True):
-                if first.grad is None or parameter.grad is None:
-                    parameter.grad = None if first.grad is None else first.grad.clone()
-                else:
-                    parameter.grad.copy_(first.grad)
-        self._reduced = reduces
+        make_thread_buckets(self._all_replicas, self.local_ranks, self.timeout.seconds, rank_threads)
 
     @contextmanager
     def step(self, trains: bool) -> Iterator[None]:
@@ -172,6 +161,8 @@ class Engine:
                     executor.refuse(self._step, error)
             if trains and self._rank_threads is not None:
                 self._late.note(executors, self._rank_threads.at_work)
+            if self.flow is not None and trains:
+                self.flow.fail(self._step, error)
             self._copies.restore()
             if self._world is None:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
@@ -199,7 +190,9 @@ class Engine:
         executors = self._executors[options.trains]
         self._works = works = [Work(batch, options) for batch in batches for _ in self.local_ranks]
         if options.trains:
-            self._copy_grads(options.reduces)
+            if self._reduced:
+                copy_gradients(self.local_stages, self.thread_replicas)
+            self._reduced = options.reduces
         self._run_step(executors, works)
         self._copies.after_step(options.trains)
         return works
@@ -212,7 +205,7 @@ class Engine:
         if trains and works[0].options.reduces:
             self._reductions += 1
             if self._reductions == 2:
-                self._tune(executors)
+                tune_buckets(executors, self._rank_threads if self.thread_replicas else None)
 
     def _require_idle(self, trains: bool) -> None:
         if self._status == "stepping":
@@ -220,22 +213,14 @@ class Engine:
                 "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
                 "a hook, the loss function or another thread; call it between two steps"
             )
+        if self.flow is not None:
+            self.flow.require_unfailed()
         if self._rank_threads is not None:
             self._rank_threads.wait_stopped()
         if trains:
             self._late.require_no_gradients()
         if self._world is None and self._fixed is not None:
             self._fixed.check(trains)  # in processes the executors check, and send a failure to the others
-
-    def _tune(self, executors: Sequence[Executor]) -> None:
-        """Have the replicas make their buckets again by the last step, each on its own thread."""
-        reducing = [(e, e.replica_reduction) for e in executors if e.replica_reduction is not None]
-        jobs = [partial(reduction.tune, e.program, measured_trace([e])) for e, reduction in reducing]
-        if self._rank_threads is not None and self.thread_replicas:
-            self._rank_threads.run(jobs, _idle)
-        else:
-            for job in jobs:
-                job()
 
     def _run_step(self, executors: Sequence[Executor], works: Sequence[Work]) -> None:
         if self._rank_threads is None:
@@ -297,10 +282,13 @@ class Engine:
             program = local_stages.program if trains else local_stages.evaluate_program
             channels = thread_channels(program, self.timeout, local_stages.holders, self._streams)
         fixed = None if self._world is None else self._fixed
-        return [
+        executors = [
             local_stages.executor(trains, rank, channel, fixed)
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
+        for executor in executors if trains else ():
+            executor.flow = self.flow
+        return executors
 
     def make_buckets(self, zero: bool = False) -> None:
         """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
@@ -321,9 +309,23 @@ class Engine:
         return reduction.shards if reduction is not None else None
 
     def wait_for_parameters(self) -> None:
-        """Wait for parameters that are being collected."""
+        """Wait for parameters that are being collected, or whose update may still be undone."""
+        if self.flow is not None:
+            self.flow.wait()
         if self.shards is not None:
             self.shards.wait_all()
+
+    def set_flow(self, update: Update | None) -> StepFlow | None:
+        """Let steps flow into each other with this update, or end all of them together; see `Pipeline.set_flow`."""
+        self.wait_for_parameters()
+        if self.flow is not None:
+            self.flow.close()
+        self._executors.clear()
+        last_stage = self.local_stages.schedule.stages - 1
+        self.flow = (
+            None if update is None or self._world is None else open_flow(self._world, update, last_stage)
+        )
+        return self.flow
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""
@@ -336,7 +338,7 @@ class Engine:
 
         jobs = [partial(run, rank) for rank in self.local_ranks]
         idle = len(self.local_ranks) * len(self.thread_replicas)
-        self._rank_threads.run([*jobs, *[_idle] * idle], _idle)
+        self._rank_threads.run([*jobs, *[no_job] * idle], no_job)
         return [results[rank] for rank in self.local_ranks]
 
     def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
@@ -388,13 +390,11 @@ class Engine:
         for local_stages in self._all_replicas:
             for reduction in local_stages.replica_reductions.values():
                 reduction.detach(wait=self._world is None or self._status == "idle")
+        if self.flow is not None:
+            self.flow.close()
         if self._rank_threads is not None:
             self._rank_threads.close()
         if self._watch is not None:
             self._watch.close()
         if self._world is not None:
             self._world.disconnect(failed=self._status != "idle")
-
-
-def _idle(why: str = "") -> None:
-    """Do nothing, on the threads of other replicas while those of the first one run jobs."""

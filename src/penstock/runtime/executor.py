@@ -26,6 +26,8 @@ from penstock.runtime.consensus import (
     marks_of,
 )
 from penstock.runtime.copies.fixed import FixedModules
+from penstock.runtime.flow.reports import RankReport
+from penstock.runtime.flow.step_flow import StepFlow, UpdateUndoneError
 from penstock.runtime.health.failure_report import explain_error
 from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_progress
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
@@ -36,6 +38,7 @@ from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
+from penstock.stage.compute.module_buffers import snapshot_buffers
 from penstock.stage.compute.stage import Stage
 
 
@@ -55,6 +58,7 @@ class Executor:
         ops: rows and functions of the ops, in order.
         records: times and memory of the last step's ops.
         progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
+        flow: flow of the training steps into each other; None if every step ends on all ranks at once.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Executor:
         self.shared = shared
         self.replica_reduction = replica_reduction
         self.fixed = fixed
+        self.flow: StepFlow | None = None
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
@@ -88,6 +93,11 @@ class Executor:
         )
         self.ops = compiler.compile()
         self._collector = program.schedule.placement.holders[-1][0]
+        kinds = program.schedule.kind
+        self._forwards = next(
+            (n for n, (row, _) in enumerate(self.ops) if kinds[row] != Kind.F), len(self.ops)
+        )
+        self._receivers = [target for source, target in program.edges if source == rank]
 
     def run(self, step: int, work: Work) -> Work:
         """Run one step.
@@ -103,10 +113,17 @@ class Executor:
             ReplicaError: if a module with copies was changed in a way that the copies cannot follow.
             WaitTimeoutError: if a wait exceeds the timeout.
         """
+        if self.flow is not None:
+            return self._run_flowing(step, work, self.flow)
         self._begin(step, work)
         try:
             with self._reducing(step, work.options.reduces), torch.set_grad_enabled(self.trains):
-                self._run_ops()
+                if self.fixed is not None:
+                    self.fixed.check(self.trains)
+                if self.shared is not None:
+                    self.shared.begin()
+                self._run_ops(0, len(self.ops))
+                self.progress[ROW] = END
                 self._finish_gradients()
                 refusal, work.flags = self._agree()
             if self.replica_reduction is not None:
@@ -123,6 +140,53 @@ class Executor:
             raise explain(refusal, work.losses, self.program.schedule.stages - 1, step)
         return work
 
+    def _run_flowing(self, step: int, work: Work, flow: StepFlow) -> Work:
+        """Run this rank's part of a step, which may begin before other ranks have ended the last one."""
+        try:
+            attempt = flow.begin()
+            with torch.set_grad_enabled(True):
+                try:
+                    self._run_attempt(step, work, attempt, flow)
+                except UpdateUndoneError:
+                    for stage in self.stages.values():
+                        stage.drop()
+                    work.restart()
+                    self._run_attempt(step, work, 1, flow)
+                self._finish_gradients()
+                refusal, flags = self._own_report()
+            flow.end(step, RankReport(work.losses, refusal, flags, flow.update.norms()))
+        except BaseException as error:
+            if error is flow.refusal:  # which all ranks know
+                self._clear()
+                raise
+            self._fail(step, error)
+        assert self.channel is not None, "flow needs several ranks"
+        self.channel.finish()
+        self.progress[STEP] = 0
+        self._state.clear()
+        return work
+
+    def _run_attempt(self, step: int, work: Work, attempt: int, flow: StepFlow) -> None:
+        ahead = flow.unsettled is not None
+        modules = [stage.module for stage in self.stages.values()] if ahead else []
+        restore = [snapshot_buffers(module) for module in modules]
+        self._begin(step, work, attempt)
+        if attempt and self.channel is not None:
+            self.channel.restart(self._receivers)
+        try:
+            with flow.running_ahead():
+                self._run_ops(0, self._forwards)
+                if ahead:
+                    self.progress[STEP], self.progress[ROW] = step - 1, END
+                    flow.validate()
+                    self.progress[STEP] = step
+        except UpdateUndoneError:
+            for undo in restore:
+                undo()
+            raise
+        self._run_ops(self._forwards, len(self.ops))
+        self.progress[ROW] = END
+
     def refuse(self, step: int, error: BaseException) -> None:
         """Tell the other ranks that this process cannot run a step."""
         if self.channel is not None:
@@ -131,24 +195,19 @@ class Executor:
             self.channel.open(step)
             self.channel.fail(Failure(self.rank, step, text))
 
-    def _begin(self, step: int, work: Work) -> None:
+    def _begin(self, step: int, work: Work, attempt: int = 0) -> None:
         progress = self.progress
         self._state.work = work
         progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
         for stage in self.stages.values():
             stage.begin(work.options.number, work.batch.first)
         if self.channel is not None:
-            self.channel.open(step)
+            self.channel.open(step, attempt)
 
-    def _run_ops(self) -> None:
-        if self.fixed is not None:
-            self.fixed.check(self.trains)
-        if self.shared is not None:
-            self.shared.begin()
+    def _run_ops(self, start: int, stop: int) -> None:
         progress = self.progress
-        for progress[ROW], op in self.ops:
+        for progress[ROW], op in self.ops[start:stop]:
             op()
-        progress[ROW] = END
 
     def _finish_gradients(self) -> None:
         for stage in self.stages.values() if self.trains else ():
@@ -163,9 +222,7 @@ class Executor:
         report = explain_error(
             error, self.rank, self.program, self.channel, self.progress, self._state.inputs
         )
-        self._state.clear()
-        for stage in self.stages.values():
-            stage.drop()
+        self._clear()
         if self.shared is not None:
             self.shared.abandon()
         if self.channel is not None:
@@ -177,33 +234,47 @@ class Executor:
             raise error
         raise report from error
 
+    def _clear(self) -> None:
+        self._state.clear()
+        for stage in self.stages.values():
+            stage.drop()
+
     def _reducing(self, step: int, reduces: bool) -> AbstractContextManager[None]:
         if self.replica_reduction is None or not self.trains:
             return nullcontext()
         return self.replica_reduction.step(step, reduces)
 
-    def _agree(self) -> tuple[Refusal | None, int]:
-        work, schedule = self._state.work, self.program.schedule
+    def _own_report(self) -> tuple[Refusal | None, int]:
+        """Return this rank's refusal of the step, and its flags with the marks of its batch."""
+        work = self._state.work
         refusal, flags = None, 0
         if work.options.check_finite and self.trains:
             sharded_grads = (
                 self.replica_reduction.sharded_grads if self.replica_reduction is not None else None
             )
             refusal = find_nonfinite(
-                self.stages, work.losses, schedule.stages - 1, work.batch.first, sharded_grads
+                self.stages,
+                work.losses,
+                self.program.schedule.stages - 1,
+                work.batch.first,
+                sharded_grads,
             )
         if self.trains:
             flags = COUNTED if any(work.losses.weights.values()) else 0
             flags |= GRAPH if work.has_graph else 0
             flags |= TRAINABLE if any(s.module.trains_any for s in self.stages.values()) else 0
+        return refusal, flags | marks_of(work.batch.digest)
+
+    def _agree(self) -> tuple[Refusal | None, int]:
+        refusal, flags = self._own_report()
         refusal, flags = agree(
             self.channel,
             self.rank,
             self._collector,
-            schedule.ranks,
+            self.program.schedule.ranks,
             self.program.tags,
-            work.losses,
+            self._state.work.losses,
             refusal,
-            flags | marks_of(work.batch.digest),
+            flags,
         )
         return compare_marks(flags, refusal)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from penstock.runtime.batch.result import StepResult, step_result
 from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no_graph, require_reduction
 from penstock.runtime.batch.work import StepOptions
 from penstock.runtime.engine import Engine
+from penstock.runtime.flow.step_flow import StepFlow, Update
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
-from penstock.runtime.optim import grad_norm as norms
+from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.validation import (
     LossScale,
@@ -32,6 +33,7 @@ from penstock.runtime.validation import (
     resolve_schedule,
 )
 from penstock.runtime.weights.parameters import LocalParameters
+from penstock.runtime.weights.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.workers.timeout import Timeout, require_timeout
 from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
@@ -39,7 +41,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Container, as_layers
-from penstock.stage.module import StageModule
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -47,7 +48,7 @@ from penstock.trace.events import Trace
 T = TypeVar("T")
 
 
-class Pipeline:
+class Pipeline(PipelineModel):
     """A model split into stages and trained by a schedule.
 
     In one process the ranks are threads and use the model's own parameters. If RANK and WORLD_SIZE are set (torchrun,
@@ -162,7 +163,7 @@ class Pipeline:
         self.stages = self._local.stages_by_number
         self.holds_first, self.holds_last = 0 in self.stages, self.schedule.stages - 1 in self.stages
         own_rank = self.rank if self.in_processes else None
-        self._parameters = LocalParameters(
+        parameters = LocalParameters(
             self.layers, self.stages, self.schedule.placement, self._local.ties, own_rank
         )
         self._engine = Engine(
@@ -173,7 +174,8 @@ class Pipeline:
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = Container(model)
         self._memory = execution.memory
-        self._positions: tuple[dict[str, int], int] | None = None
+        super().__init__(parameters, self._engine.stage_modules, self._engine.wait_for_parameters)
+        self.global_norm = GlobalNorm(parameters, self.world)
 
     def step(
         self,
@@ -209,72 +211,33 @@ class Pipeline:
     def evaluate(self, x: object, y: object = None, *, outputs: bool = False, **named: object) -> StepResult:
         """Run forwards only, in eval mode and without gradients. Arguments as for `step`; without `y` there is no loss."""
         self._require_open()
+        self.wait()
         self._engine.sync_modules()
-        modes = [(module, module.training) for stage in self.stage_modules() for module in stage.modules()]
-        for module, _ in modes:
-            module.training = False
-        try:
+        with evaluating(self.stage_modules()):
             return self._run(False, x, y, outputs, False, named)
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return (name in the whole model, parameter) pairs in model order; in processes, of this rank's stages."""
-        self._engine.wait_for_parameters()
-        return self._parameters.named_parameters()
+    @property
+    def flow(self) -> StepFlow | None:
+        """The flow of steps into each other; None if every step ends on all ranks at once."""
+        return self._engine.flow
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that this process holds; in threads, all of the model's."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+    def set_flow(self, update: Update | None) -> StepFlow | None:
+        """Let training steps flow into each other, or end each on all ranks at once; every process calls it.
 
-    def rank_parameters(self, rank: int) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs that one of the `local_ranks` updates; exactly one rank updates each parameter."""
-        self._engine.wait_for_parameters()
-        return self._parameters.of_rank(rank)
+        Args:
+            update: update of the rank's weights; None ends the flow.
+        """
+        return self._engine.set_flow(update)
 
     def updated(self, rank: int) -> list[nn.Parameter]:
         """Return the parameters of a rank that have gradients after a step: its parameters, or their shards with ZeRO."""
         shards = self.shards
-        return shards.owned() if shards is not None else [p for _, p in self._parameters.of_rank(rank)]
+        return shards.owned() if shards is not None else [p for _, p in self.rank_parameters(rank)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return parameters and buffers by their names in the whole model; in processes, of this rank's stages."""
-        self._engine.wait_for_parameters()
-        return self._parameters.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load parameters and buffers by whole-model name; entries of stages held elsewhere are left alone.
-
-        Raises:
-            ConfigError: if an entry is missing, misshapen or of no layer; then nothing is loaded.
-        """
-        self._engine.wait_for_parameters()
-        self._parameters.load_state_dict(state)
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Set the stages' training mode, as ``nn.Module.train`` does."""
-        for module in self.stage_modules():
-            module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Set evaluation mode, as ``nn.Module.eval`` does."""
-        return self.train(False)
-
-    def stage_modules(self) -> list[StageModule]:
-        """Return the modules of all stages that run in this process, copies included."""
-        return [
-            stage.module
-            for local in (self._local, *self._engine.thread_replicas)
-            for stage in local.stages.values()
-        ]
-
-    def zero_grad(self) -> None:
-        """Set the gradients of this process's parameters to None."""
-        for _, parameter in self._parameters.named_parameters():
-            parameter.grad = None
+    @property
+    def has_shared_weights(self) -> bool:
+        """True if a weight or a stage of this pipeline is on several ranks."""
+        return any(len(ranks) > 1 for ranks in self._local.holders)
 
     @property
     def shards(self) -> Shards | None:
@@ -305,11 +268,7 @@ class Pipeline:
             The norm over all stages before scaling: the same number on every rank and for any split, and equal to
             ``torch.nn.utils.clip_grad_norm_`` of the unsplit model.
         """
-        if self._positions is None:
-            self._positions = self._parameters.positions(self.world)
-        positions, count = self._positions
-        gradients = norms.counted_gradients(self._parameters, self.shards, positions)
-        return norms.clip_(gradients, max_norm, count, self.world, sharded=self.shards is not None)
+        return self.global_norm.clip_(max_norm, self.shards)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
@@ -397,4 +356,10 @@ class Pipeline:
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)
-        return step_result(works, self.microbatches * self.replicas)
+        microbatches = self.microbatches * self.replicas
+        flow = self._engine.flow
+        return (
+            step_result(works, microbatches)
+            if flow is None or not trains
+            else flow.result(works, microbatches)
+        )

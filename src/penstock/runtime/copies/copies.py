@@ -162,6 +162,16 @@ class Copies:
                         raise difference_error({one.name: one.kind}, {one.name: where})
 
 
+def copy_gradients(first: LocalStages, replicas: Sequence[LocalStages]) -> None:
+    """Copy the first replica's gradients, which the user may have changed, to the other replicas of this process."""
+    for replica in replicas:
+        for parameter, one in zip(replica.parameters(), first.parameters(), strict=True):
+            if one.grad is None or parameter.grad is None:
+                parameter.grad = None if one.grad is None else one.grad.clone()
+            else:
+                parameter.grad.copy_(one.grad)
+
+
 class _Gather:
     """Collective that gathers from other processes the buffers that copies of this process's stages have changed."""
 

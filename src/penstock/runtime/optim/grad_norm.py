@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from penstock.encoding import sendable
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import is_sharded, local, real_values
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
+
+
+@sendable
+class LocalNorms(NamedTuple):
+    """Norms of one rank's gradients, of those that count.
+
+    Attributes:
+        position: positions of the parameters in the whole model, int64.
+        norm: 2-norms of their gradients, float64.
+        dtype: dtypes of the gradients, as indices in a fixed list, int64.
+    """
+
+    position: Tensor
+    norm: Tensor
+    dtype: Tensor
 
 
 class CountedGradient(NamedTuple):
@@ -30,78 +47,125 @@ class CountedGradient(NamedTuple):
     tensor_parallel: bool
 
 
-def counted_gradients(
-    parameters: LocalParameters, shards: Shards | None, positions: Mapping[str, int]
-) -> list[CountedGradient]:
-    """Return the parameters that may have gradients on this process.
-
-    Args:
-        parameters: parameters of this process.
-        shards: shards of them that this process updates with ZeRO; None without.
-        positions: positions of all parameters in the whole model, by name.
-    """
-    gradients = []
-    for name, parameter, counts in parameters.counted():
-        sharded = None if shards is None else shards.find(parameter)
-        updated = parameter if shards is None else None if sharded is None else sharded.shard
-        if updated is not None:
-            gradients.append(CountedGradient(positions[name], updated, counts, is_sharded(parameter)))
-    return gradients
-
-
-def clip_(
-    gradients: Sequence[CountedGradient],
-    max_norm: float,
-    count: int,
-    world: World | None,
-    sharded: bool = False,
-) -> Tensor:
-    """Clip gradients by their global 2-norm.
+class GlobalNorm:
+    """Norm of the gradients of all parameters of a pipeline.
 
     Each parameter's norm is put at its position in one vector; ranks fill in the parameters they hold. So every rank
     computes the norm of the same vector, and the result does not depend on which rank held what.
 
     Args:
-        gradients: parameters of this process that may have gradients.
-        max_norm: largest norm after clipping.
-        count: number of parameters in the whole model.
-        world: the pipeline's processes; None if all parameters are here.
-        sharded: whether the parameters are shards of ZeRO (default False), so that the other replicas have the rest.
-
-    Returns:
-        0-d tensor, the norm before clipping.
+        parameters: parameters of this process.
+        world: the pipeline's processes; None if its ranks are threads of one process.
     """
-    norms = torch.zeros(count, dtype=torch.float64)  # of parameters whose gradient is all here
-    tensor_squares = torch.zeros(count, dtype=torch.float64)  # of shards, to add over tensor-parallel ranks
-    zero_squares = torch.zeros(count, dtype=torch.float64)  # of shards, to add over replicas
-    present = torch.zeros(len(_DTYPES), count, dtype=torch.float64)
-    for position, parameter, counts, tensor_parallel in gradients:
-        if parameter.grad is None or not counts:
-            continue
-        if parameter.grad.layout == torch.sparse_coo:  # once coalesced, its values share its memory
-            parameter.grad = parameter.grad.coalesce()
-        grad = local(parameter.grad)
-        norm = torch.linalg.vector_norm(grad if grad.is_complex() else real_values(grad)).double()
-        present[_DTYPES.index(grad.dtype), position] = 1.0
-        if tensor_parallel:
-            tensor_squares[position] = norm.square()
-        elif sharded:
-            zero_squares[position] = norm.square()
-        else:
-            norms[position] = norm
-    if world is not None:
-        for column in (tensor_squares, zero_squares, present) if sharded else ():
-            world.add_up_replicas(column)
-        world.add_up_tensor_parallel(tensor_squares)
-        for column in (norms, tensor_squares, zero_squares, present):
-            world.add_up(column)
-    norms += (tensor_squares + zero_squares).sqrt()
-    total = _total(norms, present)
-    clipped = [
-        _Gradient(real_values(local(g.parameter.grad))) for g in gradients if g.parameter.grad is not None
-    ]
+
+    def __init__(self, parameters: LocalParameters, world: World | None) -> None:
+        self._parameters = parameters
+        self._world = world
+
+    @cached_property
+    def _positions(self) -> tuple[dict[str, int], int]:
+        return self._parameters.positions(self._world)
+
+    def agree(self) -> None:
+        """Agree on the parameters' positions, if that has not been done; every process calls it."""
+        self._positions  # noqa: B018 - computed once, together
+
+    def gradients(self, shards: Shards | None) -> list[CountedGradient]:
+        """Return the parameters that may have gradients on this process.
+
+        Args:
+            shards: shards of them that this process updates with ZeRO; None without.
+        """
+        gradients = []
+        for name, parameter, counts in self._parameters.counted():
+            sharded = None if shards is None else shards.find(parameter)
+            updated = parameter if shards is None else None if sharded is None else sharded.shard
+            if updated is not None:
+                position = self._positions[0][name]
+                gradients.append(CountedGradient(position, updated, counts, is_sharded(parameter)))
+        return gradients
+
+    def clip_(self, max_norm: float, shards: Shards | None) -> Tensor:
+        """Clip gradients by their global 2-norm; every process calls it.
+
+        Args:
+            max_norm: largest norm allowed.
+            shards: shards of the parameters that this process updates with ZeRO; None without.
+
+        Returns:
+            0-d tensor, the norm before clipping.
+        """
+        gradients, world = self.gradients(shards), self._world
+        count = self._positions[1]
+        norms = torch.zeros(count, dtype=torch.float64)  # of parameters whose gradient is all here
+        tensor_squares = torch.zeros(
+            count, dtype=torch.float64
+        )  # of shards, to add over tensor-parallel ranks
+        zero_squares = torch.zeros(count, dtype=torch.float64)  # of shards, to add over replicas
+        present = torch.zeros(len(_DTYPES), count, dtype=torch.float64)
+        for position, parameter, counts, tensor_parallel in gradients:
+            if parameter.grad is None or not counts:
+                continue
+            norm, dtype = _norm_of(parameter, parameter.grad)
+            present[dtype, position] = 1.0
+            if tensor_parallel:
+                tensor_squares[position] = norm.square()
+            elif shards is not None:
+                zero_squares[position] = norm.square()
+            else:
+                norms[position] = norm
+        if world is not None:
+            for column in (tensor_squares, zero_squares, present) if shards is not None else ():
+                world.add_up_replicas(column)
+            world.add_up_tensor_parallel(tensor_squares)
+            for column in (norms, tensor_squares, zero_squares, present):
+                world.add_up(column)
+        norms += (tensor_squares + zero_squares).sqrt()
+        total = _total(norms, present)
+        scale_gradients([g.parameter for g in gradients], max_norm, total)
+        return total
+
+    def local(self) -> LocalNorms:
+        """Return the norms of this rank's gradients; without ZeRO and tensor parallelism."""
+        found = [
+            (g.position, *_norm_of(g.parameter, g.parameter.grad))
+            for g in self.gradients(None)
+            if g.counts and g.parameter.grad is not None
+        ]
+        position, norm, dtype = zip(*found, strict=True) if found else ((), (), ())
+        norms = torch.stack(norm) if norm else torch.zeros(0, dtype=torch.float64)
+        return LocalNorms(
+            torch.tensor(position, dtype=torch.int64), norms, torch.tensor(dtype, dtype=torch.int64)
+        )
+
+    def join(self, parts: Iterable[LocalNorms]) -> Tensor:
+        """Return the norm over several ranks, with the bits of `clip_`; 0-d tensor."""
+        norms = torch.zeros(self._positions[1], dtype=torch.float64)
+        present = torch.zeros(len(_DTYPES), len(norms), dtype=torch.float64)
+        for part in parts:
+            norms[part.position] = part.norm
+            present[part.dtype, part.position] = 1.0
+        return _total(norms, present)
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], max_norm: float, total: Tensor) -> None:
+    """Scale gradients in place, as clipping to `max_norm` does if their global norm is `total`."""
+    clipped = [_Gradient(real_values(local(p.grad))) for p in parameters if p.grad is not None]
     nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]
-    return total
+
+
+def is_clipped(max_norm: float, total: Tensor) -> bool:
+    """Return whether clipping to `max_norm` changes gradients of this global norm, or the norm is not finite."""
+    return not bool(max_norm / (total + 1e-6) >= 1.0)  # the factor, as torch computes it
+
+
+def _norm_of(parameter: nn.Parameter, grad: Tensor) -> tuple[Tensor, int]:
+    """Return the norm of a gradient in float64, and its dtype's index."""
+    if grad.layout == torch.sparse_coo:  # once coalesced, its values share its memory
+        parameter.grad = grad = grad.coalesce()
+    grad = local(grad)
+    norm = torch.linalg.vector_norm(grad if grad.is_complex() else real_values(grad)).double()
+    return norm, _DTYPES.index(grad.dtype)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)

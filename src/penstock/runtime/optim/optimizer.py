@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.dtensor import local
+from penstock.runtime.flow.reports import Verdict
+from penstock.runtime.flow.step_flow import FlowingStep, StepFlow
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.factory import (
     MakeOptimizer,
@@ -25,9 +27,11 @@ from penstock.runtime.optim.factory import (
     build,
     build_scheduler,
     require_elementwise,
+    require_flow,
     require_no_fp16,
     require_zero,
 )
+from penstock.runtime.optim.flowing_update import FlowingUpdate
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
@@ -52,6 +56,40 @@ class OptimizerStep:
     skipped: bool
     grad_norm: Tensor | None
     lr: tuple[float, ...]
+
+
+class FlowingOptimizerStep(OptimizerStep):
+    """Result of `PipelineOptimizer.step` with ``flow=True``: reading all but `lr` waits until the update is certain.
+
+    Args:
+        step: the step that the update follows.
+        settle: function that waits for the verdict on it.
+        lr: learning rate of each group in this step.
+    """
+
+    def __init__(self, step: FlowingStep, settle: Callable[[], Verdict], lr: tuple[float, ...]) -> None:
+        object.__setattr__(self, "lr", lr)
+        object.__setattr__(self, "_verdict", lambda: step.verdict or settle())
+
+    @property
+    def _known(self) -> Verdict:
+        verdict: Verdict = self.__dict__["_verdict"]()
+        return verdict
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights were updated."""
+        return self._known.error is None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out because a loss or a gradient is not finite."""
+        return self._known.skips
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """0-d tensor, the gradients' global 2-norm before clipping; None if nothing was applied or `clip` is None."""
+        return self._known.norm if self.applied else None
 
 
 class PipelineOptimizer:
@@ -80,6 +118,11 @@ class PipelineOptimizer:
             all have arrived. "overlap": they arrive while the next step's first forwards run, and each layer waits for its
             parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
             ``pipe.state_dict()``), which waits. Replicas in threads always share one state and do the work once.
+        flow: let steps flow into each other (default False): ``pipe.step`` and `step` return when this rank is done, and the
+            rank begins the next step. Reading a result waits; so do ``pipe.parameters()``, ``pipe.state_dict()`` and
+            ``pipe.evaluate``. Before you touch weights in another way, call ``pipe.wait()``. A step that is not finite is
+            skipped, and reading its result raises `NonFiniteError`. The numbers are those of ``flow=False``. It needs a
+            process a rank; see `penstock.runtime.flow.conditions.flow_problem` for the other conditions.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
@@ -105,10 +148,12 @@ class PipelineOptimizer:
         scaler: GradScaler | None = None,
         main_weights: bool = False,
         zero: bool | Literal["overlap"] = False,
+        flow: bool = False,
         **defaults: Any,
     ) -> None:
         require_count("accumulate", accumulate)
         require_zero(pipe, zero)
+        require_flow(pipe, flow, accumulate=accumulate, scaler=scaler is not None, zero=bool(zero))
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):
             raise ConfigError(f"clip must be a positive number or None, got {clip!r}")
         if lr_factor is not None and lr_scheduler is not None:
@@ -148,6 +193,19 @@ class PipelineOptimizer:
         require_elementwise(pipe, next(iter(self.optimizers.values())), self.shards is not None)
         pipe.scaler = self.scaler
         self._set_accumulated(0)
+        self._flow = pipe.set_flow(self._flowing_update() if flow else None)
+
+    def _flowing_update(self) -> FlowingUpdate:
+        (rank,) = self.optimizers
+        return FlowingUpdate(
+            self.optimizers[rank],
+            self.main_weights[rank],
+            self.schedulers[0] if self.schedulers else None,
+            self.clip,
+            self.pipe.global_norm,
+            [p for group in self._groups[rank] for _, p in group],
+            self,
+        )
 
     def _updated(self, group: Named) -> Named:
         """Return the parameters of a group that are updated here, or with ZeRO their shards."""
@@ -168,11 +226,13 @@ class PipelineOptimizer:
                 weights are unchanged, and the gradients are dropped.
             PenstockError: if another PipelineOptimizer was made for the pipeline since.
         """
-        if self.pipe.shards is not self.shards:
+        if self.pipe.shards is not self.shards or self.pipe.flow is not self._flow:
             raise PenstockError(
                 "another PipelineOptimizer was made for this pipeline since; its gradients go to that one"
             )
-        rates = tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
+        if self._flow is not None:
+            return self._flow_on(self._flow)
+        rates = self._rates()
         self._set_accumulated(self._accumulated + 1)
         if self._accumulated < self.accumulate:
             return OptimizerStep(applied=False, skipped=False, grad_norm=None, lr=rates)
@@ -184,6 +244,13 @@ class PipelineOptimizer:
         self.steps += finite
         self.skipped += not finite
         return OptimizerStep(applied=finite, skipped=not finite, grad_norm=norm, lr=rates)
+
+    def _rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
+
+    def _flow_on(self, flow: StepFlow) -> OptimizerStep:
+        rates = self._rates()
+        return FlowingOptimizerStep(flow.make_update(), flow.settle, rates)
 
     def _update(self) -> Tensor | None:
         if self.accumulate > 1:
@@ -242,6 +309,7 @@ class PipelineOptimizer:
             ConfigError: if gradients are accumulating; they are no part of the state and would be lost.
         """
         self._require_applied()
+        self.pipe.wait()
         return optimizer_state.collect(self)
 
     def give_state(self) -> None:
@@ -272,6 +340,7 @@ class PipelineOptimizer:
         Raises:
             ConfigError: if the state does not fit; lists all problems, and nothing is loaded.
         """
+        self.pipe.wait()
         optimizer_state.restore(self, state)
         self.zero_grad()
 

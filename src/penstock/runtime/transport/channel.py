@@ -7,13 +7,15 @@ that is awaited is kept until its turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from penstock.encoding import sendable
 from penstock.runtime.health.rank_progress import RankProgress
 from penstock.stage.values import Message
 
 
+@sendable
 class Failure(NamedTuple):
     """Notice that a rank failed, passed on until every rank has it.
 
@@ -48,8 +50,16 @@ class Channel(Protocol):
             patience: seconds to keep checking (default 0).
         """
 
-    def open(self, step: int) -> None:
-        """Begin a step, and drop the messages that a failed step left."""
+    def open(self, step: int, attempt: int = 0) -> None:
+        """Begin a step, and drop the messages that a failed step left.
+
+        Args:
+            step: number of the step.
+            attempt: 1 if the step begins again after forwards that do not count, else 0 (default).
+        """
+
+    def restart(self, peers: Iterable[int]) -> None:
+        """Tell ranks that this one has begun its step again, so that they do not wait for messages of the first attempt."""
 
     def send(self, peer: int, tag: int, message: Message) -> None:
         """Send a message to a rank; waits only while as many as the edge's capacity are under way.

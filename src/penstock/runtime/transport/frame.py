@@ -2,7 +2,7 @@
 
 A frame is a header, the layout of the value if the receiver does not know it yet, and the value itself if it is small:
 
-    bytes 0-63   magic, flags, step, tag, layout number, bytes of layout, bytes of payload
+    bytes 0-63   magic, flags, attempt, tag, layout number, bytes of layout, bytes of payload
     then         the layout as JSON, if flag LAYOUT is set
     then         the payload, if flag INLINE is set; every tensor starts at a multiple of 64
 
@@ -28,7 +28,7 @@ from penstock.stage.values import Message
 
 FRAME_BYTES = 1 << 16
 HEADER_BYTES = 64
-INLINE, FAILURE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
+INLINE, NOTICE, LAYOUT, OVERSIZE, DEVICE = 1, 2, 4, 8, 16
 MAX_LAYOUTS = 256
 
 _HEADER = struct.Struct("<4sIqqqqq")
@@ -36,10 +36,10 @@ _MAGIC = b"PNS1"
 
 
 class Header(NamedTuple):
-    """The first bytes of a frame; all sizes in bytes."""
+    """The first bytes of a frame; all sizes in bytes. Attempts at steps are numbered, two for each step."""
 
     flags: int
-    step: int
+    attempt: int
     tag: int
     layout: int
     layout_bytes: int
@@ -69,17 +69,26 @@ def aligned(size: int) -> int:
     return (size + 63) & ~63
 
 
-def write_failure(buffer: memoryview, failure: Failure) -> int:
-    """Write a frame with the notice of a failure, cut off at the frame's end, and return its size in bytes."""
-    text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
-    Header(FAILURE, failure.step, failure.rank, 0, len(text), 0).write(buffer, text)
+def write_notice(buffer: memoryview, attempt: int, failure: Failure | None) -> int:
+    """Write a frame with a notice, and return its size in bytes.
+
+    Args:
+        buffer: memory of the frame.
+        attempt: number of the attempt at a step, as in messages.
+        failure: the failure, whose text is cut off at the frame's end; None says that the sender began the step again.
+    """
+    rank, message = (-1, "") if failure is None else (failure.rank, failure.message)
+    text = message.encode()[: FRAME_BYTES - HEADER_BYTES]
+    Header(NOTICE, attempt, rank, 0, len(text), 0).write(buffer, text)
     return HEADER_BYTES + len(text)
 
 
-def read_failure(header: Header, buffer: memoryview) -> Failure:
-    """Read the notice of a failure from a frame."""
+def read_notice(header: Header, buffer: memoryview) -> Failure | None:
+    """Read a notice from a frame; None if the sender began the step again."""
+    if header.tag < 0:
+        return None
     text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + header.layout_bytes])
-    return Failure(header.tag, header.step, text.decode(errors="replace"))
+    return Failure(header.tag, header.attempt // 2, text.decode(errors="replace"))
 
 
 def require_fits(peer: int, layout_bytes: int, available: int) -> None:

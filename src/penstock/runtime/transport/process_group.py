@@ -34,11 +34,11 @@ from penstock.errors import PeerError, WaitTimeoutError, first_line, is_gloo_tim
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (
     DEVICE,
-    FAILURE,
     FRAME_BYTES,
     HEADER_BYTES,
     INLINE,
     LAYOUT,
+    NOTICE,
     OVERSIZE,
     Header,
     MessageLayout,
@@ -46,9 +46,9 @@ from penstock.runtime.transport.frame import (
     SentLayouts,
     Views,
     aligned,
-    read_failure,
+    read_notice,
     require_fits,
-    write_failure,
+    write_notice,
 )
 from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
@@ -130,7 +130,7 @@ class GroupOutgoing:
         self._largest = 0
         self._filler = torch.zeros(1, dtype=torch.uint8)
 
-    def send(self, step: int, tag: int, message: Message) -> None:
+    def send(self, attempt: int, tag: int, message: Message) -> None:
         number, layout, encoded = self._layouts.enter(message)
         require_fits(self.peer, len(encoded), FRAME_BYTES - HEADER_BYTES)
         tensors = layout.sent_tensors(message)
@@ -143,7 +143,7 @@ class GroupOutgoing:
         if not (inline or bulk) and size > posted:
             flags |= OVERSIZE
         frame = self._free_frame()
-        Header(flags, step, tag, number, len(encoded), size).write(frame.memory, encoded)
+        Header(flags, attempt, tag, number, len(encoded), size).write(frame.memory, encoded)
         if inline:
             for view, tensor in zip(frame.views.of(start, layout), tensors, strict=True):
                 view.copy_(tensor)
@@ -153,11 +153,11 @@ class GroupOutgoing:
             on_device = _begin(bulk.group.send, payload, bulk.peer, _PAYLOAD, self.peer)
         self._pending.append(_Sent(works, on_device, frame, payload))
 
-    def fail(self, failure: Failure) -> None:
+    def notify(self, attempt: int, failure: Failure | None) -> None:
         posted = self._next_posted(0)
         frame = _Frame()
-        size = write_failure(frame.memory, failure)
-        works = self._begin_all(frame.bytes[:size], posted, self._filler, FAILURE)
+        size = write_notice(frame.memory, attempt, failure)
+        works = self._begin_all(frame.bytes[:size], posted, self._filler, NOTICE)
         self._pending.append(_Sent(works, None, frame, self._filler))
 
     def wait_sent(self, max_pending: int = 0) -> None:
@@ -248,22 +248,22 @@ class GroupIncoming:
             payload_work = self._begin(payload, _PAYLOAD)
         self._posted.append(_Posted(frame, work, payload, payload_work))
 
-    def next(self) -> tuple[int, int, Message | Failure]:
-        """Wait for the next message on the edge, and return (step, tag, content)."""
+    def next(self) -> tuple[int, int, Message | Failure | None]:
+        """Wait for the next message on the edge, and return (attempt, tag, content); no content is a notice of a restart."""
         frame, work, payload, payload_work = self._posted[0]
         self._wait(work, "send")
         header = Header.read(frame.memory)
         if payload_work is not None:
             self._wait(payload_work, "send the rest of a message")
         self._posted.popleft()
-        content: Message | Failure
-        if header.flags & FAILURE:
-            content = read_failure(header, frame.memory)
+        content: Message | Failure | None
+        if header.flags & NOTICE:
+            content = read_notice(header, frame.memory)
         else:
             layout = self._layouts.read(header, frame.memory)
             content = layout.join(self._tensors(header, layout, frame, payload))
         self._post(frame)
-        return header.step, header.tag, content
+        return header.attempt, header.tag, content
 
     def _tensors(
         self, header: Header, layout: MessageLayout, frame: _Frame, payload: Tensor | None

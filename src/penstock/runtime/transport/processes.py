@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import distributed as dist
@@ -23,14 +23,14 @@ SWITCH = "PENSTOCK_SHARED_MEMORY"
 
 
 class _Sender(Protocol):
-    def send(self, step: int, tag: int, message: Message) -> None: ...
-    def fail(self, failure: Failure) -> None: ...
+    def send(self, attempt: int, tag: int, message: Message) -> None: ...
+    def notify(self, attempt: int, failure: Failure | None) -> None: ...
     def wait_sent(self) -> None: ...
     def close(self) -> None: ...
 
 
 class _Receiver(Protocol):
-    def next(self) -> tuple[int, int, Message | Failure]: ...
+    def next(self) -> tuple[int, int, Message | Failure | None]: ...
     def close(self) -> None: ...
 
 
@@ -44,6 +44,10 @@ class ProcessChannel:
         timeout: timeout of every wait.
         bulk: communicators for values on a device by (sender, receiver); None if stages are on the CPU (default).
         peer_registry: registry of the processes of this machine (default: a new one).
+
+    Attributes:
+        steps_flow: whether ranks may be one step apart, so that a failure in the step before counts, too.
+        on_restart: function to call when another rank has begun the step again; it raises if this rank must, too.
     """
 
     one_process = False
@@ -76,8 +80,11 @@ class ProcessChannel:
         for peer, (slots, _) in sorted(incoming.items()):
             if peer not in self._in:
                 self._in[peer] = GroupIncoming(group, peer, slots, timeout, communicators.get((peer, rank)))
-        self._step = 0
+        self.steps_flow = False
+        self.on_restart: Callable[[], None] = lambda: None
+        self._attempt = 0  # two for each step; the second begins it again
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
+        self._ahead: dict[tuple[int, int], Message] = {}  # the same, of the step's second attempt
 
     def _open_shared(
         self,
@@ -122,17 +129,22 @@ class ProcessChannel:
             for peer, edge in self._out.items()
         }
 
-    def open(self, step: int) -> None:
-        self._step = step
-        self._aside.clear()
+    def open(self, step: int, attempt: int = 0) -> None:
+        before, self._attempt = self._attempt, 2 * step + attempt
+        self._aside = self._ahead if attempt and before + 1 == self._attempt else {}
+        self._ahead = {}
         self._peer_registry.report_error("")
+
+    def restart(self, peers: Iterable[int]) -> None:
+        for peer in peers:
+            self._out[peer].notify(self._attempt, None)
 
     def find_failed(self, patience: float = 0.0) -> str | None:
         return self._peer_registry.find_failed(patience)
 
     def send(self, peer: int, tag: int, message: Message) -> None:
         self.progress[WAITS] = peer + 1
-        self._out[peer].send(self._step, tag, message)
+        self._out[peer].send(self._attempt, tag, message)
         self.progress[WAITS] = 0
 
     def recv(self, peer: int, tag: int) -> Message:
@@ -140,22 +152,33 @@ class ProcessChannel:
             return self._aside.pop((peer, tag))
         self.progress[WAITS] = peer + 1
         while True:
-            step, arrived, content = self._in[peer].next()
-            if step != self._step:
-                continue  # a message of a step that failed
+            attempt, arrived, content = self._in[peer].next()
             if isinstance(content, Failure):
-                raise PeerError(content.message, content)
-            if arrived == tag:
+                if attempt >= self._oldest_failure:
+                    raise PeerError(content.message, content)
+            elif attempt < self._attempt:
+                continue  # a message of a step that failed, or of forwards that do not count
+            elif attempt > self._attempt:
+                if content is not None:
+                    self._ahead[peer, arrived] = content
+                self.on_restart()
+            elif arrived == tag and content is not None:
                 self.progress[WAITS] = 0
                 return content
-            self._aside[peer, arrived] = content
+            elif content is not None:
+                self._aside[peer, arrived] = content
+
+    @property
+    def _oldest_failure(self) -> int:
+        """The first attempt whose failures still count."""
+        return self._attempt // 2 * 2 - 2 if self.steps_flow else self._attempt
 
     def fail(self, failure: Failure) -> None:
         self._peer_registry.report_error(failure.message)
         for edge in self._out.values():
             # A peer that is gone must not keep the notice from the other ranks.
             with contextlib.suppress(TransportError, RuntimeError):
-                edge.fail(failure)
+                edge.notify(self._attempt, failure)
 
     def finish(self) -> None:
         assert not self._aside, f"messages that were never taken: {sorted(self._aside)}"
@@ -164,6 +187,7 @@ class ProcessChannel:
 
     def close(self) -> None:
         self._aside.clear()
+        self._ahead.clear()
         for receiver in self._in.values():
             receiver.close()
         for sender in self._out.values():

@@ -35,19 +35,19 @@ from penstock.errors import PeerError, WaitTimeoutError
 from penstock.runtime.health.peers import PeerRegistry, machine
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.frame import (
-    FAILURE,
     FRAME_BYTES,
     HEADER_BYTES,
     INLINE,
     LAYOUT,
+    NOTICE,
     Header,
     ReceivedLayouts,
     SentLayouts,
     Views,
     aligned,
-    read_failure,
+    read_notice,
     require_fits,
-    write_failure,
+    write_notice,
 )
 from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
@@ -253,7 +253,7 @@ class SharedOutgoing:
     def __init__(self, peer: int, capacity: int, timeout: Timeout, wake_pipe: WakePipe, host: Host) -> None:
         self.peer, self.timeout, self.wake_pipe, self.host = peer, timeout, wake_pipe, host
         wake_pipe.connect(host)
-        # One slot more than messages, so that the notice of a failure always has one.
+        # One slot more than messages, so that a notice always has one.
         self.ring = _Ring(capacity + 1)
         self._sent = 0
         self._layouts = SentLayouts()
@@ -263,7 +263,7 @@ class SharedOutgoing:
         """Return (descriptor, slots), by which the receiver opens the ring."""
         return self.ring.descriptor, self.ring.slots
 
-    def send(self, step: int, tag: int, message: Message) -> None:
+    def send(self, attempt: int, tag: int, message: Message) -> None:
         number, layout, encoded = self._layouts.enter(message)
         require_fits(self.peer, len(encoded), FRAME_BYTES - 2 * HEADER_BYTES)
         start, size = aligned(HEADER_BYTES + len(encoded)), layout.payload_bytes
@@ -271,7 +271,7 @@ class SharedOutgoing:
         slot = self._wait_slot()
         frame = self.ring.frames[slot]
         flags = (INLINE if inline else 0) | (LAYOUT if encoded else 0)
-        Header(flags, step, tag, number, len(encoded), size).write(frame, encoded)
+        Header(flags, attempt, tag, number, len(encoded), size).write(frame, encoded)
         if inline:
             views = self.ring.views[slot].of(start, layout)
         else:
@@ -283,12 +283,12 @@ class SharedOutgoing:
             view.copy_(tensor)
         self._publish(slot)
 
-    def fail(self, failure: Failure) -> None:
+    def notify(self, attempt: int, failure: Failure | None) -> None:
         ring = self.ring
         if self._sent - ring.counters[_TAKEN] >= ring.slots:
-            return  # the receiver has not read the last failure yet
+            return  # the receiver has not read the last notice yet
         slot = self._sent % ring.slots
-        write_failure(ring.frames[slot], failure)
+        write_notice(ring.frames[slot], attempt, failure)
         self._publish(slot)
 
     def wait_sent(self) -> None:
@@ -338,14 +338,14 @@ class SharedIncoming:
         self._layouts = ReceivedLayouts()
         self._segments: dict[int, _Segment] = {}
 
-    def next(self) -> tuple[int, int, Message | Failure]:
-        """Wait for the next message on the edge, and return (step, tag, content)."""
+    def next(self) -> tuple[int, int, Message | Failure | None]:
+        """Wait for the next message on the edge, and return (attempt, tag, content); no content is a notice of a restart."""
         slot = self._wait_slot()
         frame = self.ring.frames[slot]
         header = Header.read(frame)
-        content: Message | Failure
-        if header.flags & FAILURE:
-            content = read_failure(header, frame)
+        content: Message | Failure | None
+        if header.flags & NOTICE:
+            content = read_notice(header, frame)
         else:
             layout = self._layouts.read(header, frame)
             start = aligned(HEADER_BYTES + header.layout_bytes)
@@ -355,7 +355,7 @@ class SharedIncoming:
                 tensors = layout.views(self._segment(frame, start).lend())
             content = layout.join(tensors)
         self._release()
-        return header.step, header.tag, content
+        return header.attempt, header.tag, content
 
     def close(self) -> None:
         self.ring.close()

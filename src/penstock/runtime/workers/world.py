@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class World:
         self._reductions: dist.ProcessGroup | None = None
         self._buckets: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
-        self._bulk_groups: list[dist.ProcessGroup] = []
+        self._more_groups: list[dist.ProcessGroup] = []
         self.timeout = Timeout(60.0)
 
     @property
@@ -164,7 +164,7 @@ class World:
             return
         self._applied = self.timeout.seconds
         axes = [self.mesh.group(axis) for axis in ("pp", "dp", "tp")] if self.mesh is not None else []
-        groups = [self._messages, self._reductions, self._buckets, self._beside, *self._bulk_groups, *axes]
+        groups = [self._messages, self._reductions, self._buckets, self._beside, *self._more_groups, *axes]
         for group in groups:
             if group is not None:
                 _set_pg_timeout(self.timeout.delta, group)
@@ -251,7 +251,7 @@ class World:
         for edge in sorted(edges):  # every rank makes all of them, in this order
             group = self._group([[line[rank] for rank in edge] for line in self._pipelines], backend)
             if group is not None:
-                self._bulk_groups.append(group)
+                self._more_groups.append(group)
                 peer = edge[0] if self.rank == edge[1] else edge[1]
                 bulk[edge] = Bulk(group, dist.get_group_rank(group, peer), device)
                 bulk[edge].greet(self.rank == edge[0], self._longest, peer)
@@ -283,6 +283,13 @@ class World:
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank; every rank calls it."""
         return self.collectives.exchange(value, self._reductions, "exchange values over the pipeline's ranks")
+
+    def reports(self) -> Callable[[Any], list[Any]]:
+        """Return an exchange of values over the pipeline's ranks for another thread; every process of the run calls this."""
+        group = self._group(self._pipelines, "gloo")
+        assert group is not None, "this process is in a pipeline"
+        self._more_groups.append(group)
+        return lambda value: self.collectives.exchange(value, group, "report the end of a step")
 
     def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
         """Join the dictionaries of all ranks; every rank calls it."""
@@ -329,7 +336,7 @@ class World:
         self.peer_registry.close()
         self.channel.close()
         self.channel = None
-        for group in (*self._bulk_groups, self._messages, self._reductions, self._buckets, self._beside):
+        for group in (*self._more_groups, self._messages, self._reductions, self._buckets, self._beside):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
