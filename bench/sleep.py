@@ -76,7 +76,7 @@ class _Sleep(torch.autograd.Function):
 class Sleeper(nn.Module):
     """A stage of 1/v of a rank's work; its weight gradient takes time too, wherever the schedule places it."""
 
-    def __init__(self, virtual: int) -> None:
+    def __init__(self, virtual: float) -> None:
         super().__init__()
         self.virtual = virtual
         self.gate = nn.Linear(1, 1, bias=False)
@@ -117,10 +117,10 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _First.apply(output)
 
 
-def model(name: str, ranks: int) -> nn.Sequential:
-    """Return one sleeper per stage."""
+def model(name: str, ranks: int, times: float = 1.0) -> nn.Sequential:
+    """Return one sleeper per stage, each `times` as long."""
     virtual = virtual_of(name)
-    return nn.Sequential(*[Sleeper(virtual) for _ in range(ranks * virtual)])
+    return nn.Sequential(*[Sleeper(virtual / times) for _ in range(ranks * virtual)])
 
 
 def virtual_of(name: str) -> int:

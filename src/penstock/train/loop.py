@@ -119,7 +119,9 @@ def train(
         run_group = RunGroup.of(pipe)
         _require_one_data(run_group, data)
         path = Path(run_group.decide(lambda: str(_create(path, config, lock_held if lock else None))))
-        optimizer = build_optimizer(pipe, config.optim, config.train.steps, config.parallel.zero)
+        optimizer = build_optimizer(
+            pipe, config.optim, config.train.steps, config.parallel.zero, config.schedule.flow
+        )
         with (
             make_reporter(config.train.steps, run_group.leads) as reporter,
             RunCheckpointer(path, config, data.digest, pipe, optimizer, run_group, reporter) as checkpointer,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from penstock.errors import NonFiniteError
-from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.batch.result import StepResult
+from penstock.runtime.optim.optimizer import OptimizerStep, PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.trace.bubbles import busy
@@ -54,6 +56,16 @@ class Result:
 
 
 @dataclass(frozen=True)
+class _Launched:
+    """A step that this process has done, and maybe not the others; `in_pipe` is the time of ``pipe.step`` in seconds."""
+
+    done: int
+    result: StepResult
+    update: OptimizerStep
+    in_pipe: float
+
+
+@dataclass(frozen=True)
 class _Measured:
     """Measurements of a step that changed the weights; `in_pipe` is the time of ``pipe.step`` in seconds."""
 
@@ -77,7 +89,9 @@ class Trainer:
         self._taken = self._taken_since_log = 0
         self._stepping = self._since_log = 0.0
         self._bits = math.nan
-        self._vote: Callable[[], float] | None = None
+        self._flows = run.pipe.flow is not None
+        self._unread: _Launched | None = None
+        self._votes: deque[Callable[[], float]] = deque()
 
     def train(self) -> Result:
         """Execute the remaining steps.
@@ -91,8 +105,8 @@ class Trainer:
         while self._progress.done < train.steps:
             self._stop_if_asked()
             self._take(self._progress.done)
-        if self._vote is not None:
-            self._vote()
+        for vote in self._votes:
+            vote()
         if math.isnan(self._bits):
             self._evaluate()
         loss = self._progress.loss
@@ -112,8 +126,14 @@ class Trainer:
         return (lambda: 0.0) if run.stopping is None else run.run_group.begin_total(float(run.stopping()))
 
     def _stop_if_asked(self) -> None:
-        if not (self._vote or self._begin_vote())():
+        if not self._votes:
+            self._votes.append(self._begin_vote())
+        # Where steps flow, not all processes have done the last one; the vote before it is complete.
+        if len(self._votes) <= self._flows or not self._votes.popleft()():
             return
+        for vote in self._votes:
+            vote()
+        self._read_last()
         stopped = self._run.checkpointer.stop(self._progress)
         self._run.reporter.say(str(stopped))
         raise stopped
@@ -121,44 +141,69 @@ class Trainer:
     def _take(self, step: int) -> None:
         run, train, done = self._run, self._run.config.train, step + 1
         started = perf_counter()
-        self._vote = None
-        try:
-            with run.profiles.of(done):
-                measured = self._update(step)
-        except NonFiniteError as error:
-            self._skip(done, error)
-            measured = None
+        earlier, self._unread = self._unread, None
+        with run.profiles.of(done):
+            self._unread = self._launch(step)
+            if earlier is not None:
+                self._read(earlier)
+        self._progress = replace(self._progress, done=done)
+        last = done == train.steps
+        logs, evaluates = done % train.log_every == 0 or last, done % train.eval_every == 0 or last
+        saves = bool(train.checkpoint_every) and done % train.checkpoint_every == 0
+        launched = self._unread
+        measured = None
+        if not self._flows or logs or evaluates or saves:
+            measured = self._read_last()
         self._taken += 1
         self._taken_since_log += 1
         self._since_log += perf_counter() - started
-        run.reporter.step(done, self._progress.loss)
-        if measured is not None:
-            if done % train.log_every == 0 or done == train.steps:
-                self._log(done, measured)
+        if measured is not None and logs:
+            self._log(done, measured)
+        if measured is not None or (self._flows and launched is not None):
             run.traces.after(done, run.pipe)
-        if done % train.eval_every == 0 or done == train.steps:
+        if evaluates:
             self._evaluate()
         run.checkpointer.after_step(self._progress)
 
-    def _update(self, step: int) -> _Measured:
+    def _launch(self, step: int) -> _Launched | None:
+        """Do a step and its update; None if it was skipped."""
         run = self._run
         x, y = training_batch(run.data, run.config, run.model, step)
         before = perf_counter()
-        result = run.pipe.step(x, y)
-        in_pipe = perf_counter() - before
-        self._vote = self._begin_vote()
-        update = run.optimizer.step()
-        assert result.loss is not None, "a training step has a loss"
+        try:
+            result = run.pipe.step(x, y)
+            in_pipe = perf_counter() - before
+            self._votes.append(self._begin_vote())
+            return _Launched(step + 1, result, run.optimizer.step(), in_pipe)
+        except NonFiniteError as error:
+            # Dropout and data depend on the number of the step, so a skipped step counts as well.
+            run.pipe.steps = step + 1
+            run.optimizer.zero_grad()
+            self._skip(step + 1, error)
+            return None
+
+    def _read_last(self) -> _Measured | None:
+        """Read the result of the last step, if that has not been done; None if it was skipped."""
+        last, self._unread = self._unread, None
+        return None if last is None else self._read(last)
+
+    def _read(self, launched: _Launched) -> _Measured | None:
+        """Read the result of a step; None if it was skipped. Where steps flow, this waits for the other processes."""
+        update, result = launched.update, launched.result
+        try:
+            assert result.loss is not None, "a training step has a loss"
+            loss = float(result.loss)
+        except NonFiniteError as error:
+            self._skip(launched.done, error)
+            return None
         assert update.grad_norm is not None, "every step is applied, and measured"
-        self._progress = RunProgress(step + 1, float(result.loss))
-        return _Measured(update.lr[0], float(update.grad_norm), in_pipe)
+        self._progress = RunProgress(max(self._progress.done, launched.done), loss)
+        self._run.reporter.step(launched.done, loss)
+        return _Measured(update.lr[0], float(update.grad_norm), launched.in_pipe)
 
     def _skip(self, done: int, error: NonFiniteError) -> None:
         """Skip a step that is not finite on some rank: no weight changes, and the next step takes the next batch."""
         run, allowed = self._run, self._run.config.train.skip_nonfinite
-        # Dropout and data depend on the number of the step, so a skipped step counts as well.
-        run.pipe.steps = done
-        run.optimizer.zero_grad()
         in_a_row = self._progress.skipped_in_a_row + 1
         where = f"step {done}: {error.what} is NaN or infinite; no weight was changed"
         if in_a_row > allowed:
@@ -169,7 +214,10 @@ class Trainer:
                 error.microbatch,
                 error.what,
             ) from error
-        self._progress = replace(self._progress, done=done, skipped_in_a_row=in_a_row)
+        self._progress = replace(
+            self._progress, done=max(self._progress.done, done), skipped_in_a_row=in_a_row
+        )
+        run.reporter.step(done, self._progress.loss)
         run.reporter.say(f"{where}. The step is skipped, number {in_a_row} in a row of at most {allowed}")
         run.metrics.write(
             "skipped",

@@ -18,6 +18,7 @@ from penstock.train.config.fields import (
     Changed,
     Count,
     Flag,
+    Flow,
     FolderName,
     Fraction,
     LoggerNames,
@@ -127,11 +128,14 @@ class ScheduleConfig(_Table):
         name: name of a schedule family (``penstock schedule list``), or path of a CSV file.
         microbatches: number of equal parts of a batch, divided equally among the ``parallel.dp`` replicas.
         split: ``even``, or a list with the number of blocks of every stage.
+        flow: ``on`` lets a rank begin the next step while others end this one, with the same numbers; ``off`` does not, and
+            ``auto`` does if the run has a process a rank, nothing forbids it, and the schedule gains by it.
     """
 
     name: Text = "1f1b"
     microbatches: Count = 8
     split: Split = "even"
+    flow: Flow = "auto"
 
 
 @dataclass(frozen=True)

@@ -64,3 +64,4 @@ Changed = Literal["refuse", "accept"]
 Recompute = Literal["none", "full"] | Count
 Split = Literal["even"] | list[Count]
 Autocast = Literal["", "bf16"]
+Flow = Literal["auto", "on", "off"]

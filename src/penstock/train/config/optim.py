@@ -6,9 +6,16 @@ import math
 
 import torch
 
+from penstock.runtime.flow.conditions import flow_problem
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
+from penstock.simulate.costs import Costs
+from penstock.simulate.steps import simulate_steps
 from penstock.train.config.config import OptimConfig
+from penstock.train.config.fields import Flow
+
+MIN_GAIN = 0.005
+"""Least share of a step that flowing has to save; less does not pay for the copies of the weights."""
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
@@ -19,7 +26,9 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and not any(word in name for word in ("embed", "wte", "wpe"))
 
 
-def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int, zero: bool = False) -> PipelineOptimizer:
+def build_optimizer(
+    pipe: Pipeline, config: OptimConfig, steps: int, zero: bool = False, flow: Flow = "off"
+) -> PipelineOptimizer:
     """Return AdamW (1711.05101) with one group of parameters that decay and one of those that do not.
 
     Args:
@@ -27,6 +36,7 @@ def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int, zero: bool 
         config: ``[optim]`` section.
         steps: number of steps of the run.
         zero: divide state and work among the replicas (default False); parameters must then be read through `pipe`.
+        flow: let steps flow into each other: "on", "off" (default), or "auto" if that is possible and saves time.
     """
     return PipelineOptimizer(
         pipe,
@@ -40,7 +50,15 @@ def build_optimizer(pipe: Pipeline, config: OptimConfig, steps: int, zero: bool 
         weight_decay=0.0,
         fused=True,
         zero="overlap" if zero else False,
+        flow=flow == "on" or (flow == "auto" and gains_by_flow(pipe, zero)),
     )
+
+
+def gains_by_flow(pipe: Pipeline, zero: bool) -> bool:
+    """Return whether the steps of a pipeline can flow, and would take less time, by a simulation with equal costs."""
+    if flow_problem(pipe, zero=zero):
+        return False
+    return simulate_steps(pipe.schedule, Costs.of(pipe.schedule.placement, 1, 1, 1), 3).gain >= MIN_GAIN
 
 
 def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
