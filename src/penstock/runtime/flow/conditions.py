@@ -24,8 +24,9 @@ def flow_problem(pipe: Pipeline, *, accumulate: int = 1, scaler: bool = False, z
         > 1,
         "weights are on several ranks (tied weights, or a schedule with two copies of every stage), and their gradients are "
         "added at the end of a step": pipe.has_shared_weights,
-        "stages are on a GPU, whose numbers are not known until it has computed them": pipe.device is not None
-        and pipe.device.type != "cpu",
+        "stages are on a GPU, for which this has not been tested": any(
+            p.device.type != "cpu" for module in pipe.stage_modules() for p in module.parameters()
+        ),
         f"accumulate={accumulate}; gradients of earlier steps cannot be taken back": accumulate > 1,
         "a GradScaler needs the gradients of all ranks before the update": scaler,
         "zero=True reduces the gradients at the end of a step": bool(zero),

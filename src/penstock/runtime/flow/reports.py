@@ -24,7 +24,7 @@ _Inbox = queue.SimpleQueue["tuple[RankReport, Future[list[RankReport]]] | None"]
 
 @sendable
 class RankReport(NamedTuple):
-    """What one rank says at the end of a step.
+    """One rank's report at the end of a step.
 
     Attributes:
         losses: losses of this rank.
@@ -42,7 +42,7 @@ class RankReport(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What all ranks know of a step once they have every rank's report; the same on each.
+    """Outcome of a step, which follows from the reports of all ranks and is the same on each.
 
     Attributes:
         losses: losses of all ranks.
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
     @property
     def skips(self) -> bool:
-        """True if numbers are not finite, so that the update is left out and training goes on."""
+        """True if numbers are not finite, so that all ranks leave the update out and train on."""
         return isinstance(self.error, NonFiniteError)
 
 

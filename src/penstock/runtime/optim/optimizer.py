@@ -78,12 +78,12 @@ class FlowingOptimizerStep(OptimizerStep):
 
     @property
     def applied(self) -> bool:
-        """Whether the weights were updated."""
+        """True if the weights were updated."""
         return self._known.error is None
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was left out because a loss or a gradient is not finite."""
+        """True if the update was left out because a loss or a gradient is not finite."""
         return self._known.skips
 
     @property
