@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, NonFiniteError, PeerError, PenstockErro
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import plain
 from tests.support.groups import run_cases
@@ -157,6 +158,24 @@ def test_the_weights_are_those_of_steps_that_end_together(processes: LocalProces
     # The ranks before the slow one end early, so that most of their updates are made ahead, and some are undone.
     assert ahead > len(cases)
     assert undone >= len(cases)
+
+
+def train_over_sockets(rank: int, *given: Any) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "0")
+        return train(rank, *given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["zb-v", "zb-h2"])
+def test_ranks_that_begin_again_meet_over_sockets_too(processes: LocalProcesses, family: str):
+    given = [(family, flow, "adamw", *STRIKES["NaN and clipped"], False) for flow in (False, True)]
+    undone = 0
+    for barrier, flowing in zip(*run_cases(processes, RANKS, train_over_sockets, given), strict=True):
+        barrier.pop("flow")
+        undone += flowing.pop("flow")[1]
+        assert_same(barrier, flowing)
+    assert undone
 
 
 def read_on_one_rank(rank: int) -> tuple[list[float], dict[str, Any], tuple[int, ...]]:
