@@ -367,9 +367,8 @@ class Engine:
         trace = measured_trace(self._traced)
         return replace(trace, info={**trace.info, "split": self.local_stages.split})
 
-    def gather_trace(self) -> Trace | None:
+    def gather_trace(self, local: Trace | None) -> Trace | None:
         """Return the trace of all ranks in the last step; see `Pipeline.gather_trace`."""
-        local = self.trace()
         return local if local is None or self._world is None else gather_trace(self._world, local)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,6 +44,7 @@ from penstock.stage.layers import Container, as_layers
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
+from penstock.trace.join import in_a_row
 
 T = TypeVar("T")
 
@@ -297,15 +298,20 @@ class Pipeline(PipelineModel):
         """Return what the last step did and when: all ranks in threads, this rank in processes; None before a step."""
         return self._engine.trace()
 
-    def gather_trace(self) -> Trace | None:
+    def gather_trace(self, steps: Sequence[Trace] = ()) -> Trace | None:
         """Return what all ranks did in the last step; every process of the pipeline calls it, between two steps.
+
+        Args:
+            steps: results of `trace` after several steps in a row, to join in place of the last step (default none).
 
         Returns:
             The same trace on every process, on one clock; ``info["clock_error"]`` is the largest error between the times of
-            two ranks, in seconds. In threads the same as `trace`. None before the first step.
+            two ranks, in seconds. In threads the same as `trace`. None before the first step. Of several steps,
+            ``info["steps"]`` is the number, and microbatches are numbered through.
         """
         self._require_open()
-        return self._engine.gather_trace()
+        local = in_a_row(steps, self.microbatches * self.replicas) if steps else self.trace()
+        return self._engine.gather_trace(local)
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model remains usable.

@@ -68,6 +68,48 @@ def join(parts: Sequence[Trace], clocks: Alignment | None = None) -> Trace:
     )
 
 
+def in_a_row(steps: Sequence[Trace], microbatches: int) -> Trace:
+    """Join the traces of several steps in a row, measured by one process; microbatches are then numbered through.
+
+    Args:
+        steps: traces of the same ranks in the order of their steps; ``info["origin"]`` as in `join`.
+        microbatches: number of microbatches in a step.
+
+    Returns:
+        The trace of all steps, with times from the first event, and their number in ``info["steps"]``.
+
+    Raises:
+        DataError: if there is no trace, or two of them do not belong together.
+    """
+    if not steps:
+        raise DataError("there is nothing to join: no step left a trace")
+    first = steps[0]
+    for step in steps[1:]:
+        if (step.ranks, step.info.get("schedule"), present(step)) != (
+            first.ranks, first.info.get("schedule"), present(first),
+        ):  # fmt: skip
+            raise DataError("these traces are not of the same ranks and schedule")
+    began = [_origin(step) for step in steps]
+    firsts = [at + float(step.start.min()) for at, step in zip(began, steps, strict=True) if len(step)]
+    origin = min(firsts, default=0.0)
+    columns = {name: np.concatenate([getattr(step, name) for step in steps]) for name in _COLUMNS}
+    lengths = [len(step) for step in steps]
+    shift = np.repeat([at - origin for at in began], lengths)
+    columns["start"], columns["end"] = columns["start"] + shift, columns["end"] + shift
+    number = np.repeat(np.arange(len(steps)) * microbatches, lengths).astype(np.int32)
+    columns["microbatch"] = np.where(columns["microbatch"] < 0, -1, columns["microbatch"] + number).astype(
+        np.int32
+    )
+    held = [step.held for step in steps if step.held is not None]
+    order = np.argsort(columns["rank"], kind="stable")
+    return Trace(
+        first.ranks,
+        **{name: column[order] for name, column in columns.items()},
+        held=np.concatenate(held)[order] if len(held) == len(steps) else None,
+        info={**first.info, "origin": origin, "steps": len(steps)},
+    )
+
+
 def _whole_backward(part: Trace) -> list[str]:
     names = part.info.get("whole_backward", [])
     return list(map(str, names)) if isinstance(names, list) else []

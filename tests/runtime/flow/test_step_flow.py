@@ -16,6 +16,8 @@ from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.processes import SWITCH
 from penstock.runtime.workers.pool import LocalProcesses
+from penstock.show.terminal import draw_terminal
+from penstock.trace.events import Trace
 from tests.support import plain
 from tests.support.groups import run_cases
 
@@ -205,6 +207,40 @@ def test_any_rank_may_read_a_result_alone(processes: LocalProcesses):
     for rank, (losses, _, early) in enumerate(found):
         assert losses == found[0][0]
         assert early == tuple(losses[n] for n in range(STEPS) if n % RANKS == rank)
+
+
+def trace_steps(rank: int, flow: bool) -> Trace:
+    torch.set_num_threads(1)
+    net = plain.model(LAYERS)
+    for (
+        layer
+    ) in net:  # weight gradients take long, so that the last rank drains while the first one goes ahead
+        next(layer.parameters()).register_hook(lambda grad: time.sleep(0.003))
+    with Pipeline(
+        net, nn.functional.mse_loss, microbatches=MICROBATCHES, schedule="zb-h2", ranks=RANKS
+    ) as pipe:
+        updates = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, flow=flow)
+        traces = []
+        for n in range(4):
+            pipe.step(*plain.batch(n, 2 * MICROBATCHES))
+            updates.step()
+            traces.append(pipe.trace())
+        gathered = pipe.gather_trace(traces[1:])
+        assert gathered is not None
+        return gathered
+
+
+def test_a_trace_of_several_steps_shows_forwards_in_the_drain_of_the_step_before(processes: LocalProcesses):
+    for flow, ranks in zip(
+        (False, True), run_cases(processes, RANKS, trace_steps, [(False,), (True,)]), strict=True
+    ):
+        trace = ranks[0]
+        assert trace.info["steps"] == 3
+        assert trace.microbatch.max() == 3 * MICROBATCHES - 1
+        second = (trace.microbatch >= MICROBATCHES) & (trace.microbatch < 2 * MICROBATCHES)
+        early = trace.start[second].min() + 0.001 < trace.end[trace.microbatch < MICROBATCHES].max()
+        assert early == flow
+        assert "idle" in str(draw_terminal(trace, 120))
 
 
 class Fails(nn.Module):
