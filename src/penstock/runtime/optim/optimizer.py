@@ -153,7 +153,9 @@ class PipelineOptimizer:
     ) -> None:
         require_count("accumulate", accumulate)
         require_zero(pipe, zero)
-        require_flow(pipe, flow, accumulate=accumulate, scaler=scaler is not None, zero=bool(zero))
+        require_flow(
+            pipe, flow, accumulate=accumulate, scaler=scaler is not None and scaler.enabled, zero=bool(zero)
+        )
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):
             raise ConfigError(f"clip must be a positive number or None, got {clip!r}")
         if lr_factor is not None and lr_scheduler is not None:
