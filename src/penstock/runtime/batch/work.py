@@ -88,6 +88,12 @@ class Work:
         self.has_graph, self.outputs, self.grads = False, {}, {}
         self.losses = Losses(rows_in=self.batch.rows_in, rows_out=self.batch.rows_out)
 
+    def without_batch(self) -> Work:
+        """Return the results alone."""
+        results = Work()
+        results.losses, results.outputs, results.grads = self.losses, self.outputs, self.grads
+        return results
+
     def input(self, microbatch: int) -> Message:
         """Return a microbatch as the first stage takes it."""
         value = self.batch.inputs[microbatch]

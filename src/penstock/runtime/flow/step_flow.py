@@ -90,6 +90,12 @@ class FlowingStep:
         """Wait for the reports of all ranks, whose exchange has the timeout of every wait."""
         return self._reports.result()
 
+    def decide(self, verdict: Verdict) -> None:
+        """Set the verdict, and drop the reports, which a result that is kept would keep."""
+        self.verdict = verdict
+        self.report = RankReport(Losses())
+        self._reports = Future()
+
 
 class StepFlow:
     """The flow of one process's training steps.
@@ -210,7 +216,7 @@ class StepFlow:
         except BaseException as error:
             self._abandon(last, error)
             raise
-        last.verdict = verdict
+        last.decide(verdict)
         self._undone = self.update.changes(verdict)
         if last.ahead:
             self.undone += self._undone
@@ -223,7 +229,7 @@ class StepFlow:
         known = (
             error if isinstance(error, PenstockError) else PenstockError(f"{type(error).__name__}: {error}")
         )
-        last.verdict = Verdict(last.report.losses, known, None)
+        last.decide(Verdict(last.report.losses, known, None))
         self._failed = self._failed or first_line(error)
 
     def make_update(self) -> FlowingStep:
@@ -254,13 +260,14 @@ class StepFlow:
         """
         last = self._last
         assert last is not None, "a step has ended"
+        done = [work.without_batch() for work in works]  # a result that is read late must not keep the batch
 
         def wait() -> StepResult:
             verdict = last.verdict or self.settle()
             if verdict.error is not None:
                 raise verdict.error
-            works[0].losses = verdict.losses
-            return step_result(works, microbatches)
+            done[0].losses = verdict.losses
+            return step_result(done, microbatches)
 
         return FlowingResult(wait)
 
