@@ -212,10 +212,9 @@ def test_any_rank_may_read_a_result_alone(processes: LocalProcesses):
 def trace_steps(rank: int, flow: bool) -> Trace:
     torch.set_num_threads(1)
     net = plain.model(LAYERS)
-    for (
-        layer
-    ) in net:  # weight gradients take long, so that the last rank drains while the first one goes ahead
-        next(layer.parameters()).register_hook(lambda grad: time.sleep(0.003))
+    # Weight gradients take long, so that the last rank drains while the first one goes ahead.
+    for layer in net:
+        next(layer.parameters()).register_hook(lambda grad: time.sleep(0.02))
     with Pipeline(
         net, nn.functional.mse_loss, microbatches=MICROBATCHES, schedule="zb-h2", ranks=RANKS
     ) as pipe:
@@ -237,9 +236,9 @@ def test_a_trace_of_several_steps_shows_forwards_in_the_drain_of_the_step_before
         trace = ranks[0]
         assert trace.info["steps"] == 3
         assert trace.microbatch.max() == 3 * MICROBATCHES - 1
-        second = (trace.microbatch >= MICROBATCHES) & (trace.microbatch < 2 * MICROBATCHES)
-        early = trace.start[second].min() + 0.001 < trace.end[trace.microbatch < MICROBATCHES].max()
-        assert early == flow
+        step = trace.microbatch // MICROBATCHES
+        early = [trace.start[step == n].min() + 0.001 < trace.end[step < n].max() for n in (1, 2)]
+        assert any(early) == flow
         assert "idle" in str(draw_terminal(trace, 120))
 
 
