@@ -1,0 +1,288 @@
+"""Orders of a pipeline's ops as columns of codes: the form that the search times and changes.
+
+Microbatches are alike. If the n-th run of each op is given to the n-th microbatch, an order stays valid and takes as long.
+So an order is a list of (stage, kind) a rank, and the microbatch follows from counting. With two pipes in opposite
+directions each pipe counts its own microbatches, and a stage has one *node* on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ScheduleError
+from penstock.schedule.memory import Budget
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Columns, Schedule
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+BackwardMode = Literal["full", "split"]
+
+FORWARD, GRADIENT, WEIGHT, WHOLE = range(4)
+"""Types of a code, ``4 * node + type``: F, the op that yields the gradient (B or I), W, and a B among split backwards."""
+ROWS = (0, 1, 2, 1)
+"""Row of a type in tables that have one row for each op of a node and microbatch: F, gradient, W."""
+UNLIMITED = 2**60
+
+
+class Tables(NamedTuple):
+    """Facts about each code, for the kernels.
+
+    Attributes:
+        offsets: int64, places of each rank in the columns of an order, shape (ranks + 1,).
+        row: int64, row in tables of ops, 3 · node + (0 F, 1 gradient, 2 W), shape (codes,).
+        source: int64, row of the op that yields the input, -1 for none or for an op of the same node, shape (codes,).
+        receiver: int64, rank that waits for the output, -1 for none, shape (codes,).
+        lag: float64, seconds from the end of the source until its output is there, shape (codes,).
+        seconds: float64, seconds on the rank, shape (codes,).
+        memory: int64, bytes or activations that the rank holds more after the op, shape (codes,).
+        limit: int64, bytes or activations that each rank may hold, shape (ranks,).
+    """
+
+    offsets: Ints
+    row: Ints
+    source: Ints
+    receiver: Ints
+    lag: Floats
+    seconds: Floats
+    memory: Ints
+    limit: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class OrderProblem:
+    """Ops to order, with their costs and the memory of the ranks.
+
+    Attributes:
+        placement: placement of the stages; at most two pipes in opposite directions (`Placement.two_way`).
+        microbatches: number of microbatches in a step.
+        backward: "full" (B) or "split" (I and W).
+        seconds: seconds of every op, shape (stages, kinds of op).
+        travel: seconds of a message over each boundary between stages of each pipe, shape (pipes, stages - 1); 0 where both
+            stages are on one rank.
+        budget: limit on the memory of every rank; None for no limit.
+        sender_blocks, receiver_blocks: whether a message takes the time of its sender or receiver (default False).
+        mixed: whether a split backward may be joined to a B where that is quicker (default False).
+    """
+
+    placement: Placement
+    microbatches: int
+    backward: BackwardMode
+    seconds: Floats
+    travel: Floats
+    budget: Budget | None = None
+    sender_blocks: bool = False
+    receiver_blocks: bool = False
+    mixed: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    @property
+    def kinds(self) -> int:
+        """Number of ops of a stage and microbatch."""
+        return 3 if self.backward == "split" else 2
+
+    @cached_property
+    def pipes(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of the stages along each pipe.
+
+        Raises:
+            ScheduleError: if stages have copies other than those of two opposite pipes.
+        """
+        if not self.placement.has_copies:
+            return (tuple(held[0] for held in self.placement.holders),)
+        if self.placement.stages != self.ranks or self.placement != Placement.two_way(self.ranks):
+            raise ScheduleError("a search needs stages without copies, or two pipes in opposite directions")
+        return tuple(range(self.ranks)), tuple(reversed(range(self.ranks)))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Number of microbatches of each pipe."""
+        if len(self.pipes) == 1:
+            return (self.microbatches,)
+        return (self.microbatches + 1) // 2, self.microbatches // 2
+
+    @cached_property
+    def node_ranks(self) -> Ints:
+        """Rank of every node, shape (nodes,); pipe q's stage s is node q · stages + s."""
+        return np.array([rank for pipe in self.pipes for rank in pipe])
+
+    @cached_property
+    def node_counts(self) -> Ints:
+        """Number of microbatches of every node, shape (nodes,)."""
+        return np.repeat(self.counts, self.stages)
+
+    @cached_property
+    def tables(self) -> Tables:
+        nodes, stages = len(self.node_ranks), self.stages
+        stage, pipe = np.arange(nodes) % stages, np.arange(nodes) // stages
+        first, last = stage == 0, stage == stages - 1
+        one, split = np.arange(nodes), self.backward == "split"
+        kinds = [Kind.F, Kind.I if split else Kind.B, Kind.W, Kind.B]
+        source, receiver = np.full((nodes, 4), -1), np.full((nodes, 4), -1)
+        arrival, departure = np.zeros((nodes, 4)), np.zeros((nodes, 4))
+        # Columns of padding, so that stages at the ends may look beyond them.
+        travel = np.pad(self.travel.astype(np.float64), ((0, 0), (1, 1)))
+        before, after = travel[pipe, stage], travel[pipe, stage + 1]
+        neighbour = np.append(self.node_ranks, -1)
+        for kind in (FORWARD, GRADIENT, WHOLE):
+            at_start, at_end = (first, last) if kind == FORWARD else (last, first)
+            step = 1 if kind == FORWARD else -1
+            source[:, kind] = np.where(at_start, -1, 3 * (one - step) + ROWS[kind])
+            away = np.where(at_end, -1, neighbour[np.where(at_end, -1, one + step)])
+            receiver[:, kind] = np.where(away == self.node_ranks, -1, away)
+            arrival[:, kind], departure[:, kind] = (before, after) if kind == FORWARD else (after, before)
+        # A message that blocks a rank makes the op longer there; the receiver counts on from when the message was sent.
+        seconds = self.seconds[stage][:, kinds].astype(np.float64)
+        seconds = seconds + arrival * self.receiver_blocks + departure * self.sender_blocks
+        lag = arrival * (1.0 - self.sender_blocks - self.receiver_blocks)
+        change = self._memory(stage)
+        size = np.bincount(self.node_ranks, self.node_counts * self.kinds, self.ranks).astype(np.int64)
+        return Tables(
+            np.concatenate([[0], np.cumsum(size)]),
+            (3 * one[:, None] + np.array(ROWS)).ravel(),
+            source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(), change.ravel(), self.limits,
+        )  # fmt: skip
+
+    @cached_property
+    def limits(self) -> Ints:
+        """Bytes or activations that each rank may hold, shape (ranks,)."""
+        if self.budget is None:
+            return np.full(self.ranks, UNLIMITED)
+        return np.ascontiguousarray(self.budget.limits(self.ranks))
+
+    def _memory(self, stage: Ints) -> Ints:
+        """Return the change of memory by node and type."""
+        budget = self.budget or Budget(UNLIMITED)
+        saved, waiting = (
+            np.broadcast_to(np.asarray(size, np.int64), (self.stages,))[stage]
+            for size in (budget.saved, budget.waiting)
+        )
+        if self.backward == "full":
+            return np.stack([saved, -saved, 0 * saved, -saved], axis=1)
+        early = saved if budget.freed_at == "B" else 0 * saved
+        return np.stack([saved, waiting - early, early - saved - waiting, -saved], axis=1)
+
+    def require_possible(self) -> None:
+        """Raise `ScheduleError` if no order can meet the memory limit; the message names the least."""
+        if self.budget is None:
+            return
+        least = self.budget.least(self.schedule(self.one_by_one(), "one by one"))
+        if (least > self.limits).any():
+            tight = int(np.argmax(least - self.limits))
+            raise ScheduleError(
+                f"no order can meet a memory limit of {self.limits[tight]}: one microbatch alone takes {least[tight]} on "
+                f"rank {tight}, so {least.max()} is the least; raise the limit"
+            )
+
+    def one_by_one(self) -> Ints:
+        """Return the order that runs one microbatch after the other."""
+        way: list[list[int]] = [[] for _ in range(self.ranks)]
+        alone: list[list[list[int]]] = []
+        for q, pipe in enumerate(self.pipes):
+            lists: list[list[int]] = [[] for _ in range(self.ranks)]
+            for s, rank in enumerate(pipe):
+                lists[rank].append(4 * (q * self.stages + s) + FORWARD)
+            for s in reversed(range(self.stages)):
+                code = 4 * (q * self.stages + s)
+                lists[pipe[s]] += [code + GRADIENT, code + WEIGHT][: self.kinds - 1]
+            alone.append(lists)
+        for n in range(max(self.counts)):
+            for q, count in enumerate(self.counts):
+                for rank in range(self.ranks):
+                    way[rank] += alone[q][rank] if n < count else []
+        return np.array([code for codes in way for code in codes], np.int64)
+
+    def codes(self, schedule: Schedule) -> Ints:
+        """Return the order of a schedule with this placement; a fused pair counts as its two ops, a B as I and W if split.
+
+        Raises:
+            ScheduleError: if the schedule has other ops than the problem.
+        """
+        ranks = np.repeat(np.arange(schedule.ranks), np.diff(schedule.offsets))
+        kind, stage = schedule.kind, schedule.stage.astype(np.int64)
+        node = stage.copy() if len(self.pipes) == 1 else np.where(stage == ranks, stage, stage + self.stages)
+        column = np.full(len(Kind), -1)
+        column[[Kind.F, Kind.B]] = FORWARD, GRADIENT
+        if self.backward == "split":
+            column[[Kind.I, Kind.W]] = GRADIENT, WEIGHT
+        types = column[kind]
+        codes = 4 * node + types
+        if self.backward == "split" and len(full := np.flatnonzero(kind == Kind.B)):
+            codes = np.insert(codes, full + 1, 4 * node[full] + WEIGHT)
+            ranks = np.insert(ranks, full + 1, ranks[full])
+        counts = np.bincount(ranks, minlength=self.ranks)
+        if (types < 0).any() or not np.array_equal(counts, np.diff(self.tables.offsets)):
+            raise ScheduleError(f"{schedule.name} has other ops than those to order")
+        return codes
+
+    def schedule(self, codes: Ints, name: str, options: dict[str, object] | None = None) -> Schedule:
+        """Return an order as a schedule; pipe 1's microbatches are numbered after those of pipe 0."""
+        return Schedule.from_columns(
+            name, self.placement, self.microbatches, self._columns(codes), dict(options or {})
+        )
+
+    def _columns(self, codes: Ints) -> Iterator[Columns]:
+        first = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
+        kinds = np.array([Kind.F, Kind.I if self.backward == "split" else Kind.B, Kind.W, Kind.B], np.int8)
+        for own in self.lists(codes):
+            node, kind = np.divmod(own, 4)
+            number = numbers(own)
+            pipe = node // self.stages
+            yield Columns(
+                (node % self.stages).astype(np.int32), kinds[kind], (number + first[pipe]).astype(np.int32),
+                np.zeros(len(own), np.bool_),
+            )  # fmt: skip
+
+    def lists(self, codes: Ints) -> list[Ints]:
+        """Split the column of an order into one list a rank; a B among split backwards is one op, and its W is left out."""
+        if len(codes) == self.tables.offsets[-1]:
+            return [codes[a:b] for a, b in zip(self.tables.offsets[:-1], self.tables.offsets[1:], strict=True)]
+        ranks = self.node_ranks[codes // 4]
+        return [codes[ranks == rank] for rank in range(self.ranks)]
+
+    def tables_of(self, codes: Ints) -> Tables:
+        """Return the tables with the offsets of an order, which has fewer ops where a B is among split backwards."""
+        size = np.bincount(self.node_ranks[codes // 4], minlength=self.ranks)
+        return self.tables._replace(offsets=np.concatenate([[0], np.cumsum(size)]))
+
+    def shortened(self, microbatches: int) -> OrderProblem:
+        """Return the same problem with fewer microbatches."""
+        return replace(self, microbatches=microbatches)
+
+
+def numbers(codes: Ints) -> Ints:
+    """Return the microbatch of each op of a rank's list, counted within its pipe: how many of its row came before."""
+    rows = 3 * (codes // 4) + np.array(ROWS)[codes % 4]
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    count = np.empty(len(codes), np.int64)
+    count[order] = np.arange(len(codes)) - np.repeat(starts, np.diff(np.append(starts, len(codes))))
+    whole = np.flatnonzero(codes % 4 == WHOLE)
+    if len(whole):
+        # A W finishes the oldest I without one: a B before it has taken a microbatch, too.
+        weights = np.flatnonzero(codes % 4 == WEIGHT)
+        for node in np.unique(codes[whole] // 4):
+            own = weights[codes[weights] // 4 == node]
+            split = codes[:] == 4 * node + GRADIENT
+            count[own] = count[np.flatnonzero(split)[: len(own)]]
+    return count
+
+
+def join_lists(lists: Iterable[Ints]) -> Ints:
+    """Join one list a rank into the column of an order."""
+    return np.concatenate(list(lists))
