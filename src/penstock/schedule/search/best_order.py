@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.annealing import Heat, anneal, time_order
 from penstock.schedule.search.dispatch import Dispatcher
@@ -29,12 +28,18 @@ Ended = Literal["proved", "converged", "time", "interrupted"]
 
 PATTERNS = 40
 """Patterns of which list scheduling makes an order."""
-POOL = 8
+STARTS = 8
 """Orders that are annealed in turn."""
-PATIENCE = 30
-"""Rounds without a better order after which the search ends."""
+PATIENCE = 1_200_000_000
+"""Ops timed without a better order after which the search ends: about ten seconds."""
 _WORK = 60_000_000
-"""Ops that one round may time: about a second."""
+"""Ops that one round may time: about half a second."""
+_HEATS = (
+    (0.4, 0.03, 1.0, 8), (0.8, 0.1, 1.0, 8), (0.3, 0.1, 1.0, 8), (0.6, 0.2, 0.7, 12), (0.4, 0.03, 0.6, 16),
+)  # fmt: skip
+"""First and last temperature and price of a run, in mean seconds of an op, and the largest distance of a move."""
+_WARM = (0.2, 0.05, 1.0, 8)
+"""The same for a run that begins with the best order so far."""
 _EXACT = 1e-9
 """Relative difference up to which two times differ by rounding alone."""
 
@@ -59,6 +64,15 @@ class FoundOrder:
     ended: Ended
 
 
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """An order, with its makespan and the family or rule that it comes from."""
+
+    makespan: float
+    name: str
+    codes: Ints
+
+
 class OrderSearch:
     """State of one search.
 
@@ -81,14 +95,15 @@ class OrderSearch:
         self.problem, self.bound, self.seed = problem, bound, seed
         self._progress = progress
         self._most = max(problem.counts)
-        self._pool: list[tuple[float, int, str, Ints]] = []
+        self._starts: list[_Entry] = []
+        self._best: _Entry | None = None
         self._rounds = 0
 
     @property
     def best(self) -> FoundOrder:
         """The best order so far."""
-        length, _, name, codes = self._pool[0]
-        return FoundOrder(codes, length, name, self._rounds, "time")
+        assert self._best is not None, "one microbatch after the other is always possible"
+        return FoundOrder(self._best.codes, self._best.makespan, self._best.name, self._rounds, "time")
 
     def run(self, seconds: float) -> FoundOrder:
         """Search until the end of its own, or for some seconds; Ctrl-C ends it with the best order so far."""
@@ -98,28 +113,35 @@ class OrderSearch:
             self._start()
             ended = self._search(began, seconds)
         except KeyboardInterrupt:
-            if not self._pool:
+            if self._best is None:
                 raise
         return replace(self.best, ended=ended)
 
     @property
     def _proved(self) -> bool:
-        return bool(self._pool) and self._pool[0][0] <= self.bound * (1 + _EXACT)
+        return self._best is not None and self._best.makespan <= self.bound * (1 + _EXACT)
 
-    def _add(self, name: str, length: float, codes: Ints) -> bool:
-        """Keep an order if it is among the best; return whether it is the best."""
-        if length == math.inf or any(np.array_equal(codes, other) for *_, other in self._pool):
+    def _offer(self, name: str, makespan: float, codes: Ints) -> bool:
+        """Keep an order if it is as good as the best; return whether it is better."""
+        best = math.inf if self._best is None else self._best.makespan
+        if makespan == math.inf or makespan > best * (1 + _EXACT):
             return False
-        better = not self._pool or length < self._pool[0][0] * (1 - _EXACT)
-        self._pool.append((length, len(self._pool), name, codes))
-        self._pool.sort(key=lambda entry: entry[0])
-        del self._pool[POOL:]
-        return better
+        self._best = _Entry(makespan, name, codes)
+        return makespan < best * (1 - _EXACT)
+
+    def _add_start(self, name: str, makespan: float, codes: Ints) -> None:
+        """Keep an order to begin with if it is among the best."""
+        self._offer(name, makespan, codes)
+        if makespan == math.inf or any(np.array_equal(codes, start.codes) for start in self._starts):
+            return
+        self._starts.append(_Entry(makespan, name, codes))
+        self._starts.sort(key=lambda start: start.makespan)
+        del self._starts[STARTS:]
 
     def _start(self) -> None:
         problem = self.problem
         alone = problem.one_by_one()
-        self._add("one by one", time_order(problem.tables, alone, self._most)[0], alone)
+        self._add_start("one by one", time_order(problem.tables, alone, self._most)[0], alone)
         for name, schedule in catalogue_schedules(problem):
             self._add_schedule(name, schedule)
         if self._proved:
@@ -127,7 +149,7 @@ class OrderSearch:
         maker, random = PatternMaker(problem), np.random.default_rng(self.seed)
         dispatcher = Dispatcher(problem, PATTERNS)
         for pattern in islice(maker.draw(random), PATTERNS):
-            self._add("list scheduling", *dispatcher.build(maker.rule(pattern)))
+            self._add_start("list scheduling", *dispatcher.build(maker.rule(pattern)))
 
     def _add_schedule(self, name: str, schedule: Schedule) -> None:
         try:
@@ -136,39 +158,39 @@ class OrderSearch:
             return
         order = self.problem.schedule(codes, name)
         if allowed(self.problem, order):
-            self._add(name, time_order(self.problem.tables, codes, self._most)[0], codes)
+            self._add_start(name, time_order(self.problem.tables, codes, self._most)[0], codes)
 
     def _search(self, began: float, seconds: float) -> Ended:
-        since, longest = 0, 0.0
+        idle, longest = 0, 0.0
         while not self._proved:
             left = seconds - (perf_counter() - began)
             if left <= longest / 2:
                 return "time"
-            if since >= PATIENCE:
+            if idle >= PATIENCE:
                 return "converged"
             at = perf_counter()
-            since = 0 if self._anneal() else since + 1
+            better, work = self._anneal()
+            idle = 0 if better else idle + work
+            # The first round compiles.
             longest = max(longest, perf_counter() - at) if self._rounds > 1 else 0.0
             if self._progress is not None:
-                self._progress(self._rounds, self._pool[0][0])
+                self._progress(self._rounds, self.best.makespan)
         return "proved"
 
-    def _anneal(self) -> bool:
-        """Anneal one order of the pool; return whether that found a better one than the best."""
-        number, ops = self._rounds, len(self._pool[0][3])
+    def _anneal(self) -> tuple[bool, int]:
+        """Anneal one order; return whether that found a better one than the best, and how many ops it timed."""
+        number = self._rounds
         self._rounds += 1
-        seconds = self.problem.tables.seconds
+        turn, warm = divmod(number, 2)
+        entry = self._best if warm else self._starts[turn % len(self._starts)]
+        assert entry is not None, "one microbatch after the other is always possible"
+        seconds, ops = self.problem.tables.seconds, len(entry.codes)
         unit = float(seconds[seconds > 0].mean()) if (seconds > 0).any() else 1.0
-        turn, kind = divmod(number, 2)
-        warm = kind == 1
-        _, _, name, codes = self._pool[0 if warm else turn % len(self._pool)]
+        start, end, price, distance = _WARM if warm else _HEATS[turn % len(_HEATS)]
+        moves = max(100, min((1000 + 100 * number) * ops, _WORK // ops))
         heat = Heat(
-            moves=max(100, min(1000 * ops, _WORK // ops)),
-            start=(0.2 if warm else 0.4) * unit,
-            end=0.03 * unit,
-            price=(1.0, 0.4)[turn % 2] * unit,
-            distance=8,
-            seed=self.seed * 100_003 + number,
-            target=self.bound * (1 + _EXACT),
-        )
-        return self._add(name, *anneal(self.problem.tables, codes, self._most, heat))
+            moves, start * unit, end * unit, price * unit, distance, self.seed * 100_003 + number,
+            self.bound * (1 + _EXACT),
+        )  # fmt: skip
+        makespan, codes = anneal(self.problem.tables, entry.codes, self._most, heat)
+        return self._offer(entry.name, makespan, codes), moves * ops
