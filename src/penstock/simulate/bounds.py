@@ -69,7 +69,7 @@ def lower_bound(
         ConfigError: if the costs do not cover the stages.
     """
     costs.cover(placement.stages)
-    paths = _paths(placement, costs, backward)
+    paths = paths_of(placement, costs, backward)
     machine = np.zeros(placement.ranks, paths.forward.dtype)
     for sharing, stages in _shared(placement):
         if ranks is None or not ranks.isdisjoint(sharing):
@@ -78,7 +78,7 @@ def lower_bound(
     return Bound(max(path, machine.max()), path, machine)
 
 
-class _Paths(NamedTuple):
+class Paths(NamedTuple):
     """Least time of each stage's ops, and the paths before (head) and after (tail) them by kind."""
 
     forward: Table
@@ -88,7 +88,7 @@ class _Paths(NamedTuple):
     tail: dict[Kind, Table]
 
 
-def _paths(placement: Placement, costs: Costs, backward: Backward) -> _Paths:
+def paths_of(placement: Placement, costs: Costs, backward: Backward) -> Paths:
     forward, full, half, rest = (costs.seconds[:, kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     hop = _hops(placement, costs)
     hop_back = hop
@@ -116,7 +116,7 @@ def _paths(placement: Placement, costs: Costs, backward: Backward) -> _Paths:
     tail[Kind.F][last] = inputs[last] + tail[Kind.I][last]
     for s in reversed(range(last)):
         tail[Kind.F][s] = hop[s] + forward[s + 1] + tail[Kind.F][s + 1]
-    return _Paths(forward, inputs, weights, head, tail)
+    return Paths(forward, inputs, weights, head, tail)
 
 
 def _hops(placement: Placement, costs: Costs) -> Table:
@@ -148,7 +148,7 @@ def _shared(placement: Placement) -> Iterator[tuple[list[int], list[int]]]:
         yield sorted(ranks), sorted(stages)
 
 
-def _machine(paths: _Paths, stages: list[int], copies: int, microbatches: int, costs: Costs) -> Any:
+def _machine(paths: Paths, stages: list[int], copies: int, microbatches: int, costs: Costs) -> Any:
     """Return the one-machine bound of `copies` ranks that share the work of some stages."""
     forward = paths.forward[stages]
     if costs.pair is not None:

@@ -6,7 +6,7 @@ while, at a price, because the way from one tight order to a better one often le
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -190,7 +190,7 @@ def _draw(random: Ints, below: int) -> int:
     """Return a random whole number of at least 0 and less than `below`."""
     # The constants of C's rand: the same numbers compiled and as plain Python.
     random[0] = (random[0] * 1103515245 + 12345) & 0x7FFFFFFFFFFF
-    return (random[0] >> 16) % below
+    return int(random[0] >> 16) % below
 
 
 def _critical_path(tables: Tables, state: _State, length: float) -> int:
@@ -224,10 +224,11 @@ def _free(state: _State, at: int, to: int) -> bool:
     step = 1 if to > at else -1
     node, kind = codes[at] // 4, codes[at] % 4
     for other in range(at + step, to + step, step):
-        if codes[other] // 4 == node:
-            # Not an op of its own microbatch or row; W and B of a node keep the order of their gradients.
-            if number[other] == number[at] or codes[other] % 4 == kind or codes[other] % 4 + kind >= 4:
-                return False
+        # Not an op of its own microbatch or row; W and B of a node keep the order of their gradients.
+        if codes[other] // 4 == node and (
+            number[other] == number[at] or codes[other] % 4 == kind or codes[other] % 4 + kind >= 4
+        ):
+            return False
     return True
 
 

@@ -16,18 +16,20 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.annealing import Heat, anneal, time_order
 from penstock.schedule.search.dispatch import Dispatcher
 from penstock.schedule.search.order_problem import Ints, OrderProblem
 from penstock.schedule.search.patterns import PatternMaker
-from penstock.schedule.search.starts import allowed, catalogue_schedules, zero_bubble_start
+from penstock.schedule.search.starts import allowed, catalogue_schedules, joined, zero_bubble_start
+from penstock.schedule.search.steady_state import repeating_orders
 
 Ended = Literal["proved", "converged", "time", "interrupted"]
 
 PATTERNS = 40
 """Patterns of which list scheduling makes an order."""
+LARGE = 3_000
+"""Ops of a step beyond which the search looks for a pattern that repeats."""
 STARTS = 8
 """Orders that are annealed in turn."""
 PATIENCE = 1_200_000_000
@@ -110,15 +112,17 @@ class OrderSearch:
         began = perf_counter()
         ended: Ended = "interrupted"
         try:
-            self._start()
+            self._begin(seconds)
             ended = self._search(began, seconds)
+            if self.best.codes.size <= LARGE:
+                self._add_zero_bubble()
+                ended = "proved" if self._is_proved() else ended
         except KeyboardInterrupt:
             if self._best is None:
                 raise
         return replace(self.best, ended=ended)
 
-    @property
-    def _proved(self) -> bool:
+    def _is_proved(self) -> bool:
         return self._best is not None and self._best.makespan <= self.bound * (1 + _EXACT)
 
     def _offer(self, name: str, makespan: float, codes: Ints) -> bool:
@@ -132,37 +136,52 @@ class OrderSearch:
     def _add_start(self, name: str, makespan: float, codes: Ints) -> None:
         """Keep an order to begin with if it is among the best."""
         self._offer(name, makespan, codes)
+        if self.problem.mixed and makespan < math.inf:
+            codes = joined(self.problem, codes)
+            makespan = self._makespan(codes)
+            self._offer(name, makespan, codes)
         if makespan == math.inf or any(np.array_equal(codes, start.codes) for start in self._starts):
             return
         self._starts.append(_Entry(makespan, name, codes))
         self._starts.sort(key=lambda start: start.makespan)
         del self._starts[STARTS:]
 
-    def _start(self) -> None:
+    def _begin(self, seconds: float) -> None:
         problem = self.problem
         alone = problem.one_by_one()
-        self._add_start("one by one", time_order(problem.tables, alone, self._most)[0], alone)
+        self._add_start("one by one", self._makespan(alone), alone)
         for name, schedule in catalogue_schedules(problem):
             self._add_schedule(name, schedule)
-        if self._proved:
+        if self._is_proved():
+            return
+        if len(alone) > LARGE:
+            self._add_zero_bubble()
+            for makespan, codes in repeating_orders(problem, seconds / 2, self.seed):
+                self._add_start("repeating pattern", makespan, codes)
             return
         maker, random = PatternMaker(problem), np.random.default_rng(self.seed)
         dispatcher = Dispatcher(problem, PATTERNS)
         for pattern in islice(maker.draw(random), PATTERNS):
             self._add_start("list scheduling", *dispatcher.build(maker.rule(pattern)))
+            if self._is_proved():
+                return
 
     def _add_schedule(self, name: str, schedule: Schedule) -> None:
-        try:
-            codes = self.problem.codes(schedule)
-        except ScheduleError:
-            return
-        order = self.problem.schedule(codes, name)
-        if allowed(self.problem, order):
-            self._add_start(name, time_order(self.problem.tables, codes, self._most)[0], codes)
+        codes = self.problem.codes(schedule)
+        if allowed(self.problem, self.problem.schedule(codes, name)):
+            self._add_start(name, self._makespan(codes), codes)
+
+    def _add_zero_bubble(self) -> None:
+        schedule = None if self._is_proved() else zero_bubble_start(self.problem)
+        if schedule is not None:
+            self._add_schedule("zb-auto", schedule)
+
+    def _makespan(self, codes: Ints) -> float:
+        return time_order(self.problem.tables_of(codes), codes, self._most)[0]
 
     def _search(self, began: float, seconds: float) -> Ended:
         idle, longest = 0, 0.0
-        while not self._proved:
+        while not self._is_proved():
             left = seconds - (perf_counter() - began)
             if left <= longest / 2:
                 return "time"
@@ -192,5 +211,9 @@ class OrderSearch:
             moves, start * unit, end * unit, price * unit, distance, self.seed * 100_003 + number,
             self.bound * (1 + _EXACT),
         )  # fmt: skip
-        makespan, codes = anneal(self.problem.tables, entry.codes, self._most, heat)
-        return self._offer(entry.name, makespan, codes), moves * ops
+        makespan, codes = anneal(self.problem.tables_of(entry.codes), entry.codes, self._most, heat)
+        better = self._offer(entry.name, makespan, codes)
+        if self.problem.mixed and makespan < math.inf:
+            codes = joined(self.problem, codes)
+            better = self._offer(entry.name, self._makespan(codes), codes) or better
+        return better, moves * ops

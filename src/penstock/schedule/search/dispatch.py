@@ -21,14 +21,14 @@ class _Ranks(NamedTuple):
 
     Attributes:
         nodes: int64, nodes of each rank along the pipes, -1 for none, shape (ranks, most nodes).
-        pipe, count: int64, pipe and number of microbatches of every node, shape (nodes,).
+        pipe, runs: int64, pipe and number of microbatches of every node, shape (nodes,).
         alone: int64, most memory that one microbatch takes on each rank, shape (ranks,).
         split: whether backwards are split.
     """
 
     nodes: Ints
     pipe: Ints
-    count: Ints
+    runs: Ints
     alone: Ints
     split: bool
 
@@ -94,7 +94,9 @@ class Dispatcher:
         """Return the makespan of an order, infinite if it cannot be finished, and the order."""
         problem = self.problem
         progress = _Progress(
-            np.zeros(self._shape[0], np.int64), np.full(self._shape, np.inf), np.zeros(problem.ranks, np.int64)
+            np.zeros(self._shape[0], np.int64),
+            np.full(self._shape, np.inf),
+            np.zeros(problem.ranks, np.int64),
         )
         codes = np.zeros(int(self._tables.offsets[-1]), np.int64)
         length = self._kernel(
@@ -104,7 +106,13 @@ class Dispatcher:
 
 
 def _dispatch(
-    tables: Tables, own: _Ranks, progress: _Progress, turn: Floats, patience: float, overrun: float, codes: Ints
+    tables: Tables,
+    own: _Ranks,
+    progress: _Progress,
+    turn: Floats,
+    patience: float,
+    overrun: float,
+    codes: Ints,
 ) -> float:
     offsets, _, _, receiver, lag, seconds, memory, _ = tables
     nodes = own.nodes
@@ -160,13 +168,12 @@ def _decide(
             break
         for kind in range(2):
             n = done[3 * node + kind]
-            if n >= own.count[node] or (kind == 1 and n >= done[3 * node]):
+            if n >= own.runs[node] or (kind == 1 and n >= done[3 * node]):
                 continue
             code = 4 * node + kind
+            there = ends[3 * node, n] if kind == 1 else 0.0
             if source[code] >= 0:
                 there = ends[source[code], n] + lag[code]
-            else:
-                there = ends[3 * node, n] if kind == 1 else 0.0
             if there == np.inf:
                 continue
             due = turn[3 * node + kind, n]
@@ -212,7 +219,7 @@ def _is_safe(tables: Tables, own: _Ranks, progress: _Progress, rank: int, node: 
         for pipe in range(own.pipe[-1] + 1):
             needed, released = 0, 0
             for k in own.nodes[rank]:
-                if k < 0 or own.pipe[k] != pipe or n >= own.count[k] or n < done[3 * k + last]:
+                if k < 0 or own.pipe[k] != pipe or n >= own.runs[k] or n < done[3 * k + last]:
                     continue
                 if n < done[3 * k] + (1 if k == node else 0):
                     released += memory[4 * k]

@@ -7,9 +7,10 @@ directions each pipe counts its own microbatches, and a stage has one *node* on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +31,19 @@ FORWARD, GRADIENT, WEIGHT, WHOLE = range(4)
 ROWS = (0, 1, 2, 1)
 """Row of a type in tables that have one row for each op of a node and microbatch: F, gradient, W."""
 UNLIMITED = 2**60
+
+
+def pipes_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of the stages along each pipe.
+
+    Raises:
+        ScheduleError: if stages have copies other than those of two opposite pipes.
+    """
+    if not placement.has_copies:
+        return (tuple(held[0] for held in placement.holders),)
+    if placement.stages != placement.ranks or placement != Placement.two_way(placement.ranks):
+        raise ScheduleError("a search needs stages without copies, or two pipes in opposite directions")
+    return tuple(range(placement.ranks)), tuple(reversed(range(placement.ranks)))
 
 
 class Tables(NamedTuple):
@@ -97,16 +111,7 @@ class OrderProblem:
 
     @cached_property
     def pipes(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of the stages along each pipe.
-
-        Raises:
-            ScheduleError: if stages have copies other than those of two opposite pipes.
-        """
-        if not self.placement.has_copies:
-            return (tuple(held[0] for held in self.placement.holders),)
-        if self.placement.stages != self.ranks or self.placement != Placement.two_way(self.ranks):
-            raise ScheduleError("a search needs stages without copies, or two pipes in opposite directions")
-        return tuple(range(self.ranks)), tuple(reversed(range(self.ranks)))
+        return pipes_of(self.placement)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -207,26 +212,20 @@ class OrderProblem:
         return np.array([code for codes in way for code in codes], np.int64)
 
     def codes(self, schedule: Schedule) -> Ints:
-        """Return the order of a schedule with this placement; a fused pair counts as its two ops, a B as I and W if split.
+        """Return the order of a schedule with this placement, whatever its kind of backward.
 
-        Raises:
-            ScheduleError: if the schedule has other ops than the problem.
+        A fused pair counts as its two ops. Halves of a backward are joined or taken apart as the problem has them; a B among
+        split backwards stays one op if the problem is `mixed`.
         """
         ranks = np.repeat(np.arange(schedule.ranks), np.diff(schedule.offsets))
         kind, stage = schedule.kind, schedule.stage.astype(np.int64)
-        node = stage.copy() if len(self.pipes) == 1 else np.where(stage == ranks, stage, stage + self.stages)
-        column = np.full(len(Kind), -1)
-        column[[Kind.F, Kind.B]] = FORWARD, GRADIENT
-        if self.backward == "split":
-            column[[Kind.I, Kind.W]] = GRADIENT, WEIGHT
-        types = column[kind]
-        codes = 4 * node + types
-        if self.backward == "split" and len(full := np.flatnonzero(kind == Kind.B)):
+        node = stage if len(self.pipes) == 1 else np.where(stage == ranks, stage, stage + self.stages)
+        column = np.array([FORWARD, WHOLE if self.mixed else GRADIENT, GRADIENT, WEIGHT, -1])
+        codes: Ints = 4 * node + column[kind]
+        if self.backward == "full":
+            codes = codes[kind != Kind.W]
+        elif not self.mixed and len(full := np.flatnonzero(kind == Kind.B)):
             codes = np.insert(codes, full + 1, 4 * node[full] + WEIGHT)
-            ranks = np.insert(ranks, full + 1, ranks[full])
-        counts = np.bincount(ranks, minlength=self.ranks)
-        if (types < 0).any() or not np.array_equal(counts, np.diff(self.tables.offsets)):
-            raise ScheduleError(f"{schedule.name} has other ops than those to order")
         return codes
 
     def schedule(self, codes: Ints, name: str, options: dict[str, object] | None = None) -> Schedule:
@@ -248,14 +247,14 @@ class OrderProblem:
             )  # fmt: skip
 
     def lists(self, codes: Ints) -> list[Ints]:
-        """Split the column of an order into one list a rank; a B among split backwards is one op, and its W is left out."""
-        if len(codes) == self.tables.offsets[-1]:
-            return [codes[a:b] for a, b in zip(self.tables.offsets[:-1], self.tables.offsets[1:], strict=True)]
-        ranks = self.node_ranks[codes // 4]
-        return [codes[ranks == rank] for rank in range(self.ranks)]
+        """Return an order as one list a rank."""
+        offsets = self.tables_of(codes).offsets
+        return [codes[a:b] for a, b in pairwise(offsets)]
 
     def tables_of(self, codes: Ints) -> Tables:
-        """Return the tables with the offsets of an order, which has fewer ops where a B is among split backwards."""
+        """Return the tables with the offsets of an order: a B among split backwards is one op instead of two."""
+        if len(codes) == self.tables.offsets[-1]:
+            return self.tables
         size = np.bincount(self.node_ranks[codes // 4], minlength=self.ranks)
         return self.tables._replace(offsets=np.concatenate([[0], np.cumsum(size)]))
 
@@ -278,11 +277,5 @@ def numbers(codes: Ints) -> Ints:
         weights = np.flatnonzero(codes % 4 == WEIGHT)
         for node in np.unique(codes[whole] // 4):
             own = weights[codes[weights] // 4 == node]
-            split = codes[:] == 4 * node + GRADIENT
-            count[own] = count[np.flatnonzero(split)[: len(own)]]
+            count[own] = count[codes == 4 * node + GRADIENT][: len(own)]
     return count
-
-
-def join_lists(lists: Iterable[Ints]) -> Ints:
-    """Join one list a rank into the column of an order."""
-    return np.concatenate(list(lists))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,7 @@ class PatternMaker:
                 float(np.exp(random.normal(0, 0.5))), float(np.exp(random.normal(0, 0.7))),
                 float(random.choice([0.0, 0.0, 2 * random.random()])),
                 float(random.choice([0.0, 3 * random.random(), p * random.random() / 2, 1e6])),
-                int(random.choice([1, 1, p, p, random.integers(1, 2 * p + 1)])),
+                int(random.choice([1, 1, p, p, int(random.integers(1, 2 * p + 1))])),
                 float(random.choice([0.0, 0.5, random.random(), 1.0])),
                 float(random.choice([1.0, 1.0, 1.0 + 0.3 * random.random()])),
                 float(random.choice([0.0, 0.0, 0.5, 1.0, 2.0])), float(random.choice([0.0, 0.0, 0.5, 0.99])),
@@ -110,11 +111,13 @@ class PatternMaker:
     def vary(self, pattern: Pattern, random: np.random.Generator) -> Pattern:
         """Return a pattern with a few of its numbers changed a little."""
         p = self.problem.ranks
-        changes = {
+        changes: dict[str, Any] = {
             "down": pattern.down * float(np.exp(random.normal(0, 0.1))),
             "up": pattern.up * float(np.exp(random.normal(0, 0.1))),
             "turn": max(0.0, pattern.turn + float(random.normal(0, 0.3))),
-            "weight": float(random.choice([1e6, min(pattern.weight, p) * float(np.exp(random.normal(0, 0.3)))])),
+            "weight": float(
+                random.choice([1e6, min(pattern.weight, p) * float(np.exp(random.normal(0, 0.3)))])
+            ),
             "group": int(np.clip(pattern.group + random.integers(-2, 3), 1, 4 * p)),
             "spread": float(np.clip(pattern.spread + random.normal(0, 0.1), 0.0, 1.0)),
             "stretch": max(1.0, pattern.stretch + float(random.normal(0, 0.02))),

@@ -20,7 +20,7 @@ from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.search.order_problem import OrderProblem
+from penstock.schedule.search.order_problem import GRADIENT, WEIGHT, WHOLE, Ints, OrderProblem, numbers
 
 Build = Callable[[int, int, int], Schedule]
 
@@ -54,6 +54,16 @@ def catalogue_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]
             continue
         if schedule.placement == problem.placement:
             yield name, schedule
+
+
+def joined(problem: OrderProblem, codes: Ints) -> Ints:
+    """Return an order with a B in place of every I that its W follows at once."""
+    changed = codes.copy()
+    first = np.flatnonzero((codes[:-1] % 4 == GRADIENT) & (codes[1:] == codes[:-1] - GRADIENT + WEIGHT))
+    number = np.concatenate([numbers(own) for own in problem.lists(codes)])
+    first = first[number[first] == number[first + 1]]
+    changed[first] += WHOLE - GRADIENT
+    return np.delete(changed, first + 1)
 
 
 def allowed(problem: OrderProblem, schedule: Schedule) -> bool:

@@ -1,0 +1,161 @@
+"""Search for a schedule with given costs and memory, with a certificate: how far at most it is from the best possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from penstock.schedule.check import check
+from penstock.schedule.memory import Budget
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.search.best_order import Ended, OrderSearch
+from penstock.schedule.search.order_problem import BackwardMode, OrderProblem, pipes_of
+from penstock.schedule.search.starts import allowed, catalogue_schedules
+from penstock.simulate.costs import Costs
+from penstock.simulate.memory_bounds import bound_in_memory
+from penstock.simulate.simulator import simulate
+from penstock.trace.bubbles import bubbles, makespan
+from penstock.trace.events import Trace
+
+SECONDS = 10.0
+"""Time of a search, unless another is given."""
+
+
+@dataclass(frozen=True, eq=False)
+class CertifiedSchedule:
+    """Result of a search.
+
+    Attributes:
+        schedule: the best schedule; it has been checked.
+        trace: its simulation.
+        makespan: its makespan, in the costs' unit.
+        lower_bound: makespan that no schedule with this placement, these costs and this memory can beat.
+        work: time that the busiest rank computes.
+        peak: int64, most activations, or bytes if the budget has sizes, that each rank holds, shape (ranks,).
+        start: family of the catalogue or rule from which the schedule was improved.
+        rounds: rounds of the search.
+        ended: reason for the end of the search, see `FoundOrder`.
+        seconds: time that the search took.
+    """
+
+    schedule: Schedule
+    trace: Trace
+    makespan: Any
+    lower_bound: Any
+    work: Any
+    peak: Any
+    start: str
+    rounds: int
+    ended: Ended
+    seconds: float
+
+    @property
+    def bubble(self) -> Any:
+        """Makespan minus the work of the busiest rank."""
+        return self.makespan - self.work
+
+    @property
+    def gap(self) -> float:
+        """Share of the makespan's excess over the lower bound; 0 proves that no order is quicker."""
+        return max(0.0, float(self.makespan) / float(self.lower_bound) - 1) if self.lower_bound else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as values that JSON can represent."""
+        return {
+            "makespan": np.asarray(self.makespan).item(),
+            "bubble": np.asarray(self.bubble).item(),
+            "lower_bound": np.asarray(self.lower_bound).item(),
+            "gap": self.gap,
+            "peak": int(self.peak.max()),
+            "peaks": self.peak.tolist(),
+            "seconds": self.seconds,
+            "start": self.start,
+            "rounds": self.rounds,
+            "ended": self.ended,
+        }
+
+
+def search_schedule(
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    backward: BackwardMode = "full",
+    budget: Budget | None = None,
+    *,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    progress: Callable[[int, float], None] | None = None,
+) -> CertifiedSchedule:
+    """Search for the schedule with the shortest makespan.
+
+    The result is never slower than a schedule of the catalogue with this placement that fits. For a seed it is always the
+    same, unless its time ends the search. KeyboardInterrupt ends it with the best so far.
+
+    Args:
+        placement: placement of the stages; copies only for two opposite pipes.
+        microbatches: number of microbatches in a step.
+        costs: seconds of ops and messages.
+        backward: "full" (default), or "split": every backward may run as two halves.
+        budget: limit on the memory of every rank (default: none).
+        seconds: seconds after which the search ends (default 10).
+        seed: seed of the random numbers (default 0).
+        progress: function of the rounds so far and the best makespan, called after every round.
+
+    Raises:
+        ConfigError: if the costs do not cover the stages.
+        ScheduleError: if no order can meet the budget, or stages have other copies.
+    """
+    began = perf_counter()
+    problem = order_problem(placement, microbatches, costs, backward, budget)
+    bound = bound_in_memory(placement, microbatches, costs, backward, budget)
+    found = OrderSearch(problem, bound=float(bound), seed=seed, progress=progress).run(seconds)
+    schedule, start = problem.schedule(found.codes, "searched"), found.start
+    trace = simulate(check(schedule, budget=budget).program, costs)
+    if costs.pair is not None:
+        # Pairs that overlap their halves may be quicker than the same ops apart.
+        for name, other in catalogue_schedules(problem):
+            if other.paired.any() and allowed(problem, other):
+                timed = simulate(check(other).program, costs)
+                if makespan(timed) < makespan(trace):
+                    schedule, trace, start = other, timed, name
+    span = makespan(trace)
+    return CertifiedSchedule(
+        schedule, trace, span, min(bound, span), bubbles(trace).busy.max(),
+        (budget or Budget(0)).peak(schedule), start, found.rounds, found.ended, perf_counter() - began,
+    )  # fmt: skip
+
+
+def order_problem(
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    backward: BackwardMode,
+    budget: Budget | None = None,
+) -> OrderProblem:
+    """Return the ops to order, with their costs.
+
+    Raises:
+        ConfigError: if the costs do not cover the stages.
+        ScheduleError: if stages have copies other than those of two opposite pipes.
+    """
+    costs.cover(placement.stages)
+    communication = costs.communication
+    transfer, node = communication.transfer(placement.stages), communication.node(placement.ranks)
+    seconds = costs.seconds
+    pipes = pipes_of(placement)
+    travel = np.zeros((len(pipes), placement.stages - 1))
+    for q, pipe in enumerate(pipes):
+        for s, (a, b) in enumerate(pairwise(pipe)):
+            travel[q, s] = 0 if a == b else transfer[s, int(node[a] != node[b])]
+    return OrderProblem(
+        placement, microbatches, backward, seconds, travel, budget,
+        communication.blocks in ("sender", "both"), communication.blocks in ("receiver", "both"),
+        backward == "split" and bool((seconds[:, Kind.B] < seconds[:, Kind.I] + seconds[:, Kind.W]).any()),
+    )  # fmt: skip
