@@ -30,7 +30,7 @@ COMMANDS = {
     "doctor": "check a machine or cluster before a run",
     "plan": "choose a layout for a model and machines",
     "sample": "generate text from a trained run",
-    "schedule": "list, show, check, draw and convert schedules",
+    "schedule": "list, show, check, draw, convert and search schedules",
     "simulate": "predict what a schedule costs",
     "trace": "show where the time of a run went",
     "train": "train a model through a pipeline",

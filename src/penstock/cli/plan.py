@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.cost_arguments import parse_bytes
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -209,35 +210,9 @@ def _limited(cluster: Cluster, memory_limit: str | None) -> Cluster:
 
     if memory_limit is None:
         return cluster
-    return replace(cluster, device=replace(cluster.device, memory=_bytes(memory_limit)))
-
-
-def _bytes(text: str) -> float:
-    """Return a number of bytes given with or without a unit.
-
-    Raises:
-        ConfigError: if it is none, or not above 0.
-    """
-    units = {
-        "kib": 2**10,
-        "mib": 2**20,
-        "gib": 2**30,
-        "tib": 2**40,
-        "kb": 1e3,
-        "mb": 1e6,
-        "gb": 1e9,
-        "tb": 1e12,
-        "b": 1,
-    }
-    lower = text.strip().lower()
-    unit = next((name for name in units if lower.endswith(name)), None)
-    try:
-        size = float(lower.removesuffix(unit or "")) * (units[unit] if unit else 1)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 1e18:
-        raise ConfigError(f"--memory-limit must be bytes above 0, such as 70GB or 64GiB, got {text!r}")
-    return size
+    return replace(
+        cluster, device=replace(cluster.device, memory=parse_bytes("--memory-limit", memory_limit))
+    )
 
 
 def _search(
@@ -267,7 +242,8 @@ def _search(
 
         return search(
             profile, cluster, sequence=sequence, batch=batch, fixed=fixed, schedules=names, devices=devices,
-            memory=None if memory_limit is None else _bytes(memory_limit), top=top, limit=seconds, progress=progress,
+            memory=None if memory_limit is None else parse_bytes("--memory-limit", memory_limit), top=top,
+            limit=seconds, progress=progress,
         )  # fmt: skip
 
 

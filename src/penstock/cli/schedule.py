@@ -1,4 +1,4 @@
-"""``penstock schedule``: list the catalogue; show, check, draw and convert schedules."""
+"""``penstock schedule``: list the catalogue; show, check, draw, convert and search schedules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.cost_arguments import stage_bytes
 from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
-from penstock.errors import ConfigError, ScheduleError
+from penstock.cli.schedule_search import search_command
+from penstock.errors import ScheduleError
 
 if TYPE_CHECKING:
     from penstock.schedule.families import Family
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     "          penstock schedule draw dualpipe -p 8 -m 20 --out dualpipe.svg",
 )
 def command() -> None:
-    """List, show, check, draw and convert schedules.
+    """List, show, check, draw, convert and search schedules.
 
     A schedule is a family of the catalogue with its counts, or a CSV file in the format of PyTorch's pipelining.
     """
@@ -273,6 +275,9 @@ def to_csv(out: str | None, **arguments: Any) -> None:
     click.echo(f"{_title(schedule)}: written to {out}")
 
 
+command.add_command(search_command)
+
+
 def _schedule(
     schedule: str,
     ranks: int | None,
@@ -288,18 +293,12 @@ def _budget(limit: int | None, saved: str, waiting: str, freed_at: str) -> Budge
     from penstock.schedule.memory import Budget
 
     return Budget(
-        limit or 0, _bytes("--saved", saved), _bytes("--waiting", waiting), 0, "B" if freed_at == "B" else "W"
+        limit or 0,
+        stage_bytes("--saved", saved),
+        stage_bytes("--waiting", waiting),
+        0,
+        "B" if freed_at == "B" else "W",
     )
-
-
-def _bytes(option: str, text: str) -> int | list[int]:
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"{option} must be a number of bytes, or one per stage such as 10,20,30, got {text!r}"
-        ) from None
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _title(schedule: Schedule) -> str:

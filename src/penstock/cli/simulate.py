@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.cost_arguments import COSTS, LATENCY, priced
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.schedule.placement import Placement
     from penstock.schedule.schedule import Schedule
     from penstock.show.planned import PlannedStep
-    from penstock.simulate.costs import Costs
     from penstock.simulate.metrics import Metrics
     from penstock.simulate.steps import StepsInARow
 
@@ -30,12 +28,8 @@ if TYPE_CHECKING:
 )
 @click.argument("schedule", required=False)
 @schedule_options
-@click.option(
-    "--costs", default="1,1,1", show_default=True, metavar="FILE|F,B,W",
-    help="Seconds that a rank spends on one microbatch's forward, input gradient and weight gradient, shared out over its "
-    "stages (a full backward takes B+W), or a TOML or JSON file with the costs of every stage.",
-)  # fmt: skip
-@click.option("--latency", metavar="C", help="Seconds per message between ranks. Default: the file's, or 0.")
+@COSTS
+@LATENCY
 @click.option(
     "--memory-limit", type=int, metavar="N",
     help="Activations (one microbatch on one stage each) that a rank may hold. Families that adapt stay within the limit; "
@@ -223,9 +217,9 @@ def _schedule(
         counts = need_counts(name, ranks, microbatches)
         FAMILIES[name].require_counts(*counts)
         placement = Placement.loop(counts[0])
-        priced = _priced(costs, latency, placement)
-        adapted["costs"] = tuple(priced.seconds[:, kind].tolist() for kind in (Kind.F, Kind.I, Kind.W))
-        adapted["latency"] = float(priced.communication.transfer(placement.stages).max(initial=0))
+        table = priced(costs, latency, placement)
+        adapted["costs"] = tuple(table.seconds[:, kind].tolist() for kind in (Kind.F, Kind.I, Kind.W))
+        adapted["latency"] = float(table.communication.transfer(placement.stages).max(initial=0))
         adapted |= {} if memory_limit is None else {"memory_limit": memory_limit}
     return find_schedule(name, ranks, microbatches, virtual_stages, adapted | dict(values))
 
@@ -240,36 +234,9 @@ def _run(
     from penstock.simulate.simulator import simulate
 
     program = check(schedule, budget=None if memory_limit is None else Budget(memory_limit)).program
-    priced = _priced(costs, latency, schedule.placement)
-    trace = simulate(program, priced)
-    return measure(schedule, priced, trace), PlannedStep(program, priced, trace)
-
-
-def _priced(costs: str, latency: str | None, placement: Placement) -> Costs:
-    from penstock.simulate.cost_file import read_costs
-    from penstock.simulate.costs import Communication, Costs, Link
-
-    seconds = None if latency is None else _number(latency)
-    if latency is not None and seconds is None:
-        raise ConfigError(f"--latency must be a number of seconds, got {latency!r}")
-    numbers = [_number(word) for word in costs.split(",")]
-    if len(numbers) == 3 and None not in numbers:
-        f, b, w = (number for number in numbers if number is not None)
-        link = Link(seconds or 0)
-        return Costs.of(placement, f, b, w, communication=Communication(same_node=link, other_node=link))
-    if not os.path.exists(costs):
-        raise ConfigError(f"--costs must be three numbers, such as 1,1,1, or a file; {costs!r} is neither")
-    return read_costs(costs, placement, seconds)
-
-
-def _number(text: str) -> int | float | None:
-    """Parse a number; a whole one stays an int."""
-    for parse in (int, float):
-        try:
-            return parse(text)
-        except ValueError:
-            continue
-    return None
+    table = priced(costs, latency, schedule.placement)
+    trace = simulate(program, table)
+    return measure(schedule, table, trace), PlannedStep(program, table, trace)
 
 
 def _show(metrics: Metrics, step: PlannedStep, flow: StepsInARow | None = None) -> None:

@@ -1,0 +1,94 @@
+"""Options that give the costs of ops and messages, and sizes in bytes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.schedule.placement import Placement
+    from penstock.simulate.costs import Costs
+
+COSTS = click.option(
+    "--costs", default="1,1,1", show_default=True, metavar="FILE|F,B,W",
+    help="Seconds that a rank spends on one microbatch's forward, input gradient and weight gradient, shared out over its "
+    "stages (a full backward takes B+W), or a TOML or JSON file with the costs of every stage.",
+)  # fmt: skip
+LATENCY = click.option(
+    "--latency", metavar="C", help="Seconds per message between ranks. Default: the file's, or 0."
+)
+
+_UNITS = {
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "b": 1,
+}  # fmt: skip
+
+
+def priced(costs: str, latency: str | None, placement: Placement) -> Costs:
+    """Return the costs that the options give the stages of a placement.
+
+    Raises:
+        ConfigError: if they are no numbers and no file, or the file does not fit.
+    """
+    from penstock.simulate.cost_file import read_costs
+    from penstock.simulate.costs import Communication, Costs, Link
+
+    seconds = None if latency is None else _number(latency)
+    if latency is not None and seconds is None:
+        raise ConfigError(f"--latency must be a number of seconds, got {latency!r}")
+    numbers = [_number(word) for word in costs.split(",")]
+    if len(numbers) == 3 and None not in numbers:
+        f, b, w = (number for number in numbers if number is not None)
+        link = Link(seconds or 0)
+        return Costs.of(placement, f, b, w, communication=Communication(same_node=link, other_node=link))
+    if not os.path.exists(costs):
+        raise ConfigError(f"--costs must be three numbers, such as 1,1,1, or a file; {costs!r} is neither")
+    return read_costs(costs, placement, seconds)
+
+
+def parse_bytes(option: str, text: str) -> float:
+    """Return a number of bytes given with or without a unit.
+
+    Raises:
+        ConfigError: if it is none, or not above 0.
+    """
+    lower = text.strip().lower()
+    unit = next((name for name in _UNITS if lower.endswith(name)), None)
+    try:
+        size = float(lower.removesuffix(unit or "")) * (_UNITS[unit] if unit else 1)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1e18:
+        raise ConfigError(f"{option} must be bytes above 0, such as 70GB or 64GiB, got {text!r}")
+    return size
+
+
+def stage_bytes(option: str, text: str) -> int | list[int]:
+    """Return bytes with or without a unit, as one number or one per stage.
+
+    Raises:
+        ConfigError: if a number is none.
+    """
+    try:
+        numbers = [
+            int(word) if word.strip().isdecimal() else int(parse_bytes(option, word))
+            for word in text.split(",")
+        ]
+    except ConfigError:
+        raise ConfigError(
+            f"{option} must be a number of bytes, or one per stage such as 10,20,30, got {text!r}"
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _number(text: str) -> int | float | None:
+    """Parse a number; a whole one stays an int."""
+    for parse in (int, float):
+        try:
+            return parse(text)
+        except ValueError:
+            continue
+    return None

@@ -1,0 +1,161 @@
+"""``penstock schedule search``: the best order for given costs and memory, with a bound on what it leaves."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli.cost_arguments import COSTS, LATENCY, parse_bytes, priced, stage_bytes
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.schedule.memory import Budget
+    from penstock.schedule.placement import Placement
+    from penstock.simulate.certified_search import CertifiedSchedule
+
+
+@click.command(
+    name="search",
+    epilog="Example:  penstock schedule search -p 4 -m 8 -v 2 --placement v --backward split --costs 6,8,4 "
+    "--memory-limit 6\n\n"
+    "          penstock schedule search -p 4 -m 12 --costs 10,10,10 --latency 1 --memory-limit 5 --out best.csv",
+)
+@click.option("--ranks", "-p", type=click.IntRange(1), required=True, help="Pipeline ranks.")
+@click.option("--microbatches", "-m", type=click.IntRange(1), required=True, help="Microbatches per step.")
+@click.option(
+    "--virtual-stages", "-v", type=click.IntRange(1),
+    help="Stages per rank. Default: 1 for a loop, 2 for a V. Two pipes have one each.",
+)  # fmt: skip
+@click.option(
+    "--placement", type=click.Choice(["loop", "v", "bidirectional"]), default="loop", show_default=True,
+    help="Stages on ranks: in a loop (r, r+p, ...), down and up again (a V), or two pipes in opposite directions with a "
+    "copy of every stage.",
+)  # fmt: skip
+@click.option(
+    "--backward", type=click.Choice(["full", "split"]), default="full", show_default=True,
+    help="Run each backward as one op, or allow its two halves (input and weight gradient) to run apart.",
+)  # fmt: skip
+@COSTS
+@LATENCY
+@click.option(
+    "--memory-limit", metavar="N|BYTES",
+    help="Activations (one microbatch on one stage each) that a rank may hold, or with --saved bytes, such as 40GB. "
+    "Default: no limit.",
+)  # fmt: skip
+@click.option(
+    "--saved", default="1", metavar="BYTES[,...]",
+    help="Bytes that a forward saves for its backward: one number, or one per stage. Default: 1, to count activations.",
+)  # fmt: skip
+@click.option(
+    "--waiting", default="0", metavar="BYTES[,...]",
+    help="Bytes kept from the input-gradient half to the weight half: one number, or one per stage. Default: 0.",
+)  # fmt: skip
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, metavar="T",
+    help="End the search after T seconds. Ctrl-C ends it with the best so far, too.",
+)  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random numbers."
+)
+@click.option("--out", type=click.Path(dir_okay=False), metavar="PATH", help="CSV file for the schedule.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def search_command(
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None,
+    placement: str,
+    backward: str,
+    costs: str,
+    latency: str | None,
+    memory_limit: str | None,
+    saved: str,
+    waiting: str,
+    seconds: float,
+    seed: int,
+    out: str | None,
+    as_json: bool,
+) -> None:
+    """Search for the quickest schedule in a given memory.
+
+    The result is at least as quick as every schedule of the catalogue that has this placement and fits, and comes with a
+    lower bound: no order can gain more than the gap. --out writes CSV for `penstock simulate`, `penstock schedule check` and
+    `Pipeline(schedule=...)`.
+    """
+    from penstock.schedule.size import require_size
+    from penstock.schedule.text import write_csv
+    from penstock.simulate.certified_search import search_schedule
+
+    placed = _placement(placement, ranks, virtual_stages)
+    require_size("search", ranks, microbatches, placed.stages // ranks)
+    budget = _budget(memory_limit, saved, waiting)
+    table = priced(costs, latency, placed)
+    result = search_schedule(
+        placed,
+        microbatches,
+        table,
+        "split" if backward == "split" else "full",
+        budget,
+        seconds=seconds,
+        seed=seed,
+    )
+    if out is not None:
+        write_csv(result.schedule, out)
+    if as_json:
+        click.echo(json.dumps(result.as_dict()))
+    else:
+        _show(result, microbatches, budget, saved == "1" and waiting == "0")
+        if out is not None:
+            click.echo(f"\nwritten: {out}")
+
+
+def _placement(name: str, ranks: int, virtual_stages: int | None) -> Placement:
+    from penstock.schedule.placement import Placement
+
+    if name == "loop":
+        return Placement.loop(ranks, virtual_stages or 1)
+    if name == "v":
+        return Placement.waves(ranks, virtual_stages or 2)
+    # A rank holds one stage of each pipe: by pipe that is 1 stage, together 2.
+    if virtual_stages not in (None, 1, 2):
+        raise ConfigError(
+            f"two pipes have one stage each on every rank, got -v {virtual_stages}; leave -v out"
+        )
+    return Placement.two_way(ranks)
+
+
+def _budget(memory_limit: str | None, saved: str, waiting: str) -> Budget | None:
+    from penstock.schedule.memory import Budget
+
+    sizes = stage_bytes("--saved", saved), stage_bytes("--waiting", waiting)
+    if memory_limit is None:
+        return None
+    in_units = memory_limit.strip().isdecimal()
+    if not in_units and saved == "1":
+        raise ConfigError(
+            f"--memory-limit must be a number of activations unless --saved gives their bytes, got {memory_limit!r}"
+        )
+    limit = int(memory_limit) if in_units else int(parse_bytes("--memory-limit", memory_limit))
+    return Budget(limit, *sizes)
+
+
+def _show(result: CertifiedSchedule, microbatches: int, budget: Budget | None, counted: bool) -> None:
+    unit = "activations" if counted else "bytes"
+    allowed = "no limit" if budget is None else f"of {budget.limits(1)[0]}"
+    ended = {
+        "proved": "the lower bound is reached: no order is quicker",
+        "converged": "the search found nothing better for a long time",
+        "time": "the time was over",
+        "interrupted": "interrupted",
+    }[result.ended]
+    schedule = result.schedule
+    click.echo(
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {microbatches} microbatches\n\n"
+        f"makespan      {result.makespan:.6g}\n"
+        f"bubble        {result.bubble:.6g}, of the busiest rank\n"
+        f"memory        {result.peak.max()} {unit} ({allowed})\n"
+        f"lower bound   {result.lower_bound:.6g}  no order with this placement, costs and memory takes less\n"
+        f"gap           {result.gap:.2%}\n"
+        f"search        {result.seconds:.1f} s, {result.rounds} rounds from {result.start}; {ended}"
+    )
