@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.schedule.jit import choose
-from penstock.schedule.search.order_problem import Floats, Ints, Tables, numbers
+from penstock.schedule.search.order_problem import Floats, Ints, CodeTables, numbers
 
 ALWAYS = 10**9
 """Ops that one call times: always enough to compile the kernels."""
@@ -65,7 +65,7 @@ class _State(NamedTuple):
     todo: Ints
 
 
-def anneal(tables: Tables, codes: Ints, microbatches: int, heat: Heat) -> tuple[float, Ints]:
+def anneal(tables: CodeTables, codes: Ints, microbatches: int, heat: Heat) -> tuple[float, Ints]:
     """Return the best order that fits the memory, with its makespan; infinite if none of the run's orders does.
 
     Args:
@@ -79,13 +79,13 @@ def anneal(tables: Tables, codes: Ints, microbatches: int, heat: Heat) -> tuple[
     return choose(_anneal, ALWAYS)(tables, state, heat, best), best
 
 
-def time_order(tables: Tables, codes: Ints, microbatches: int) -> tuple[float, Floats, Floats]:
+def time_order(tables: CodeTables, codes: Ints, microbatches: int) -> tuple[float, Floats, Floats]:
     """Return the makespan of an order, infinite if it deadlocks, and begin and end of every op."""
     state = _state(tables, codes, microbatches, 0)
     return float(choose(_sweep, ALWAYS)(tables, state)), state.begin, state.end
 
 
-def _state(tables: Tables, codes: Ints, microbatches: int, seed: int) -> _State:
+def _state(tables: CodeTables, codes: Ints, microbatches: int, seed: int) -> _State:
     ops, rank = len(codes), np.repeat(np.arange(len(tables.limit)), np.diff(tables.offsets))
     held = np.zeros(ops, np.int64)
     number, place = np.zeros(ops, np.int64), np.zeros((3 * len(tables.row) // 4, microbatches), np.int64)
@@ -102,7 +102,7 @@ def _state(tables: Tables, codes: Ints, microbatches: int, seed: int) -> _State:
     )  # fmt: skip
 
 
-def _sweep(tables: Tables, state: _State) -> float:
+def _sweep(tables: CodeTables, state: _State) -> float:
     """Time every op as early as possible; return the makespan, infinite if the ranks deadlock."""
     offsets, source, receiver, lag, seconds = (
         tables.offsets, tables.source, tables.receiver, tables.lag, tables.seconds,
@@ -145,7 +145,7 @@ def _sweep(tables: Tables, state: _State) -> float:
     return longest if left == 0 else np.inf
 
 
-def _anneal(tables: Tables, state: _State, heat: Heat, best: Ints) -> float:
+def _anneal(tables: CodeTables, state: _State, heat: Heat, best: Ints) -> float:
     codes, rank, held, random, path = state.codes, state.rank, state.held, state.random, state.path
     limit = tables.limit
     length = _sweep(tables, state)
@@ -193,7 +193,7 @@ def _draw(random: Ints, below: int) -> int:
     return int(random[0] >> 16) % below
 
 
-def _critical_path(tables: Tables, state: _State, length: float) -> int:
+def _critical_path(tables: CodeTables, state: _State, length: float) -> int:
     """Write the places of a random critical path to the state; return how many they are."""
     offsets, source, lag = tables.offsets, tables.source, tables.lag
     codes, rank, number, place = state.codes, state.rank, state.number, state.place
@@ -232,7 +232,7 @@ def _free(state: _State, at: int, to: int) -> bool:
     return True
 
 
-def _shift(tables: Tables, state: _State, at: int, to: int) -> None:
+def _shift(tables: CodeTables, state: _State, at: int, to: int) -> None:
     """Move an op to another place of its rank."""
     codes, number, place = state.codes, state.number, state.place
     step = 1 if to > at else -1
@@ -244,7 +244,7 @@ def _shift(tables: Tables, state: _State, at: int, to: int) -> None:
     place[tables.row[code], microbatch] = to
 
 
-def _excess(tables: Tables, state: _State, first: int, last: int, note: bool) -> int:
+def _excess(tables: CodeTables, state: _State, first: int, last: int, note: bool) -> int:
     """Return by how much more the memory is exceeded after the ops of a rank in a range; note what is held if asked."""
     codes, rank, held = state.codes, state.rank, state.held
     limit = tables.limit[rank[first]]

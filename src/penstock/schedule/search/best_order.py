@@ -27,7 +27,7 @@ from penstock.schedule.search.steady_state import repeating_orders
 Ended = Literal["proved", "converged", "time", "interrupted"]
 
 PATTERNS = 40
-"""Patterns of which list scheduling makes an order."""
+"""Patterns that list scheduling makes into orders."""
 LARGE = 3_000
 """Ops of a step beyond which the search looks for a pattern that repeats."""
 STARTS = 8

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.schedule.jit import choose
-from penstock.schedule.search.order_problem import UNLIMITED, Floats, Ints, OrderProblem, Tables
+from penstock.schedule.search.order_problem import UNLIMITED, Floats, Ints, OrderProblem, CodeTables
 
 
 class _Ranks(NamedTuple):
@@ -106,7 +106,7 @@ class Dispatcher:
 
 
 def _dispatch(
-    tables: Tables,
+    tables: CodeTables,
     own: _Ranks,
     progress: _Progress,
     turn: Floats,
@@ -154,7 +154,7 @@ def _dispatch(
 
 
 def _decide(
-    tables: Tables, own: _Ranks, progress: _Progress, turn: Floats, rank: int, now: float, patience: float,
+    tables: CodeTables, own: _Ranks, progress: _Progress, turn: Floats, rank: int, now: float, patience: float,
     overrun: float,
 ) -> tuple[int, float]:  # fmt: skip
     """Return the code that a rank runs now, or -1 and the time at which it chooses again."""
@@ -201,7 +201,7 @@ def _decide(
     return -1, arrival if ready >= 0 else first
 
 
-def _is_safe(tables: Tables, own: _Ranks, progress: _Progress, rank: int, node: int) -> bool:
+def _is_safe(tables: CodeTables, own: _Ranks, progress: _Progress, rank: int, node: int) -> bool:
     """Return whether all microbatches of a rank could finish one after the other if a node started its next forward."""
     memory, done = tables.memory, progress.done
     room = tables.limit[rank] - progress.held[rank] - memory[4 * node]

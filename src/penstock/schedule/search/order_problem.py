@@ -46,7 +46,7 @@ def pipes_of(placement: Placement) -> tuple[tuple[int, ...], ...]:
     return tuple(range(placement.ranks)), tuple(reversed(range(placement.ranks)))
 
 
-class Tables(NamedTuple):
+class CodeTables(NamedTuple):
     """Facts about each code, for the kernels.
 
     Attributes:
@@ -131,7 +131,7 @@ class OrderProblem:
         return np.repeat(self.counts, self.stages)
 
     @cached_property
-    def tables(self) -> Tables:
+    def tables(self) -> CodeTables:
         nodes, stages = len(self.node_ranks), self.stages
         stage, pipe = np.arange(nodes) % stages, np.arange(nodes) // stages
         first, last = stage == 0, stage == stages - 1
@@ -156,7 +156,7 @@ class OrderProblem:
         lag = arrival * (1.0 - self.sender_blocks - self.receiver_blocks)
         change = self._memory(stage)
         size = np.bincount(self.node_ranks, self.node_counts * self.kinds, self.ranks).astype(np.int64)
-        return Tables(
+        return CodeTables(
             np.concatenate([[0], np.cumsum(size)]),
             (3 * one[:, None] + np.array(ROWS)).ravel(),
             source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(), change.ravel(), self.limits,
@@ -251,7 +251,7 @@ class OrderProblem:
         offsets = self.tables_of(codes).offsets
         return [codes[a:b] for a, b in pairwise(offsets)]
 
-    def tables_of(self, codes: Ints) -> Tables:
+    def tables_of(self, codes: Ints) -> CodeTables:
         """Return the tables with the offsets of an order: a B among split backwards is one op instead of two."""
         if len(codes) == self.tables.offsets[-1]:
             return self.tables

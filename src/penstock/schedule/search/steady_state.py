@@ -19,7 +19,7 @@ from penstock.schedule.search.patterns import Pattern, PatternMaker
 DRAWN = 60
 """Patterns that are drawn before the best are varied."""
 KEPT = 5
-"""Best patterns, of which one is varied at a time; in the end each makes an order of the whole step."""
+"""Best patterns; one is varied at a time, and in the end each makes an order of the whole step."""
 ROUNDS = 4
 """Microbatches of the shorter step for each rank."""
 CONSTRUCTIONS = 1_000
