@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.schedule.jit import choose
-from penstock.schedule.search.order_problem import Floats, Ints, CodeTables, numbers
+from penstock.schedule.search.order_problem import CodeTables, Floats, Ints, numbers
 
 ALWAYS = 10**9
 """Ops that one call times: always enough to compile the kernels."""
@@ -48,7 +48,8 @@ class _State(NamedTuple):
         held: memory that its rank holds after every op, shape (ops,).
         random: state of the random numbers, shape (1,).
         path: room for the places of a critical path, shape (ops,).
-        position, clock, todo: room for each rank's next place, time, and turn to be looked at, shape (ranks,).
+        work: seconds of all ops of each rank, shape (ranks,).
+        position, clock, left_work, todo: room for each rank's next place, time, work left, and turn, shape (ranks,).
     """
 
     codes: Ints
@@ -60,8 +61,10 @@ class _State(NamedTuple):
     held: Ints
     random: Ints
     path: Ints
+    work: Floats
     position: Ints
     clock: Floats
+    left_work: Floats
     todo: Ints
 
 
@@ -82,7 +85,7 @@ def anneal(tables: CodeTables, codes: Ints, microbatches: int, heat: Heat) -> tu
 def time_order(tables: CodeTables, codes: Ints, microbatches: int) -> tuple[float, Floats, Floats]:
     """Return the makespan of an order, infinite if it deadlocks, and begin and end of every op."""
     state = _state(tables, codes, microbatches, 0)
-    return float(choose(_sweep, ALWAYS)(tables, state)), state.begin, state.end
+    return float(choose(_sweep, ALWAYS)(tables, state, np.inf)), state.begin, state.end
 
 
 def _state(tables: CodeTables, codes: Ints, microbatches: int, seed: int) -> _State:
@@ -96,22 +99,25 @@ def _state(tables: CodeTables, codes: Ints, microbatches: int, seed: int) -> _St
     place[tables.row[codes], number] = np.arange(ops)
     random = np.array([(seed * 7919 + 12345) & 0x7FFFFFFF])
     ranks = len(tables.limit)
+    work = np.zeros(ranks)
+    np.add.at(work, rank, tables.seconds[codes])
     return _State(
-        codes.copy(), rank, number, place, np.zeros(ops), np.zeros(ops), held, random, np.zeros(ops, np.int64),
-        np.zeros(ranks, np.int64), np.zeros(ranks), np.zeros(ranks, np.int64),
+        codes.copy(), rank, number, place, np.zeros(ops), np.zeros(ops), held, random, np.zeros(ops, np.int64), work,
+        np.zeros(ranks, np.int64), np.zeros(ranks), np.zeros(ranks), np.zeros(ranks, np.int64),
     )  # fmt: skip
 
 
-def _sweep(tables: CodeTables, state: _State) -> float:
-    """Time every op as early as possible; return the makespan, infinite if the ranks deadlock."""
-    offsets, source, receiver, lag, seconds = (
-        tables.offsets, tables.source, tables.receiver, tables.lag, tables.seconds,
+def _sweep(tables: CodeTables, state: _State, allowed: float) -> float:
+    """Time every op as early as possible; return the makespan, infinite if the ranks deadlock or it exceeds `allowed`."""
+    offsets, source, receiver, lag, seconds, tail = (
+        tables.offsets, tables.source, tables.receiver, tables.lag, tables.seconds, tables.tail,
     )  # fmt: skip
     codes, number, place, begin, end = state.codes, state.number, state.place, state.begin, state.end
-    position, clock, todo = state.position, state.clock, state.todo
+    position, clock, left_work, todo = state.position, state.clock, state.left_work, state.todo
     ranks, left, longest = len(position), len(codes), 0.0
     for rank in range(ranks):
         position[rank], clock[rank], todo[rank] = offsets[rank], 0.0, ranks - 1 - rank
+        left_work[rank] = state.work[rank]
     for at in range(left):
         end[at] = -1.0
     size = ranks
@@ -119,6 +125,7 @@ def _sweep(tables: CodeTables, state: _State) -> float:
         size -= 1
         rank = todo[size]
         at, now, stop = position[rank], clock[rank], offsets[rank + 1]
+        left_here = left_work[rank]
         while at < stop:
             code = codes[at]
             if source[code] >= 0:
@@ -128,6 +135,9 @@ def _sweep(tables: CodeTables, state: _State) -> float:
                 now = max(now, arrival + lag[code])
             begin[at] = now
             now += seconds[code]
+            left_here -= seconds[code]
+            if now + max(tail[code], left_here) > allowed:
+                return np.inf
             end[at] = now
             other = receiver[code]
             if other >= 0:
@@ -140,7 +150,7 @@ def _sweep(tables: CodeTables, state: _State) -> float:
                     size += 1
             at += 1
             left -= 1
-        position[rank], clock[rank] = at, now
+        position[rank], clock[rank], left_work[rank] = at, now, left_here
         longest = max(longest, now)
     return longest if left == 0 else np.inf
 
@@ -148,7 +158,7 @@ def _sweep(tables: CodeTables, state: _State) -> float:
 def _anneal(tables: CodeTables, state: _State, heat: Heat, best: Ints) -> float:
     codes, rank, held, random, path = state.codes, state.rank, state.held, state.random, state.path
     limit = tables.limit
-    length = _sweep(tables, state)
+    length = _sweep(tables, state, np.inf)
     excess = 0
     for at in range(len(codes)):
         excess += max(0, held[at] - limit[rank[at]])
@@ -171,9 +181,11 @@ def _anneal(tables: CodeTables, state: _State, heat: Heat, best: Ints) -> float:
             continue
         _shift(tables, state, at, to)
         change = _excess(tables, state, min(at, to), max(at, to), False)
-        changed = _sweep(tables, state)
-        worse = changed - length + heat.price * change
-        if worse <= 0.0 or worse < -temperature * np.log((_draw(random, 1048576) + 1.0) / 1048577.0):
+        # The makespan up to which the move is accepted: then an order that will exceed it need not be timed to its end.
+        allowed = length - heat.price * change
+        allowed -= temperature * np.log((_draw(random, 1048576) + 1.0) / 1048577.0)
+        changed = _sweep(tables, state, allowed * (1.0 + 1e-12))
+        if changed <= allowed * (1.0 + 1e-12):
             length, size = changed, 0
             excess += change
             _excess(tables, state, min(at, to), max(at, to), True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.schedule.jit import choose
-from penstock.schedule.search.order_problem import UNLIMITED, Floats, Ints, OrderProblem, CodeTables
+from penstock.schedule.search.order_problem import UNLIMITED, CodeTables, Floats, Ints, OrderProblem
 
 
 class _Ranks(NamedTuple):
@@ -114,7 +114,9 @@ def _dispatch(
     overrun: float,
     codes: Ints,
 ) -> float:
-    offsets, _, _, receiver, lag, seconds, memory, _ = tables
+    offsets, receiver, lag, seconds, memory = (
+        tables.offsets, tables.receiver, tables.lag, tables.seconds, tables.memory,
+    )  # fmt: skip
     nodes = own.nodes
     done, ends, held = progress
     ranks = len(nodes)

@@ -56,6 +56,7 @@ class CodeTables(NamedTuple):
         receiver: int64, rank that waits for the output, -1 for none, shape (codes,).
         lag: float64, seconds from the end of the source until its output is there, shape (codes,).
         seconds: float64, seconds on the rank, shape (codes,).
+        tail: float64, seconds that follow the op at least, along its microbatch's way, shape (codes,).
         memory: int64, bytes or activations that the rank holds more after the op, shape (codes,).
         limit: int64, bytes or activations that each rank may hold, shape (ranks,).
     """
@@ -66,6 +67,7 @@ class CodeTables(NamedTuple):
     receiver: Ints
     lag: Floats
     seconds: Floats
+    tail: Floats
     memory: Ints
     limit: Ints
 
@@ -159,7 +161,8 @@ class OrderProblem:
         return CodeTables(
             np.concatenate([[0], np.cumsum(size)]),
             (3 * one[:, None] + np.array(ROWS)).ravel(),
-            source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(), change.ravel(), self.limits,
+source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
+            self._tails(seconds, lag).ravel(), change.ravel(), self.limits,
         )  # fmt: skip
 
     @cached_property
@@ -168,6 +171,30 @@ class OrderProblem:
         if self.budget is None:
             return np.full(self.ranks, UNLIMITED)
         return np.ascontiguousarray(self.budget.limits(self.ranks))
+
+    def _tails(self, seconds: Floats, lag: Floats) -> Floats:
+        """Return the least time that follows the ops of every node and type."""
+        tail = np.zeros(seconds.shape)
+        late = WEIGHT if self.backward == "split" else WHOLE
+        # With mixed backwards a B may do the work of both halves in less time.
+        weight = seconds[:, late] if late == WEIGHT and not self.mixed else np.zeros(len(seconds))
+        inputs = seconds[:, [GRADIENT, WHOLE]].min(axis=1) if self.mixed else seconds[:, GRADIENT]
+        for q in range(len(self.pipes)):
+            for s in range(self.stages):
+                node = q * self.stages + s
+                before = lag[node - 1, GRADIENT] + inputs[node - 1] + tail[node - 1, GRADIENT] if s else 0.0
+                tail[node, WHOLE] = before
+                tail[node, GRADIENT] = max(weight[node], before)
+            for s in reversed(range(self.stages)):
+                node = q * self.stages + s
+                if s == self.stages - 1:
+                    tail[node, FORWARD] = inputs[node] + tail[node, GRADIENT]
+                else:
+                    after = node + 1
+                    tail[node, FORWARD] = lag[after, FORWARD] + seconds[after, FORWARD] + tail[after, FORWARD]
+        if self.mixed:
+            tail[:, FORWARD] -= (tail[:, GRADIENT] - tail[:, WHOLE]).max()
+        return np.maximum(tail, 0.0)
 
     def _memory(self, stage: Ints) -> Ints:
         """Return the change of memory by node and type."""
