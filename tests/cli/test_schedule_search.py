@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli import group, main
+from penstock.schedule.text import read_csv
+
+
+def run(*words: object) -> str:
+    result = CliRunner().invoke(group, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def search(*words: object) -> dict[str, object]:
+    found = json.loads(run("schedule", "search", *words, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_found_schedule_is_a_file_that_the_other_commands_read(tmp_path: Path):
+    path = tmp_path / "best.csv"
+    costs = ("--costs", "10,10,10", "--latency", 1, "--memory-limit", 5)
+    found = search("-p", 4, "-m", 12, "--backward", "full", *costs, "--out", path)
+    assert (found["makespan"], found["bubble"], found["lower_bound"], found["gap"]) == (456, 96, 456, 0.0)
+    assert found["peak"] == max(found["peaks"]) <= 5
+    assert found["seconds"] > 0
+    simulated = json.loads(run("simulate", path, *costs, "--json"))
+    assert simulated["makespan"] == 456
+    assert simulated["peak_activations"] == found["peaks"]
+    assert "valid" in run("schedule", "check", path, "--memory-limit", 5)
+
+
+def test_costs_are_those_of_a_rank_and_the_limit_counts_stage_activations(tmp_path: Path):
+    found = search("-p", 4, "-m", 6, "-v", 2, "--costs", "2,2,2", "--memory-limit", 8, "--seconds", 5)
+    assert found["bubble"] == 9
+    assert found["makespan"] == 45
+
+
+def test_two_pipes_have_a_copy_of_every_stage(tmp_path: Path):
+    path = tmp_path / "best.csv"
+    words = ("--placement", "bidirectional", "--backward", "split", "--memory-limit", 4, "--seconds", 2)
+    found = search("-p", 4, "-m", 8, *words, "--costs", "3,3,2", "--out", path)
+    assert found["makespan"] == 67
+    assert read_csv(path).placement.holders[0] == (0, 3)
+    assert (
+        search("-p", 2, "-m", 2, "-v", 2, *words)["makespan"] == search("-p", 2, "-m", 2, *words)["makespan"]
+    )
+
+
+def test_costs_may_come_from_a_file_and_the_limit_in_bytes(tmp_path: Path):
+    file = tmp_path / "costs.toml"
+    file.write_text("F = [3, 2, 2]\nB = [3, 2, 4]\nW = [2, 2, 2]\nlatency = 1\n")
+    words = (
+        "-p",
+        3,
+        "-m",
+        5,
+        "--backward",
+        "split",
+        "--costs",
+        file,
+        "--memory-limit",
+        "7GB",
+        "--seconds",
+        2,
+    )
+    found = search(*words, "--saved", "2GB,2GB,3GB")
+    assert 3e9 <= found["peak"] <= 7e9
+
+
+def test_without_json_it_prints_time_memory_bound_and_gap():
+    said = run("schedule", "search", "-p", 2, "-m", 4, "--memory-limit", 2, "--seconds", 1)
+    for line in (
+        "makespan      15\n",
+        "memory        2 activations (of 2)\n",
+        "lower bound   15  ",
+        "gap           0.00%\n",
+    ):
+        assert line in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-v", "2", "--memory-limit", "1"), "takes 2 on rank 0, so 2 is the least"),
+        (("--memory-limit", "4GB"), "unless --saved gives their bytes, got '4GB'"),
+        (("--memory-limit", "lots", "--saved", "1GB"), "--memory-limit must be bytes above 0"),
+        (("--placement", "bidirectional", "-v", "3"), "got -v 3; leave -v out"),
+        (("--placement", "bidirectional", "-p", "3"), "two pipes need an even number of ranks"),
+        (("--costs", "1,1"), "--costs must be three numbers"),
+        (("-m", "100000000"), "is too large"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_in_one_line(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.argv", ["penstock", "schedule", "search", "-p", "4", "-m", "4", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
