@@ -23,7 +23,8 @@ class Heat(NamedTuple):
     Attributes:
         moves: moves to try.
         start, end: temperatures, in seconds.
-        price: seconds that a rank's op costs for each unit of memory that is too much.
+        price: seconds that a rank's op costs for each unit of memory that is too much: 0.4 of it at the start,
+            twice of it at the end.
         distance: largest number of places that an op moves.
         seed: seed of the random numbers.
         target: makespan at which the run ends.
@@ -166,14 +167,14 @@ def _anneal(tables: CodeTables, state: _State, heat: Heat, best: Ints) -> float:
     size = 0
     cooling = (heat.end / heat.start) ** (1.0 / heat.moves)
     temperature = heat.start
-    for _ in range(heat.moves):
+    for move in range(heat.moves):
         if least <= heat.target:
             break
         temperature *= cooling
         if size == 0:
             size = _critical_path(tables, state, length)
         at = path[_draw(random, size)] if _draw(random, 8) > 0 else _draw(random, len(codes))
-        distance = 1
+        distance = 1 + _draw(random, heat.distance) if _draw(random, 4) == 0 else 1
         while distance < heat.distance and _draw(random, 2) == 0:
             distance += 1
         to = at + distance if _draw(random, 2) == 0 else at - distance
@@ -182,7 +183,7 @@ def _anneal(tables: CodeTables, state: _State, heat: Heat, best: Ints) -> float:
         _shift(tables, state, at, to)
         change = _excess(tables, state, min(at, to), max(at, to), False)
         # The makespan up to which the move is accepted: then an order that will exceed it need not be timed to its end.
-        allowed = length - heat.price * change
+        allowed = length - heat.price * (0.4 + 1.6 * move / heat.moves) * change
         allowed -= temperature * np.log((_draw(random, 1048576) + 1.0) / 1048577.0)
         changed = _sweep(tables, state, allowed * (1.0 + 1e-12))
         if changed <= allowed * (1.0 + 1e-12):

@@ -36,12 +36,10 @@ PATIENCE = 1_200_000_000
 """Ops timed without a better order after which the search ends: about ten seconds."""
 _WORK = 60_000_000
 """Ops that one round may time: about half a second."""
-_HEATS = (
-    (0.4, 0.03, 1.0, 8), (0.8, 0.1, 1.0, 8), (0.3, 0.1, 1.0, 8), (0.6, 0.2, 0.7, 12), (0.4, 0.03, 0.6, 16),
-)  # fmt: skip
-"""First and last temperature and price of a run, in mean seconds of an op, and the largest distance of a move."""
-_WARM = (0.2, 0.05, 1.0, 8)
-"""The same for a run that begins with the best order so far."""
+_COLD, _WARM = (0.3, 1.2), (0.15, 0.5)
+"""Range of the first temperature, in mean seconds of an op: of a run from a start, and from the best order so far."""
+_END, _PRICE, _DISTANCES = (0.03, 0.2), (0.6, 1.4), (5, 8, 12, 16)
+"""Ranges of the last temperature and the price, in mean seconds of an op, and the largest distances of a move."""
 _EXACT = 1e-9
 """Relative difference up to which two times differ by rounding alone."""
 
@@ -205,10 +203,14 @@ class OrderSearch:
         assert entry is not None, "one microbatch after the other is always possible"
         seconds, ops = self.problem.tables.seconds, len(entry.codes)
         unit = float(seconds[seconds > 0].mean()) if (seconds > 0).any() else 1.0
-        start, end, price, distance = _WARM if warm else _HEATS[turn % len(_HEATS)]
         moves = max(100, min((1000 + 100 * number) * ops, _WORK // ops))
+        random = np.random.default_rng((self.seed, number))
+        start, end, price = (
+            float(np.exp(random.uniform(math.log(low), math.log(high)))) * unit
+            for low, high in (_WARM if warm else _COLD, _END, _PRICE)
+        )
         heat = Heat(
-            moves, start * unit, end * unit, price * unit, distance, self.seed * 100_003 + number,
+            moves, start, end, price, int(random.choice(_DISTANCES)), int(random.integers(2**31)),
             self.bound * (1 + _EXACT),
         )  # fmt: skip
         makespan, codes = anneal(self.problem.tables_of(entry.codes), entry.codes, self._most, heat)
