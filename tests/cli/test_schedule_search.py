@@ -90,7 +90,7 @@ def test_without_json_it_prints_time_memory_bound_and_gap():
         (("-v", "2", "--memory-limit", "1"), "takes 2 on rank 0, so 2 is the least"),
         (("--memory-limit", "4GB"), "unless --saved gives their bytes, got '4GB'"),
         (("--memory-limit", "lots", "--saved", "1GB"), "--memory-limit must be bytes above 0"),
-        (("--placement", "bidirectional", "-v", "3"), "got -v 3; leave -v out"),
+        (("--placement", "bidirectional", "-v", "3"), "got 3 stages a rank; take 1"),
         (("--placement", "bidirectional", "-p", "3"), "two pipes need an even number of ranks"),
         (("--costs", "1,1"), "--costs must be three numbers"),
         (("-m", "100000000"), "is too large"),

@@ -12,7 +12,6 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.schedule.memory import Budget
-    from penstock.schedule.placement import Placement
     from penstock.simulate.certified_search import CertifiedSchedule
 
 
@@ -83,12 +82,14 @@ def search_command(
     lower bound: no order can gain more than the gap. --out writes CSV for `penstock simulate`, `penstock schedule check` and
     `Pipeline(schedule=...)`.
     """
+    from penstock.schedule.families.searched import shaped_placement
     from penstock.schedule.size import require_size
     from penstock.schedule.text import write_csv
     from penstock.simulate.certified_search import search_schedule
 
-    placed = _placement(placement, ranks, virtual_stages)
-    require_size("search", ranks, microbatches, placed.stages // ranks)
+    v = virtual_stages or (2 if placement == "v" else 1)
+    require_size("search", ranks, microbatches, v)
+    placed = shaped_placement(placement, ranks, v)
     budget = _budget(memory_limit, saved, waiting)
     table = priced(costs, latency, placed)
     result = search_schedule(
@@ -108,21 +109,6 @@ def search_command(
         _show(result, microbatches, budget, saved == "1" and waiting == "0")
         if out is not None:
             click.echo(f"\nwritten: {out}")
-
-
-def _placement(name: str, ranks: int, virtual_stages: int | None) -> Placement:
-    from penstock.schedule.placement import Placement
-
-    if name == "loop":
-        return Placement.loop(ranks, virtual_stages or 1)
-    if name == "v":
-        return Placement.waves(ranks, virtual_stages or 2)
-    # A rank holds one stage of each pipe: by pipe that is 1 stage, together 2.
-    if virtual_stages not in (None, 1, 2):
-        raise ConfigError(
-            f"two pipes have one stage each on every rank, got -v {virtual_stages}; leave -v out"
-        )
-    return Placement.two_way(ranks)
 
 
 def _budget(memory_limit: str | None, saved: str, waiting: str) -> Budget | None:

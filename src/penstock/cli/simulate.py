@@ -209,14 +209,14 @@ def _schedule(
 ) -> Schedule:  # fmt: skip
     """Return the schedule; a family that adapts to costs, latency and memory gets those of the simulation."""
     from penstock.schedule.families import FAMILIES
+    from penstock.schedule.families.searched import shaped_placement
     from penstock.schedule.ops import Kind
-    from penstock.schedule.placement import Placement
 
     adapted: dict[str, object] = {}
     if name in FAMILIES and "costs" in FAMILIES[name].options:
         counts = need_counts(name, ranks, microbatches)
-        FAMILIES[name].require_counts(*counts)
-        placement = Placement.loop(counts[0])
+        v = FAMILIES[name].require_counts(*counts, virtual_stages)
+        placement = shaped_placement(str(values.get("placement", "loop")), counts[0], v)
         table = priced(costs, latency, placement)
         adapted["costs"] = tuple(table.seconds[:, kind].tolist() for kind in (Kind.F, Kind.I, Kind.W))
         adapted["latency"] = float(table.communication.transfer(placement.stages).max(initial=0))

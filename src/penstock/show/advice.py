@@ -40,7 +40,7 @@ SLOW = 1.05
 """A stage is slow if it takes so many times the median."""
 # Left out are families with two copies of every stage, whose weights need more memory, and the search that takes seconds.
 _TRIED = tuple(
-    name for name, family in FAMILIES.items() if "two copies" not in family.needs and name != "zb-auto"
+    name for name, family in FAMILIES.items() if "two copies" not in family.needs and not family.searches
 )
 
 

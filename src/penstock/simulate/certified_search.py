@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from penstock.schedule.check import check
+from penstock.schedule.families.starts import CatalogueStarts
 from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.best_order import Ended, OrderSearch
 from penstock.schedule.search.order_problem import BackwardMode, OrderProblem, pipes_of
-from penstock.schedule.search.starts import allowed, catalogue_schedules
 from penstock.simulate.costs import Costs
 from penstock.simulate.memory_bounds import bound_in_memory
 from penstock.simulate.simulator import simulate
@@ -115,13 +115,15 @@ def search_schedule(
     began = perf_counter()
     problem = order_problem(placement, microbatches, costs, backward, budget)
     bound = bound_in_memory(placement, microbatches, costs, backward, budget)
-    found = OrderSearch(problem, bound=float(bound), seed=seed, progress=progress).run(seconds)
+    found = OrderSearch(problem, CatalogueStarts(), bound=float(bound), seed=seed, progress=progress).run(
+        seconds
+    )
     schedule, start = problem.schedule(found.codes, "searched"), found.start
     trace = simulate(check(schedule, budget=budget).program, costs)
     if costs.pair is not None:
         # Pairs that overlap their halves may be quicker than the same ops apart.
-        for name, other in catalogue_schedules(problem):
-            if other.paired.any() and allowed(problem, other):
+        for name, other in CatalogueStarts().schedules(problem):
+            if other.paired.any() and problem.allows(other):
                 timed = simulate(check(other).program, costs)
                 if makespan(timed) < makespan(trace):
                     schedule, trace, start = other, timed, name

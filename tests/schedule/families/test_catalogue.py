@@ -32,7 +32,7 @@ def test_a_family_builds_what_its_docstring_draws(name: str):
 def test_the_catalogue_is_complete():
     assert list(FAMILIES) == [
         "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-auto",
-        "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v", "chimera", "hanayo",
+        "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v", "chimera", "hanayo", "searched",
     ]  # fmt: skip
     for family in FAMILIES.values():
         assert family.source

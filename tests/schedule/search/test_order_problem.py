@@ -8,11 +8,12 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES
+from penstock.schedule.families.starts import STARTS
 from penstock.schedule.memory import Budget
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.annealing import time_order
+from penstock.schedule.search.joined_backwards import joined
 from penstock.schedule.search.order_problem import WHOLE, numbers
-from penstock.schedule.search.starts import STARTS, joined
 from penstock.simulate.certified_search import order_problem
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan

@@ -17,6 +17,7 @@ from penstock.schedule.families.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.families.gpipe import gpipe
 from penstock.schedule.families.interleaved import interleaved_1f1b
 from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b
+from penstock.schedule.families.searched import searched
 from penstock.schedule.families.slots import chimera, hanayo
 from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.families.zb_v import zb_v
@@ -187,6 +188,13 @@ FAMILIES: dict[str, Family] = {
             2,
             least_virtual_stages=2,
             place=Placement.waves,
+        ),
+        Family(
+            "searched",
+            searched,
+            "search of Penstock",
+            f"loop, V or two pipes; {_SPLIT} unless full; costs, memory limit",
+            searches=True,
         ),
     )
 }

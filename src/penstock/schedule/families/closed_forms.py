@@ -140,6 +140,7 @@ BUBBLES = {
     "zb-v": Bubble("(p-1)F/2, longest 0; F=B=W, m ≥ 2p-1", _staircase),
     "v-half": Bubble("(6p-3k-1)F/2, k = peak; F=B=W, m ≥ 2p", _v_half),
     "v-min": Bubble("(6p-3k-1)F/2, +2F if p mod 3 = 2, k = peak; F=B=W, m ≥ 2p", _v_min),
+    "searched": Bubble("least found for its memory and costs", lambda s: None),
     "dualpipe": Bubble("(p/2-1)(F&B+B+W-3W); F=B≥W, m ≥ 2p even", _dualpipe),
     "dualpipe-v": Bubble("(p-1)(F&B+B+W-3W)/2; F=B≥W, m ≥ 2p", lambda s: _pairs(s, s.p - 1)),
     "chimera": Bubble("(p-2)F; F=B+W, p divides m", _two_way),
@@ -159,6 +160,7 @@ PEAKS = {
     "zb-v": Peak("2p, m ≥ 2p-1", lambda s, r: 2 * s.p if s.m >= 2 * s.p - 1 else None),
     "v-half": Peak("p+2, p odd: p+1; m ≥ 2p", lambda s, r: half_limit(s.p) if s.m >= 2 * s.p else None),
     "v-min": Peak("at most 2⌊(p+4)/3⌋", lambda s, r: None),
+    "searched": Peak("at most its limit", lambda s, r: None),
     "dualpipe": Peak("p+1, m ≥ 2p even", lambda s, r: s.p + 1 if s.m >= 2 * s.p and s.m % 2 == 0 else None),
     "dualpipe-v": Peak("2p+1, m ≥ 2p", lambda s, r: 2 * s.p + 1 if s.m >= 2 * s.p else None),
     "chimera": Peak(

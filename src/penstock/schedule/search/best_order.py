@@ -8,20 +8,20 @@ brought nothing, or when its time is over.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.annealing import Heat, anneal, time_order
 from penstock.schedule.search.dispatch import Dispatcher
+from penstock.schedule.search.joined_backwards import joined
 from penstock.schedule.search.order_problem import Ints, OrderProblem
 from penstock.schedule.search.patterns import PatternMaker
-from penstock.schedule.search.starts import allowed, catalogue_schedules, joined, zero_bubble_start
 from penstock.schedule.search.steady_state import repeating_orders
 
 Ended = Literal["proved", "converged", "time", "interrupted"]
@@ -73,12 +73,23 @@ class _Entry:
     codes: Ints
 
 
+class StartingPoints(Protocol):
+    """Source of schedules to begin with."""
+
+    def schedules(self, problem: OrderProblem) -> Iterable[tuple[str, Schedule]]:
+        """Yield schedules with the placement of a problem, and their names; those that do not fit are left out."""
+
+    def slow_schedule(self, problem: OrderProblem) -> Schedule | None:
+        """Return one that takes seconds to make, if there is one: it is asked for if nothing else reaches the bound."""
+
+
 class OrderSearch:
     """State of one search.
 
     Args:
         problem: ops to order.
-        bound: makespan that no order can beat (default 0: unknown).
+        starting: schedules to begin with.
+        bound: makespan that no order can beat (default: `OrderProblem.least`).
         seed: seed of the random numbers (default 0).
         progress: function of the rounds so far and the best makespan, called after every round.
     """
@@ -86,14 +97,16 @@ class OrderSearch:
     def __init__(
         self,
         problem: OrderProblem,
+        starting: StartingPoints,
         *,
         bound: float = 0.0,
         seed: int = 0,
         progress: Callable[[int, float], None] | None = None,
     ) -> None:
         problem.require_possible()
-        self.problem, self.bound, self.seed = problem, bound, seed
+        self.problem, self.bound, self.seed = problem, max(bound, problem.least), seed
         self._progress = progress
+        self._starting = starting
         self._most = max(problem.counts)
         self._starts: list[_Entry] = []
         self._best: _Entry | None = None
@@ -105,15 +118,20 @@ class OrderSearch:
         assert self._best is not None, "one microbatch after the other is always possible"
         return FoundOrder(self._best.codes, self._best.makespan, self._best.name, self._rounds, "time")
 
-    def run(self, seconds: float) -> FoundOrder:
-        """Search until the end of its own, or for some seconds; Ctrl-C ends it with the best order so far."""
+    def run(self, seconds: float, rounds: int | None = None) -> FoundOrder:
+        """Search until its own end; Ctrl-C ends it with the best order so far.
+
+        Args:
+            seconds: seconds after which the search ends.
+            rounds: rounds after which the search ends (default: no limit).
+        """
         began = perf_counter()
         ended: Ended = "interrupted"
         try:
             self._begin(seconds)
-            ended = self._search(began, seconds)
+            ended = self._search(began, seconds, math.inf if rounds is None else rounds)
             if self.best.codes.size <= LARGE:
-                self._add_zero_bubble()
+                self._add_slow_start()
                 ended = "proved" if self._is_proved() else ended
         except KeyboardInterrupt:
             if self._best is None:
@@ -148,12 +166,12 @@ class OrderSearch:
         problem = self.problem
         alone = problem.one_by_one()
         self._add_start("one by one", self._makespan(alone), alone)
-        for name, schedule in catalogue_schedules(problem):
+        for name, schedule in self._starting.schedules(problem):
             self._add_schedule(name, schedule)
         if self._is_proved():
             return
         if len(alone) > LARGE:
-            self._add_zero_bubble()
+            self._add_slow_start()
             for makespan, codes in repeating_orders(problem, seconds / 2, self.seed):
                 self._add_start("repeating pattern", makespan, codes)
             return
@@ -166,24 +184,24 @@ class OrderSearch:
 
     def _add_schedule(self, name: str, schedule: Schedule) -> None:
         codes = self.problem.codes(schedule)
-        if allowed(self.problem, self.problem.schedule(codes, name)):
+        if self.problem.allows(self.problem.schedule(codes, name)):
             self._add_start(name, self._makespan(codes), codes)
 
-    def _add_zero_bubble(self) -> None:
-        schedule = None if self._is_proved() else zero_bubble_start(self.problem)
+    def _add_slow_start(self) -> None:
+        schedule = None if self._is_proved() else self._starting.slow_schedule(self.problem)
         if schedule is not None:
-            self._add_schedule("zb-auto", schedule)
+            self._add_schedule(schedule.name, schedule)
 
     def _makespan(self, codes: Ints) -> float:
         return time_order(self.problem.tables_of(codes), codes, self._most)[0]
 
-    def _search(self, began: float, seconds: float) -> Ended:
+    def _search(self, began: float, seconds: float, rounds: float) -> Ended:
         idle, longest = 0, 0.0
         while not self._is_proved():
             left = seconds - (perf_counter() - began)
             if left <= longest / 2:
                 return "time"
-            if idle >= PATIENCE:
+            if idle >= PATIENCE or self._rounds >= rounds:
                 return "converged"
             at = perf_counter()
             better, work = self._anneal()

@@ -75,7 +75,7 @@ class Dispatcher:
     def __init__(self, problem: OrderProblem, orders: int) -> None:
         self.problem, self._tables = problem, problem.tables
         nodes, pipe = len(problem.node_ranks), np.arange(len(problem.node_ranks)) // problem.stages
-        held = [np.flatnonzero(problem.node_ranks == rank) for rank in range(problem.ranks)]
+        held = problem.nodes_of
         padded = np.full((problem.ranks, max(map(len, held))), -1)
         for rank, own in enumerate(held):
             padded[rank, : len(own)] = own

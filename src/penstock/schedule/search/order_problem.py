@@ -166,6 +166,27 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
         )  # fmt: skip
 
     @cached_property
+    def least(self) -> float:
+        """Makespan that no order can beat: one microbatch alone, or a rank's work with what comes before and after."""
+        tables = self.tables
+        seconds, lag, tail = (table.reshape(-1, 4) for table in (tables.seconds, tables.lag, tables.tail))
+        way = np.cumsum((seconds + lag)[:, FORWARD].reshape(-1, self.stages), axis=1).ravel()
+        head = way - seconds[:, FORWARD]
+        own = seconds[:, : self.kinds].sum(axis=1)
+        if self.mixed:
+            own = np.minimum(own, seconds[:, FORWARD] + seconds[:, WHOLE])
+        after = tail[:, GRADIENT] if self.backward == "full" else np.zeros(len(own))
+        work = np.bincount(self.node_ranks, own * self.node_counts, self.ranks)
+        alone = float((way + tail[:, FORWARD]).max()) if not self.mixed else 0.0
+        ends = [head[held].min() + after[held].min() for held in self.nodes_of]
+        return max(alone, float((work + np.array(ends)).max()))
+
+    @cached_property
+    def nodes_of(self) -> list[Ints]:
+        """Nodes of each rank."""
+        return [np.flatnonzero(self.node_ranks == rank) for rank in range(self.ranks)]
+
+    @cached_property
     def limits(self) -> Ints:
         """Bytes or activations that each rank may hold, shape (ranks,)."""
         if self.budget is None:
@@ -219,6 +240,13 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
                 f"no order can meet a memory limit of {self.limits[tight]}: one microbatch alone takes {least[tight]} on "
                 f"rank {tight}, so {least.max()} is the least; raise the limit"
             )
+
+    def allows(self, schedule: Schedule) -> bool:
+        """Return whether a schedule may be the answer: it has the problem's kind of backward, and fits the memory."""
+        split = bool(((schedule.kind == Kind.I) | (schedule.kind == Kind.W)).any())
+        if split and self.backward == "full":
+            return False
+        return self.budget is None or bool((self.budget.peak(schedule) <= self.limits).all())
 
     def one_by_one(self) -> Ints:
         """Return the order that runs one microbatch after the other."""

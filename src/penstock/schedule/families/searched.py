@@ -1,0 +1,133 @@
+"""Searched: the best order that a search finds for given costs and memory, in a loop, on a V, or with two opposite pipes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.schedule.families.starts import CatalogueStarts
+from penstock.schedule.memory import Budget
+from penstock.schedule.ops import Kind
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.search.best_order import OrderSearch
+from penstock.schedule.search.order_problem import BackwardMode, OrderProblem, pipes_of
+
+Shape = Literal["loop", "v", "bidirectional"]
+Cost = float | Sequence[float]
+
+ROUNDS = 16
+"""Rounds of a search: their number, not their time, so that every process of a run finds the same order."""
+
+
+def shaped_placement(shape: str, ranks: int, virtual_stages: int) -> Placement:
+    """Return the placement of a shape: "loop", "v" (down and up again), or "bidirectional" (two opposite pipes).
+
+    Raises:
+        ScheduleError: if there is no such shape, or it does not allow the counts.
+    """
+    if shape == "loop":
+        return Placement.loop(ranks, virtual_stages)
+    if shape == "v":
+        return Placement.waves(ranks, virtual_stages)
+    if shape == "bidirectional":
+        # A rank holds one stage of each pipe: by pipe that is 1 stage, together 2.
+        if virtual_stages > 2:
+            raise ScheduleError(
+                f"two pipes have one stage each on every rank, got {virtual_stages} stages a rank; take 1"
+            )
+        return Placement.two_way(ranks)
+    raise ScheduleError(f"the placement must be loop, v or bidirectional, got {shape!r}")
+
+
+def searched(
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int = 1,
+    placement: Shape = "loop",
+    backward: BackwardMode = "split",
+    costs: tuple[Cost, Cost, Cost] = (1.0, 1.0, 1.0),
+    latency: float = 0.0,
+    memory_limit: int | None = None,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+) -> Schedule:
+    """The best order that a search finds; `penstock schedule search` gives it more time, and prints a lower bound.
+
+    Args:
+        ranks: number of ranks p.
+        microbatches: number of microbatches m.
+        virtual_stages: number of stages a rank (default 1).
+        placement: "loop" (default), "v", or "bidirectional".
+        backward: "split" (default) or "full".
+        costs: seconds of F, I and W, each one number for a rank, which its stages share, or one a stage (default 1 each).
+        latency: seconds a message takes between ranks (default 0).
+        memory_limit: activations a rank may hold, in microbatches of a stage (default: no limit).
+        rounds: rounds of the search (default 16).
+        seed: seed of the random numbers (default 0).
+
+    Raises:
+        ScheduleError: if an option is wrong, or no order can meet the memory limit.
+
+    ::
+
+        2 ranks, 3 microbatches
+        rank 0  0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+        rank 1  1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
+    if backward not in ("full", "split"):
+        raise ScheduleError(f"searched: the backward is full or split, got {backward!r}")
+    if not isinstance(costs, Sequence) or isinstance(costs, str) or len(costs) != 3:
+        raise ScheduleError(f"searched: costs are three, of F, I and W, got {costs!r}")
+    if not _is_number(latency):
+        raise ScheduleError(
+            f"searched: the latency must be a number of seconds of at least 0, got {latency!r}"
+        )
+    for name, count, least in (
+        ("rounds", rounds, 0),
+        ("seed", seed, 0),
+        ("memory_limit", memory_limit or 1, 1),
+    ):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ScheduleError(f"searched: {name} must be a whole number of at least {least}, got {count!r}")
+    placed = shaped_placement(placement, ranks, virtual_stages)
+    f, b, w = (_per_stage(name, cost, placed) for name, cost in zip("FIW", costs, strict=True))
+    seconds = np.zeros((placed.stages, len(Kind)))
+    for kind, column in ((Kind.F, f), (Kind.I, b), (Kind.W, w), (Kind.B, b + w), (Kind.R, f)):
+        seconds[:, kind] = column
+    pipes = np.array(pipes_of(placed))
+    travel = np.where(pipes[:, 1:] != pipes[:, :-1], float(latency), 0.0)
+    budget = None if memory_limit is None else Budget(memory_limit)
+    search = OrderSearch(
+        OrderProblem(placed, microbatches, backward, seconds, travel, budget), CatalogueStarts(), seed=seed
+    )
+    options: dict[str, object] = {
+        "placement": placement, "backward": backward, "costs": tuple(tuple(map(float, c)) for c in (f, b, w)),
+        "latency": float(latency), "memory_limit": memory_limit, "rounds": rounds, "seed": seed,
+    }  # fmt: skip
+    return search.problem.schedule(search.run(math.inf, rounds).codes, "searched", options)
+
+
+def _per_stage(name: str, cost: Cost, placement: Placement) -> np.ndarray:
+    each = cost if isinstance(cost, list | tuple) else None
+    if each is not None and len(each) != placement.stages:
+        raise ScheduleError(
+            f"searched: the cost of {name} is one number or one a stage ({placement.stages}), got {len(each)}"
+        )
+    for seconds in [cost] if each is None else each:
+        if not _is_number(seconds):
+            raise ScheduleError(
+                f"searched: the cost of {name} must be a number of seconds of at least 0, got {seconds!r}"
+            )
+    if each is None:
+        assert isinstance(cost, int | float)  # checked above
+        return np.full(placement.stages, cost * placement.ranks / placement.stages)
+    return np.array(each, np.float64)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
