@@ -175,11 +175,20 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
         own = seconds[:, : self.kinds].sum(axis=1)
         if self.mixed:
             own = np.minimum(own, seconds[:, FORWARD] + seconds[:, WHOLE])
-        after = tail[:, GRADIENT] if self.backward == "full" else np.zeros(len(own))
-        work = np.bincount(self.node_ranks, own * self.node_counts, self.ranks)
-        alone = float((way + tail[:, FORWARD]).max()) if not self.mixed else 0.0
+        if self.mixed:
+            return self._least_of(own, head, np.zeros(len(own)))
+        # What is left after all gradients of a rank counts, too.
+        through = self._least_of(seconds[:, [FORWARD, GRADIENT]].sum(axis=1), head, tail[:, GRADIENT])
+        whole = self._least_of(
+            own, head, tail[:, GRADIENT] if self.backward == "full" else np.zeros(len(own))
+        )
+        return max(float((way + tail[:, FORWARD]).max()), through, whole)
+
+    def _least_of(self, seconds: Floats, head: Floats, after: Floats) -> float:
+        """Return the largest time of a rank: before its first op, in the ops of its nodes, and after its last."""
+        work = np.bincount(self.node_ranks, seconds * self.node_counts, self.ranks)
         ends = [head[held].min() + after[held].min() for held in self.nodes_of]
-        return max(alone, float((work + np.array(ends)).max()))
+        return float((work + np.array(ends)).max())
 
     @cached_property
     def nodes_of(self) -> list[Ints]:
