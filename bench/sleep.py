@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -76,16 +76,16 @@ class _Sleep(torch.autograd.Function):
 class Sleeper(nn.Module):
     """A stage of 1/v of a rank's work; its weight gradient takes time too, wherever the schedule places it."""
 
-    def __init__(self, virtual: float) -> None:
+    def __init__(self, virtual: float, seconds: Sequence[float] = (FORWARD, INPUT, WEIGHT)) -> None:
         super().__init__()
-        self.virtual = virtual
+        self.forward_seconds, self.input_seconds, weight = (each / virtual for each in seconds)
         self.gate = nn.Linear(1, 1, bias=False)
-        self.gate.weight.register_hook(lambda grad: nap_until(time.perf_counter() + WEIGHT / virtual))
+        self.gate.weight.register_hook(lambda grad: nap_until(time.perf_counter() + weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        until = time.perf_counter() + FORWARD / self.virtual
+        until = time.perf_counter() + self.forward_seconds
         drop = self.gate(torch.ones(1, 1))  # real work for a weight, next to none
-        return _Sleep.apply(x, drop, until, INPUT / self.virtual)
+        return _Sleep.apply(x, drop, until, self.input_seconds)
 
 
 class _First(torch.autograd.Function):
@@ -132,7 +132,6 @@ def ours(rank: int, name: str, ranks: int, microbatches: int, elements: int, rou
     """Return seconds from the first op's start to the last op's end over all ranks, per step."""
     x, y = batch(microbatches, elements)
     oversleep()
-    found = []
     virtual = virtual_of(name) if FAMILIES[name].chooses_virtual_stages else 1
     with Pipeline(
         model(name, ranks),
@@ -143,15 +142,19 @@ def ours(rank: int, name: str, ranks: int, microbatches: int, elements: int, rou
         virtual_stages=virtual,
         execution=ExecutionOptions(check_finite=False),  # what sleeping stages hand back was never written to
     ) as pipe:
-        for _ in range(rounds + 1):
-            pipe.step(x, y)
-            trace = pipe.trace()
-            begin = trace.info["origin"]
-            ends = torch.tensor([begin, -(begin + float(trace.end.max()))], dtype=torch.float64)
-            if pipe.in_processes:  # perf_counter is one clock for all processes of a machine
-                dist.all_reduce(ends, dist.ReduceOp.MIN)
-            found.append(-ends[1].item() - ends[0].item())
+        found = [step_seconds(pipe, x, y) for _ in range(rounds + 1)]
     return found[1:]
+
+
+def step_seconds(pipe: Pipeline, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return seconds of a step from the first op's start to the last op's end over all ranks."""
+    pipe.step(x, y)
+    trace = pipe.trace()
+    begin = trace.info["origin"]
+    ends = torch.tensor([begin, -(begin + float(trace.end.max()))], dtype=torch.float64)
+    if pipe.in_processes:  # perf_counter is one clock for all processes of a machine
+        dist.all_reduce(ends, dist.ReduceOp.MIN)
+    return -ends[1].item() - ends[0].item()
 
 
 def peer(rank: int, name: str, ranks: int, microbatches: int, elements: int, rounds: int) -> list[float]:

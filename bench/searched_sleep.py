@@ -1,0 +1,102 @@
+"""Found schedules and published ones on sleeping stages, in processes and in turn: how much of the predicted gain is real."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bench.sleep import Sleeper, batch, loss, oversleep, step_seconds
+from penstock.runtime.options import ExecutionOptions
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.schedule.check import check
+from penstock.schedule.families import build_schedule
+from penstock.schedule.memory import Budget
+from penstock.schedule.schedule import Schedule
+from penstock.simulate.certified_search import search_schedule
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulator import simulate
+from penstock.trace.bubbles import makespan
+
+UNIT = 0.002
+
+
+class Case(NamedTuple):
+    """A published schedule, the F, I and W of its stages in units, and the activations that a rank may hold."""
+
+    family: str
+    p: int
+    m: int
+    costs: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    limit: int
+
+
+def _equal(stages: int, f: int, b: int, w: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    return (f,) * stages, (b,) * stages, (w,) * stages
+
+
+CASES = (
+    Case("v-min", 4, 8, _equal(8, 3, 4, 2), 4),
+    Case("v-min", 4, 8, _equal(8, 3, 4, 2), 5),
+    Case("zb-v", 4, 8, ((2,) * 7 + (4,), (2,) * 7 + (4,), (2,) * 7 + (3,)), 8),
+    Case("v-min", 8, 16, _equal(16, 3, 4, 2), 8),
+    Case("v-half", 8, 16, _equal(16, 3, 4, 2), 10),
+)
+
+
+def sleeping(rounds: int, quick: bool) -> Iterator[Any]:
+    """Yield the table; return its figures."""
+    torch.set_num_threads(1)
+    yield f"{'published':12}{'p':>3}{'m':>4}{'held':>6}{'simulated':>22}{'measured, ms':>22}{'gain':>9}{'measured':>10}{'share':>8}"
+    rows = []
+    with LocalProcesses(8) as pool:
+        for case in CASES[:1] if quick else CASES:
+            theirs = build_schedule(case.family, case.p, case.m)
+            costs = Costs.of(theirs.placement, *case.costs)
+            ours = search_schedule(
+                theirs.placement, case.m, costs, "split", Budget(case.limit), seconds=3 if quick else 10
+            )
+            took = makespan(simulate(check(theirs, budget=Budget(case.limit)).program, costs))
+            job = ([theirs, ours.schedule], case.costs, rounds)
+            times = pool.run(case.p, alternating, *job, timeout=550)[0]
+            before, after = (statistics.median(each) for each in zip(*times, strict=True))
+            gain = 1 - float(ours.makespan) / float(took)
+            measured = statistics.median(1 - b / a for a, b in times)
+            rows.append(
+                {
+                    "published": case.family, "ranks": case.p, "microbatches": case.m, "limit": case.limit,
+                    "predicted": gain, "measured": measured, "share": measured / gain,
+                }
+            )  # fmt: skip
+            yield (
+                f"{case.family:12}{case.p:3}{case.m:4}{case.limit:6}{took:11}{ours.makespan:11}{1e3 * before:11.1f}"
+                f"{1e3 * after:11.1f}{gain:9.1%}{measured:10.1%}{measured / gain:8.0%}"
+            )
+    yield f"gained of what was predicted: {min(row['share'] for row in rows):.0%} at least"
+    return {"rows": rows}
+
+
+def alternating(
+    rank: int, schedules: list[Schedule], costs: tuple[tuple[int, ...], ...], rounds: int
+) -> list[list[float]]:
+    """Return seconds of a step by each schedule, in turn."""
+    oversleep()
+    x, y = batch(schedules[0].microbatches, 1024)
+    pipes = []
+    for schedule in schedules:
+        stages = [Sleeper(1, [UNIT * float(each) for each in stage]) for stage in zip(*costs, strict=True)]
+        pipes.append(
+            Pipeline(
+                nn.Sequential(*stages), loss, microbatches=schedule.microbatches, schedule=schedule,
+                virtual_stages=schedule.stages // schedule.ranks, execution=ExecutionOptions(check_finite=False),
+            )
+        )  # fmt: skip
+    try:
+        return [[step_seconds(pipe, x, y) for pipe in pipes] for _ in range(rounds + 1)][1:]
+    finally:
+        for pipe in pipes:
+            pipe.close()
