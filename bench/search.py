@@ -202,9 +202,7 @@ def _profile(model: str) -> Profile:
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, help="seconds of a search with a real model's costs (default 1)"
-    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a search (default 1)")
     parser.add_argument(
         "--sleep", action="store_true", help="run found and published schedules on sleeping stages"
     )
