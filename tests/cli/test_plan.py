@@ -17,8 +17,9 @@ from penstock.cli.plan import command
 from penstock.errors import PenstockError
 from penstock.plan.cluster import read_cluster
 from penstock.profile.model_profile import read_model
+from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
-from penstock.schedule.text import write_csv
+from penstock.schedule.text import read_csv, write_csv
 from tests.support.tiny_run import text_folder
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64, "vocab_size": 256}
@@ -385,3 +386,29 @@ def test_the_commands_of_the_guide_run_as_they_are_printed(words: list[str], fol
     assert outcome.exit_code == 0, outcome.output
     written = (folder / "run.toml").exists()
     assert written == ("--layout" not in words and "profile.json" not in words)
+
+
+def test_the_best_plans_may_get_an_order_of_their_own(folder: Path):
+    words = (
+        "gpt2",
+        "--cluster",
+        "a100-80gb*8",
+        "--sequence",
+        "64",
+        "--batch",
+        "24",
+        "--fix",
+        "pp=4",
+        "--fix",
+        "dp=2",
+    )
+    plain = plan(*words)["plans"][0]
+    ours = plan(*words, "--search-orders", "0.3")["plans"][0]
+    assert_is_prediction(ours)
+    assert ours["fits"]
+    assert ours["step_seconds"] <= plain["step_seconds"]
+    path = folder / "plan-order.csv"
+    assert path.exists() == (ours["step_seconds"] < plain["step_seconds"])
+    if path.exists():
+        check(read_csv(path))
+    assert "belong to a search" in message(*words[:-4], "--layout", "pp=4", "--search-orders", "1")

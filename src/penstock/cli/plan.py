@@ -64,6 +64,11 @@ if TYPE_CHECKING:
     "--seconds", type=click.FloatRange(0, min_open=True), metavar="T", help="End the search after T seconds."
 )
 @click.option(
+    "--search-orders", "order_seconds", type=click.FloatRange(0, min_open=True), metavar="T",
+    help="Search an order of their own for the three best plans, T seconds each, and take the best if it is quicker. It is "
+    "written to plan-order.csv, beside --out. Default: no search.",
+)  # fmt: skip
+@click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
     help="Config that `penstock train` starts with the best plan. Default: run.toml, unless --layout or --json is given. "
     "For a profile: Python that makes the pipeline, which is printed by default.",
@@ -89,6 +94,7 @@ def command(
     memory_limit: str | None,
     top: int,
     seconds: float | None,
+    order_seconds: float | None,
     out: Path | None,
     run: Path | None,
     page: Path | None,
@@ -105,9 +111,9 @@ def command(
     from penstock.plan.prediction import predict
     from penstock.profile.model_profile import is_profile, read_model
 
-    if layout_text is not None and (fixes or schedules or devices is not None):
+    if layout_text is not None and (fixes or schedules or devices is not None or order_seconds is not None):
         raise click.UsageError(
-            "--layout predicts one layout; --fix, --schedule and --devices belong to a search"
+            "--layout predicts one layout; --fix, --schedule, --devices and --search-orders belong to a search"
         )
     own = is_profile(model)
     if out is None and layout_text is None and not as_json and not own:
@@ -139,6 +145,13 @@ def command(
         found = _search(
             profile, cluster, sequence, batch, fixes, schedules, devices, memory_limit, top, seconds, as_json
         )
+        if order_seconds is not None:
+            from penstock.plan.explore.searched_orders import with_searched_order
+
+            found = with_searched_order(
+                profile, _limited(cluster, memory_limit), found, (out or Path("run.toml")).with_name("plan-order.csv"),
+                sequence=sequence, batch=batch, seconds=order_seconds,
+            )  # fmt: skip
         result, best = found, found.best
         if as_json:
             click.echo(json.dumps(found.as_dict()))

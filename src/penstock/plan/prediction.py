@@ -34,6 +34,7 @@ from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
+from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import read_csv
 from penstock.simulate.reduction import reduce_gradients
 from penstock.simulate.simulator import simulate
@@ -135,6 +136,8 @@ def predict(
     *,
     sequence: int | None = None,
     batch: int | None = None,
+    order: Schedule | None = None,
+    order_name: str = "",
 ) -> Prediction:
     """Predict a step.
 
@@ -144,6 +147,8 @@ def predict(
         layout: the layout, as `Layout.parse` reads it if it is text.
         sequence: tokens of a sample (default: as `default_sequence`).
         batch: samples of a step, over all replicas (default: 4 microbatches for each pipeline rank of each replica).
+        order: schedule to run instead of the layout's (default none).
+        order_name: path of the file that `order` will have, which becomes the layout's schedule.
 
     Raises:
         ConfigError: if the layout contradicts itself, needs more devices than there are, or does not divide the batch.
@@ -156,7 +161,11 @@ def predict(
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _LARGEST:
             raise ConfigError(f"{name} must be a whole number from 1 to {_LARGEST:,}, got {count!r}")
     microbatches = count_microbatches(layout, cluster, batch)
-    program = step_program(layout.schedule, layout.pp, microbatches, layout.v)
+    if order is None:
+        program = step_program(layout.schedule, layout.pp, microbatches, layout.v)
+    else:
+        program = check(order).program
+        layout = layout.with_values(schedule=order_name)
     schedule = program.schedule
     layout = layout.with_values(v=schedule.stages // layout.pp)
     times = layer_times(profile, cluster, layout, sequence)

@@ -1,0 +1,85 @@
+"""The last stage of a search for layouts: the best of them get orders of their own, searched for their costs and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from penstock.plan.cluster import Cluster
+from penstock.plan.explore.search_result import SearchResult
+from penstock.plan.prediction import Prediction, op_costs, predict
+from penstock.plan.rank_memory import MARGIN
+from penstock.profile.model_profile import Profile
+from penstock.schedule.memory import Budget
+from penstock.schedule.ops import Kind
+from penstock.schedule.text import write_csv
+from penstock.simulate.certified_search import search_schedule
+
+TRIED = 3
+"""Layouts of a result that get a searched order."""
+
+
+def with_searched_order(
+    profile: Profile,
+    cluster: Cluster,
+    result: SearchResult,
+    path: Path,
+    *,
+    sequence: int,
+    batch: int,
+    seconds: float,
+) -> SearchResult:
+    """Search an order for the best layouts; return the result with the quickest of them first if it beats all others.
+
+    Args:
+        profile, cluster, sequence, batch: those of the search.
+        result: result of a search for layouts.
+        path: CSV file for the order; it is written only if the order is quicker.
+        seconds: seconds for the order of each layout.
+
+    Raises:
+        ScheduleError: if the file cannot be written.
+    """
+    best: Prediction | None = None
+    for plan in result.plans[:TRIED]:
+        if plan.layout.pp == 1 or plan.program is None or plan.costs is None:
+            continue
+        schedule = plan.program.schedule
+        split = bool((schedule.kind == Kind.W).any())
+        found = search_schedule(
+            schedule.placement, schedule.microbatches, op_costs(plan.costs, cluster, plan.layout, profile.op_overhead),
+            "split" if split else "full", _budget(plan), seconds=seconds,
+        )  # fmt: skip
+        ours = predict(
+            profile,
+            cluster,
+            plan.layout,
+            sequence=sequence,
+            batch=batch,
+            order=found.schedule,
+            order_name=str(path),
+        )
+        least = result.best if best is None else best
+        if ours.fits and ours.step_seconds < least.step_seconds * (1 - 1e-9):
+            best = ours
+            write_csv(found.schedule, path)
+    return result if best is None else replace(result, plans=(best, *result.plans))
+
+
+def _budget(plan: Prediction) -> Budget:
+    """Return the bytes of activations that every rank may hold between its ops."""
+    assert plan.program is not None, "the best plans are predicted in full"
+    assert plan.costs is not None, "the best plans are predicted in full"
+    schedule, costs = plan.program.schedule, plan.costs
+    saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
+    free = []
+    for rank, stages in zip(plan.memory, schedule.placement.stages_of, strict=True):
+        states = rank.weights + rank.gradients + rank.optimizer
+        inside = float(costs.transient[list(stages)].max())
+        free.append((plan.capacity - states) / (1 + MARGIN) - rank.messages - rank.buckets - inside)
+    budget = Budget(0, saved, waiting, freed_at="B")
+    # The plan itself fits, so its order may be the first.
+    limit = np.maximum(np.array(free).astype(np.int64), budget.peak(schedule))
+    return replace(budget, limit=limit)
