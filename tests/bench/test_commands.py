@@ -94,6 +94,11 @@ LINES = {
         r"  plain 1F1B: 2 rows, mean N, median N, largest N", r"b200: 8 runs, mean N, median N, largest N",
         r"  matmul.bf16 +rated +N  fitted +N  preset +N",
     ],
+    "bench.search": [
+        r"loop p=4 m=8 v=2 full 1,1,1 c=0 k=8 +57 +57 +0.00% +9 +57 +N", r"reached 3 of 3; 0.00% above the optimum at most",
+        r"1/2 +N +N +N +N +N +v-min", r"1 +N +N +N +N +N +[a-z-]+", r"64 ranks, 512 microbatches, .*: N in N s; V-Half N; gap N",
+    ],
+    "bench.search --sleep": [r"v-min +4 +8 +4 +226( +N){6}", r"gained of what was predicted: N at least"],
     "bench.plan_search": [
         r"Llama-3 8B +h100.8( +N){7}", r"GPT 175B +a100-80gb.8x8( +N){7}", r"Llama-3 405B +h100.8x64( +N){7}",
         r"small spaces: worse than an exhaustive search in 0 of 3; N of N layouts simulated",
