@@ -96,7 +96,8 @@ LINES = {
     ],
     "bench.search": [
         r"loop p=4 m=8 v=2 full 1,1,1 c=0 k=8 +57 +57 +0.00% +9 +57 +N", r"reached 3 of 3; 0.00% above the optimum at most",
-        r"1/2 +N +N +N +N +N +v-min", r"1 +N +N +N +N +N +[a-z-]+", r"64 ranks, 512 microbatches, .*: N in N s; V-Half N; gap N",
+        r"1/2 +N +N +N +N +N +v-min", r"1 +N +N +N +N +N +[a-z-]+",
+        r"64 ranks, 512 microbatches, .*: N in N s; V-Half N; gap N",
     ],
     "bench.search --sleep": [r"v-min +4 +8 +4 +226( +N){6}", r"gained of what was predicted: N at least"],
     "bench.plan_search": [
