@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
-from itertools import cycle, islice, product
+from itertools import product
 from typing import Any, NamedTuple
 
 from bench.compare import Figures, main
@@ -90,17 +90,10 @@ def vectors(count: int) -> list[Vector]:
         for cluster in CLUSTERS
         if MODELS[model].layers % (2 * p) == 0
     ]
-    step = max(1, len(every) // count)
+    chosen = [every[n * len(every) // count] for n in range(count)]
     return [
-        Vector(
-            model,
-            cluster,
-            p,
-            rounds * p,
-            MODELS[model].hidden // 2048 if MODELS[model].hidden > 4096 else 1,
-            again,
-        )
-        for model, cluster, p, rounds, again in islice(cycle(every), 0, step * count, step)
+        Vector(model, cluster, p, rounds * p, max(1, MODELS[model].hidden // 2048), again)
+        for model, cluster, p, rounds, again in chosen
     ]
 
 

@@ -42,7 +42,7 @@ def _equal(stages: int, f: int, b: int, w: int) -> tuple[tuple[int, ...], tuple[
 CASES = (
     Case("v-min", 4, 8, _equal(8, 3, 4, 2), 4),
     Case("v-min", 4, 8, _equal(8, 3, 4, 2), 5),
-    Case("v-half", 4, 8, ((2,) * 7 + (4,), (2,) * 7 + (4,), (2,) * 7 + (3,)), 6),
+    Case("v-half", 4, 8, _equal(8, 3, 4, 2), 7),
     Case("v-min", 8, 16, _equal(16, 3, 4, 2), 8),
     Case("v-half", 8, 16, _equal(16, 3, 4, 2), 10),
 )
