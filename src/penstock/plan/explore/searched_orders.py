@@ -9,7 +9,8 @@ import numpy as np
 
 from penstock.plan.cluster import Cluster
 from penstock.plan.explore.search_result import SearchResult
-from penstock.plan.prediction import Prediction, op_costs, predict
+from penstock.plan.op_costs import op_costs
+from penstock.plan.prediction import Prediction, predict
 from penstock.plan.rank_memory import MARGIN
 from penstock.profile.model_profile import Profile
 from penstock.schedule.memory import Budget
@@ -49,7 +50,8 @@ def with_searched_order(
         schedule = plan.program.schedule
         split = bool((schedule.kind == Kind.W).any())
         found = search_schedule(
-            schedule.placement, schedule.microbatches, op_costs(plan.costs, cluster, plan.layout, profile.op_overhead),
+            schedule.placement, schedule.microbatches,
+            op_costs(plan.costs, cluster, plan.layout, profile.runtime, profile.op_overhead),
             "split" if split else "full", _budget(plan), seconds=seconds,
         )  # fmt: skip
         ours = predict(
