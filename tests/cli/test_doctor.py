@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli import group
 from penstock.errors import ConfigError
+from penstock.output_files import signed
 from penstock.plan.cluster import read_cluster
 
 
@@ -54,7 +55,7 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_a_measured_cluster_is_written_and_shown(tmp_path: Path):
     path = tmp_path / "mine.toml"
-    path.write_text("an older file")
+    path.write_text(signed("# Measured by penstock doctor with torch 2.0 on an older machine.\n"))
     result = call("--measure", path)
     assert result.exit_code == 0, result.output
     assert f"written to {path}\n" in result.output
@@ -65,9 +66,14 @@ def test_a_measured_cluster_is_written_and_shown(tmp_path: Path):
 
 
 def test_a_cluster_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text("[device]\n")
+    measured = signed("# Measured by penstock doctor with torch 2.0 on 2 CPUs.\nnodes = 1\n")
+    (tmp_path / "edited.toml").write_text(measured.replace("nodes = 1", "nodes = 2"))
     for path, message in (
-        (tmp_path / "none" / "a.toml", "none is no folder"),
+        (tmp_path / "none" / "a.toml", f"there is no folder {tmp_path / 'none'}"),
         (tmp_path / "a.txt", "end in .toml"),
+        (tmp_path / "mine.toml", "was not written by penstock doctor"),
+        (tmp_path / "edited.toml", "was edited after penstock doctor wrote it"),
     ):
         error = call("--measure", path).exception
         assert isinstance(error, ConfigError)

@@ -42,7 +42,7 @@ def test_a_step_of_1f1b_by_hand():
     prediction = predicted("pp=2", round_cluster(error=0.25, step_overhead=0.5))
     assert prediction.parts == {"pipeline": (8 + 1) * 6, "reduction": 0, "optimizer": 2, "overhead": 0.5}
     assert prediction.step_seconds == 56.5
-    assert (prediction.low, prediction.high) == (0.75 * 56.5, 1.25 * 56.5)
+    assert (prediction.low, prediction.high) == (56.5 / 1.25, 1.25 * 56.5)
     assert prediction.tokens_per_second == 8 * SEQUENCE / 56.5
     assert prediction.bubble == 1 / 9
     # Forward 1 TFLOP a block and microbatch, over two devices of 1 TFLOP/s.
@@ -153,12 +153,16 @@ def test_assumptions_are_said():
     said = predict(
         dropout, read_cluster("a100-80gb*8x2"), "pp=2,dp=2", sequence=SEQUENCE, batch=8
     ).assumptions
-    assert len(said) == 4
+    assert len(said) == 5
     assert said[-1] == "12 of the 16 devices are idle."
-    assert predicted("pp=16", batch=2, blocks=16).assumptions == ()
-    measured = timed_profile(machine={"cores": 2, "machine": "x86_64", "ranks": 4})
-    (sentence,) = predict(measured, round_cluster(ranks_per_node=2), "pp=2", batch=8).assumptions
+    interval = "The interval is the step divided and multiplied by "
+    assert predicted("pp=16", batch=2, blocks=16).assumptions == (f"{interval}1.1: the error of round.",)
+    measured = timed_profile(machine={"cores": 2, "machine": "x86_64", "ranks": 4}, spread=0.5)
+    sentence, of_spread = predict(measured, round_cluster(ranks_per_node=2), "pp=2", batch=8).assumptions
     assert sentence.startswith("Layers take the seconds measured on 2 cores (x86_64) with 4 ranks busy")
+    assert of_spread == (
+        f"{interval}1.5: the spread of the measured timed; measure again on a quiet machine."
+    )
 
 
 def test_the_interval_of_a_noisy_profile_is_above_zero():
@@ -177,7 +181,7 @@ def test_a_measured_spread_widens_the_interval():
     profile = timed_profile(spread=0.5, step_overhead=1.0)
     prediction = predict(profile, round_cluster(error=0.1), "", sequence=SEQUENCE, batch=8)
     assert (prediction.low, prediction.high) == (
-        0.5 * prediction.step_seconds,
+        prediction.step_seconds / 1.5,
         1.5 * prediction.step_seconds,
     )
     assert prediction.parts["overhead"] == 1.0

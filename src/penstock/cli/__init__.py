@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import NoReturn
 import click
 
 from penstock import __version__
+from penstock.cli.output import UNWRITTEN, drop_output
 from penstock.errors import (
     ConfigError,
     HangError,
@@ -67,6 +69,8 @@ def main() -> None:
     try:
         # click returns the exit code that a command chose.
         code = group(prog_name="penstock", standalone_mode=False)
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
         if isinstance(code, int):
             sys.exit(code)
     except click.Abort:
@@ -74,6 +78,13 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is not None or error.errno not in UNWRITTEN:
+            raise
+        drop_output()
+        if error.errno != errno.EPIPE:  # | head
+            click.echo(f"penstock: cannot write to stdout: {error.strerror}", err=True)
+        sys.exit(ExitCode.FAILED)
     except StoppedError:
         sys.exit(ExitCode.STOPPED)  # how to continue has been printed
     except PenstockError as error:
@@ -107,7 +118,8 @@ def _end(code: int, at_once: bool = False) -> NoReturn:
     from penstock.runtime.health.hang import RANK_THREAD
 
     if at_once or any(thread.name.startswith(RANK_THREAD) for thread in threading.enumerate()):
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

@@ -118,7 +118,9 @@ def _show(report: Report, *, started: bool) -> None:
         )
         click.echo(f"  why: {finding.why}\n  do:  {finding.do}")
     problems = sum(finding.level == "problem" for finding in report.findings)
-    click.echo("sound" if not problems else plural(problems, "problem"))
+    unsteady = any(finding.subject == "rates" for finding in report.findings)
+    sound = "sound, but unsteady: measure again" if unsteady else "sound"
+    click.echo(sound if not problems else plural(problems, "problem"))
 
 
 def _machines(report: Report) -> None:
@@ -201,6 +203,7 @@ def _cluster(table: Mapping[str, Any], path: Path | None) -> None:
         if name in table:
             link = table[name]
             click.echo(f"links {where}: {link['latency'] * 1e6:.3g} µs, {link['bandwidth'] / 1e9:.3g} GB/s")
+    click.echo(f"interval of predictions: divided and multiplied by {1 + table['error']:.3g}")
     click.echo(f"written to {path}")
 
 

@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 _GONE = (errno.EPIPE, errno.EIO)
 """Errors after which no reader will return: its end of the pipe, or the terminal, was closed."""
 
+UNWRITTEN = (*_GONE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of writing to standard output that are not the command's fault."""
+
+
+def drop_output() -> None:
+    """Send what standard output has not yet written, and all that follows, nowhere."""
+    _discard(sys.stdout)
+
+
+def _discard(stream: TextIO) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
 
 def table_console() -> Console:
     """Return a console for wide tables: the terminal, or 110 columns if the output goes elsewhere."""
@@ -62,9 +76,7 @@ class _Unfailing:
         if error.errno in _GONE:
             # The stream's buffer, and output that bypasses it, has to go somewhere.
             with suppress(OSError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, self._stream.fileno())
-                os.close(null)
+                _discard(self._stream)
         if not self._reported:
             self._reported = True
             if self._name == "stdout" and sys.stderr is not None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.cost_arguments import parse_bytes
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,140 +106,79 @@ def command(
     tensor parallel degrees, virtual stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the
     step of every plan is simulated as it will run. Ctrl-C ends the search with the best plans so far.
     """
-    from penstock.plan.cluster import read_cluster
+    from penstock.cli.plan_files import require_writable
+    from penstock.cli.plan_options import bytes_of, layout_values_of, sizes, why_untrained
+    from penstock.plan.cluster import read_cluster, with_memory
     from penstock.plan.prediction import predict
+    from penstock.plan.run_layout import Layout
     from penstock.profile.model_profile import is_profile, read_model
 
-    if layout_text is not None and (fixes or schedules or devices is not None or order_seconds is not None):
-        raise click.UsageError(
-            "--layout predicts one layout; --fix, --schedule, --devices and --search-orders belong to a search"
-        )
-    own = is_profile(model)
-    if out is None and layout_text is None and not as_json and not own:
+    values = layout_values_of(layout_text, fixes, schedules, devices, order_seconds)
+    own, asked = is_profile(model), out is not None
+    if not asked and layout_text is None and not as_json and not own:
         out = Path("run.toml")
     if own and out is not None and out.suffix == ".toml":
         raise click.UsageError(
             f"a plan of a profile is Python for your own script, got --out {out}; give --out plan.py"
         )
-    _require_writable(out, page)
+    read = [model, cluster_name.partition("*")[0], *([] if run is None else [str(run / "config.toml")])]
+    order = None if order_seconds is None else (out or Path("run.toml")).with_name("plan-order.csv")
+    require_writable(out, page, order, read)
     if seconds is not None and not seconds > 0:
         raise click.UsageError(f"--seconds must be above 0, got {seconds}")
     profile, cluster = read_model(model), read_cluster(cluster_name)
-    sequence, batch = _sizes(Path(model), profile, cluster, sequence, batch)
+    if memory_limit is not None:
+        cluster = with_memory(cluster, bytes_of(memory_limit))
+    untrained = None if own else why_untrained(profile, cluster, values)
+    if asked and untrained is not None:
+        raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
+    sequence, batch = sizes(Path(model), profile, cluster, sequence, batch)
     if run is not None:
         from penstock.cli.plan_run import corrected
 
         cluster = corrected(profile, cluster, run, as_json)
+    result: Prediction | SearchResult
     if layout_text is not None:
-        prediction = predict(
-            profile, _limited(cluster, memory_limit), layout_text, sequence=sequence, batch=batch
-        )
-        if as_json:
-            click.echo(json.dumps(prediction.as_dict()))
-        else:
-            _show_one(profile, cluster, prediction, sequence, batch)
-        result: Prediction | SearchResult = prediction
-        best = prediction
+        result = best = predict(profile, cluster, Layout(**values), sequence=sequence, batch=batch)
     else:
-        found = _search(
-            profile, cluster, sequence, batch, fixes, schedules, devices, memory_limit, top, seconds, as_json
-        )
-        if order_seconds is not None:
+        result = _search(profile, cluster, sequence, batch, values, schedules, devices, top, seconds, as_json)
+        if order is not None and order_seconds is not None:
             from penstock.plan.explore.searched_orders import with_searched_order
 
-            found = with_searched_order(
-                profile, _limited(cluster, memory_limit), found, (out or Path("run.toml")).with_name("plan-order.csv"),
-                sequence=sequence, batch=batch, seconds=order_seconds,
-            )  # fmt: skip
-        result, best = found, found.best
-        if as_json:
-            click.echo(json.dumps(found.as_dict()))
-        else:
-            _show_search(profile, cluster, found, sequence, batch)
+            result = with_searched_order(
+                profile, cluster, result, order, sequence=sequence, batch=batch, seconds=order_seconds
+            )
+        best = result.best
+    # Files come first: they are complete even if the reader of the output is gone.
+    lines = []
     if page is not None:
         from penstock.show.plan_page import write_plan
 
         write_plan(page, profile, cluster, result, sequence=sequence, batch=batch)
-        if not as_json:
-            click.echo(f"\npage:    {page}")
+        lines += ["", f"page:    {page}"]
     if own:
-        _give_code(profile, cluster, best, batch, out, as_json)
+        lines += _code_lines(profile, cluster, best, batch, out)
+    elif untrained is not None and out is not None:
+        lines += ["", f"There is no {out}: {untrained}."]
     elif out is not None:
-        _write_run(out, Path(model), best, sequence, batch)
-        if not as_json:
-            click.echo(f"\nwritten: {out}\nstart:   {_start_command(best, cluster, out)}")
-
-
-def _require_writable(out: Path | None, page: Path | None) -> None:
-    """Raise `ConfigError` if a file cannot be written, or is one that penstock plan did not write."""
-    from penstock.bounded_io import read_bytes
-    from penstock.cli.plan_text import HEADER
-
-    for option, path in (("--out", out), ("--html", page)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(
-                f"cannot write {path}: there is no folder {path.parent}; make it, or give another {option}"
-            )
-    if out is None or not out.exists():
+        lines += _run_lines(Path(model), cluster, best, sequence, batch, out)
+    if as_json:
+        click.echo(json.dumps(result.as_dict()))
         return
-    try:
-        ours = read_bytes(out, 2**20).startswith(HEADER.encode())
-    except OSError as error:
-        raise ConfigError(f"cannot read {out}: {error}; give another --out") from error
-    if not ours:
-        raise ConfigError(f"{out} exists and was not written by penstock plan; give another --out")
-
-
-def _sizes(
-    model: Path, profile: Profile, cluster: Cluster, sequence: int | None, batch: int | None
-) -> tuple[int, int]:
-    """Return the tokens of a sample and the samples of a step: as given, of the model's file, or the defaults."""
-    from penstock.plan.prediction import default_sequence
-
-    for name, value in (("--sequence", sequence), ("--batch", batch)):
-        if value is not None and not 1 <= value <= 2**31:
-            raise ConfigError(f"{name} must be 1 to {2**31:,}, got {value}")
-    tables = _tables(model)
-    of_data, of_train = tables.get("data", {}).get("sequence"), tables.get("train", {}).get("batch")
-    return (
-        sequence or (of_data if isinstance(of_data, int) else default_sequence(profile)),
-        batch or (of_train if isinstance(of_train, int) else 2 ** (4 * cluster.devices - 1).bit_length()),
-    )
-
-
-def _tables(model: Path) -> dict[str, Any]:
-    """Return the content of the model's file: the tables of a TOML file, or the keys of a config.json."""
-    import tomllib
-
-    path = model / "config.json" if model.is_dir() else model
-    text = path.read_text()  # it was read before
-    tables = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    return tables if isinstance(tables, dict) else {}
-
-
-def _limited(cluster: Cluster, memory_limit: str | None) -> Cluster:
-    from dataclasses import replace
-
-    if memory_limit is None:
-        return cluster
-    return replace(
-        cluster, device=replace(cluster.device, memory=parse_bytes("--memory-limit", memory_limit))
-    )
+    _show(profile, cluster, result, sequence, batch)
+    for line in lines:
+        click.echo(line)
 
 
 def _search(
-    profile: Profile, cluster: Cluster, sequence: int, batch: int, fixes: tuple[str, ...], schedules: str | None,
-    devices: int | None, memory_limit: str | None, top: int, seconds: float | None, as_json: bool,
+    profile: Profile, cluster: Cluster, sequence: int, batch: int, fixed: dict[str, Any], schedules: str | None,
+    devices: int | None, top: int, seconds: float | None, as_json: bool,
 ) -> SearchResult:  # fmt: skip
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
     from penstock.plan.explore.branch_and_bound import search
-    from penstock.plan.run_layout import Layout
 
-    given = Layout.parse(",".join(fixes))
-    keys = [pair.partition("=")[0].strip() for pair in ",".join(fixes).split(",") if pair.strip()]
-    fixed = {key: value for key, value in given.as_dict().items() if key in [_full_name(key) for key in keys]}
     names = None if schedules is None else [name.strip() for name in schedules.split(",") if name.strip()]
     console = Console(stderr=True)
     with Progress(
@@ -254,29 +192,21 @@ def _search(
             bar.update(task, description=f"{evaluated:,} layouts, {simulated:,} simulated{best}")
 
         return search(
-            profile, cluster, sequence=sequence, batch=batch, fixed=fixed, schedules=names, devices=devices,
-            memory=None if memory_limit is None else parse_bytes("--memory-limit", memory_limit), top=top,
+            profile, cluster, sequence=sequence, batch=batch, fixed=fixed, schedules=names, devices=devices, top=top,
             limit=seconds, progress=progress,
         )  # fmt: skip
 
 
-def _full_name(key: str) -> str:
-    from penstock.plan.run_layout import SHORT_NAMES
-
-    return SHORT_NAMES.get(key, key)
-
-
-def _show_one(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> None:
-    from penstock.cli.plan_text import memory_table, summary
-
-    click.echo(summary(profile, cluster, plan, sequence, batch))
-    click.echo()
-    memory_table(plan)
-
-
-def _show_search(profile: Profile, cluster: Cluster, result: SearchResult, sequence: int, batch: int) -> None:
+def _show(
+    profile: Profile, cluster: Cluster, result: Prediction | SearchResult, sequence: int, batch: int
+) -> None:
     from penstock.cli.plan_text import changes_text, memory_table, plans_table, reasons_text, summary
+    from penstock.plan.prediction import Prediction
 
+    if isinstance(result, Prediction):
+        click.echo(f"{summary(profile, cluster, result, sequence, batch)}\n")
+        memory_table(result)
+        return
     plans_table(result)
     click.echo(f"\nThe best plan:\n\n{summary(profile, cluster, result.best, sequence, batch)}\n")
     memory_table(result.best)
@@ -284,60 +214,43 @@ def _show_search(profile: Profile, cluster: Cluster, result: SearchResult, seque
     click.echo(f"\nWhat would change it:\n{changes_text(profile, cluster, result, sequence, batch)}")
 
 
-def _write_run(path: Path, model: Path, plan: Prediction, sequence: int, batch: int) -> None:
-    """Write the config of a plan's run.
+def _run_lines(
+    model: Path, cluster: Cluster, plan: Prediction, sequence: int, batch: int, out: Path
+) -> list[str]:
+    """Write the config of a plan's run; return the lines of text that say how to start it.
 
     Raises:
         ConfigError: if it cannot be written.
     """
-    from penstock.cli.plan_text import run_config
+    from penstock.cli.plan_config import differences, run_config
+    from penstock.cli.plan_files import model_tables, start_of_run, write_signed
 
-    tables = _tables(model) if model.suffix == ".toml" else {}
-    _write(path, run_config(tables, model, plan, sequence, batch))
+    tables = model_tables(model) if model.suffix == ".toml" else {}
+    write_signed(out, run_config(tables, model, plan, sequence, batch))
+    notes = [f"note:    {note}" for note in differences(plan.layout)]
+    return ["", f"written: {out}", *notes, *_indented("start:   ", start_of_run(plan, cluster, out))]
 
 
-def _give_code(
-    profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None, as_json: bool
-) -> None:
-    """Write the Python of a plan, or print it."""
+def _code_lines(
+    profile: Profile, cluster: Cluster, plan: Prediction, batch: int, out: Path | None
+) -> list[str]:
+    """Write the Python of a plan if it has a path; return the lines of text that show it and say how to start.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
     from penstock.cli.plan_code import pipeline_code
+    from penstock.cli.plan_files import start_of_script, write_signed
 
     code = pipeline_code(profile, plan, batch)
     if out is not None:
-        _write(out, code)
-    if as_json:
-        return
-    if out is not None:
-        click.echo(f"\nwritten: {out}")
+        write_signed(out, code)
+        lines = ["", f"written: {out}"]
     else:
-        click.echo(
-            "\nIn your script:\n\n" + "".join(f"    {line}".rstrip() + "\n" for line in code.splitlines())
-        )
-    click.echo(f"start:   {_launched('your_script.py', plan, cluster)}")
+        lines = ["", "In your script:", "", *(f"    {line}".rstrip() for line in code.splitlines()), ""]
+    return [*lines, *_indented("start:   ", start_of_script("your_script.py", plan, cluster))]
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file; raise `ConfigError` if that is not possible."""
-    from penstock.atomic import write_text
-
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _start_command(plan: Prediction, cluster: Cluster, out: Path) -> str:
-    layout = plan.layout
-    if cluster.nodes == 1 and layout.dp * layout.tp == 1 and layout.pp <= 2:
-        return f"penstock train {out}"
-    return _launched(f"-m penstock train {out}", plan, cluster)
-
-
-def _launched(script: str, plan: Prediction, cluster: Cluster) -> str:
-    """Return the command that starts a script with a process for each device of a plan."""
-    devices = plan.layout.devices
-    if cluster.nodes == 1:
-        return f"torchrun --nproc-per-node {devices} {script}"
-    nodes, each = -(-devices // cluster.ranks_per_node), min(devices, cluster.ranks_per_node)
-    meet = "--rdzv-backend c10d --rdzv-endpoint HOST"
-    return f"torchrun --nnodes {nodes} --nproc-per-node {each} {meet} {script}"
+def _indented(name: str, lines: list[str]) -> list[str]:
+    """Return lines that begin in the same column, the first one behind a name."""
+    return [(name if n == 0 else " " * len(name)) + line for n, line in enumerate(lines)]

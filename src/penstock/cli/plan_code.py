@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from penstock.cli.plan_text import header
+from penstock.cli.plan_config import header
 
 if TYPE_CHECKING:
     from penstock.plan.prediction import Prediction

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.cli.output import table_console
 from penstock.show.units import batch_text, parameters_text, size_text, time_text
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from penstock.plan.prediction import Prediction
     from penstock.profile.model_profile import Profile
 
-HEADER = "# Written by `penstock plan`."
 _MAX_ROWS = 16
 
 
@@ -122,60 +120,3 @@ def changes_text(profile: Profile, cluster: Cluster, result: SearchResult, seque
         then = "the same plan" if same else f"best of these is then {best.layout}"
         lines.append(f"  {text}: {time_text(best.step_seconds)} a step; {then}")
     return "\n".join(lines)
-
-
-def run_config(tables: dict[str, Any], model: Path, plan: Prediction, sequence: int, batch: int) -> str:
-    """Return the config of a plan's run as TOML.
-
-    Args:
-        tables: tables of the model's own TOML file, which are kept; empty for a Hugging Face config.
-        model: path of the model.
-        plan: the plan.
-        sequence, batch: tokens of a sample and samples of a step.
-    """
-    import tomli_w
-
-    layout, costs = plan.layout, plan.costs
-    config: dict[str, dict[str, Any]] = {name: dict(table) for name, table in tables.items()}
-    if not tables:
-        folder = model if model.is_dir() else model.parent
-        weights = any(folder.glob("*.safetensors"))
-        config["model"] = (
-            {"path": str(folder.resolve())}
-            if weights
-            else {"config": str((folder / "config.json").resolve())}
-        )
-        if not weights and model.is_file():
-            config["model"] = {"config": str(model.resolve())}
-    for key in ("path", "config"):
-        if tables and (inner := config.get("model", {}).get(key)):
-            config["model"][key] = str((model.parent / inner).resolve())
-    config.setdefault("data", {})["sequence"] = sequence
-    config.setdefault("train", {})["batch"] = batch
-    config["schedule"] = {"name": layout.schedule, "microbatches": batch // layout.microbatch}
-    if costs is not None and layout.split != "even":
-        config["schedule"]["split"] = list(costs.counts)
-    parallel = config.setdefault("parallel", {})
-    parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
-    parallel |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
-    runtime = config.setdefault("runtime", {})
-    if layout.recompute in ("none", "full") or isinstance(layout.recompute, int):
-        runtime["recompute"] = layout.recompute
-    if plan.dtype == "bf16":
-        runtime["autocast"] = "bf16"
-    return f"{header(plan)}{_notes(layout.recompute)}\n{tomli_w.dumps(config)}"
-
-
-def header(plan: Prediction) -> str:
-    """Return the comment at the head of a file that a plan is written to."""
-    return (
-        f"{HEADER} Predicted: {time_text(plan.step_seconds)} a step ({time_text(plan.low)} to {time_text(plan.high)}),\n"
-        f"# {plan.tokens_per_second:,.0f} {plan.unit}/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
-        f"# Layout: {plan.layout}\n"
-    )
-
-
-def _notes(recompute: str | int) -> str:
-    if recompute == "selective":
-        return "# Attention here never stores its scores, so there is nothing to recompute selectively.\n"
-    return ""

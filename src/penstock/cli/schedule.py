@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,11 +13,14 @@ from penstock.cli.cost_arguments import stage_bytes
 from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
 from penstock.cli.schedule_search import search_command
 from penstock.errors import ScheduleError
+from penstock.output_files import SCHEDULE, OutputFile, kind_of_start, require_outputs
 
 if TYPE_CHECKING:
     from penstock.schedule.families import Family
     from penstock.schedule.memory import Budget
     from penstock.schedule.schedule import Schedule
+
+_PICTURE = kind_of_start("a picture", b"\x89PNG", b"<?xml", b"<svg", b"%PDF")
 
 
 @click.group(
@@ -243,6 +247,8 @@ def draw(out: str | None, **arguments: Any) -> None:
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulator import simulate
 
+    if out is not None:
+        require_outputs([OutputFile("--out", Path(out), _PICTURE)])
     schedule = _schedule(**arguments)
     each = [1] * schedule.stages
     trace = simulate(prove(schedule).program, Costs.of(schedule.placement, each, each, each))
@@ -266,6 +272,8 @@ def to_csv(out: str | None, **arguments: Any) -> None:
     """
     from penstock.schedule.text import csv_line, write_csv
 
+    if out is not None:
+        require_outputs([OutputFile("--out", Path(out), SCHEDULE)], [arguments["schedule"]])
     schedule = _schedule(**arguments)
     if out is None:
         for rank in range(schedule.ranks):

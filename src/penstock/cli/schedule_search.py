@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -87,6 +88,8 @@ def search_command(
     from penstock.schedule.text import write_csv
     from penstock.simulate.certified_search import search_schedule
 
+    if out is not None:
+        require_outputs([OutputFile("--out", Path(out), SCHEDULE)])
     v = virtual_stages or (2 if placement == "v" else 1)
     require_size("search", ranks, microbatches, v)
     placed = shaped_placement(placement, ranks, v)

@@ -12,6 +12,7 @@ import click
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
 from penstock.errors import ConfigError
+from penstock.output_files import PAGE, OutputFile, require_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,6 +82,8 @@ def command(
     names = [*([schedule] if schedule else []), *others]
     if not names:
         raise click.UsageError("name a schedule, or several with --compare")
+    if html is not None:
+        require_outputs([OutputFile("--html", html, PAGE)], [costs, *names])
     if reduction is not None and compare is not None:
         raise click.UsageError("--reduce takes one schedule and does not work with --compare")
     values = named_values(options)

@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.errors import ConfigError
+from penstock.output_files import PAGE, OutputFile, kind_of_start, require_outputs
 
 if TYPE_CHECKING:
     from penstock.show.run import RunView
 
 WIDE = 108
+_KINDS = {
+    "--html": PAGE,
+    "--chrome": kind_of_start("a timeline that penstock trace wrote", b'{"traceEvents"'),
+    "--png": kind_of_start("a PNG", b"\x89PNG"),
+    "--svg": kind_of_start("an SVG", b"<?xml", b"<svg"),
+    "--costs": kind_of_start("a file of costs", b"medians by stage", b'{\n "F": [', within=1000),
+}
+"""Kinds of the files that the options write."""
 _PATH = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -60,6 +69,8 @@ def command(
     for path, ending in ((png, ".png"), (svg, ".svg")):
         if path is not None and path.suffix.lower() != ending:
             raise ConfigError(f"--{ending[1:]} {path}: the name must end in {ending}")
+    outputs = {"--html": html, "--chrome": chrome, "--png": png, "--svg": svg, "--costs": costs}
+    require_outputs([OutputFile(o, p, _KINDS[o]) for o, p in outputs.items() if p is not None], [run])
     view = read_run(run)
     chosen = view.choose(step)
     for problem in view.problems:

@@ -186,6 +186,7 @@ def _measure(rounds: Rounds, world: World | None, report: Report, cluster: Path)
     machines = [report.machines[rank]["machine"] for rank in range(rounds.size)]
     measurement = measure_cluster(rounds, world, machines, cluster)
     report.cluster = measurement.table
+    report.findings += judge.judge_rates(report.cluster.get("error", 0.0))
     for rank, reason in measurement.trouble:
         report.findings.append(
             Finding(

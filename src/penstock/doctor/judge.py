@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.plan.cluster import UNSTEADY
+
 PROBLEM, WARNING = "problem", "warning"
 
 GIB = 1 << 30
@@ -40,6 +42,20 @@ class Finding:
 
 Facts = Mapping[int, Mapping[str, Any]]
 """Rank → `machine.machine_facts`."""
+
+
+def judge_rates(error: float) -> Iterator[Finding]:
+    """Return a warning if measured rates differed too much from pass to pass to plan by.
+
+    Args:
+        error: ``error`` of the measured cluster.
+    """
+    if error > UNSTEADY:
+        yield Finding(
+            WARNING, "rates", f"the measured rates differ by {error:.0%} from pass to pass",
+            "other work ran on the machines, or their speed drifts, and a plan by these rates is as uncertain",
+            "measure again while the machines do nothing else, or with a longer --timeout",
+        )  # fmt: skip
 
 
 def judge_machines(facts: Facts) -> Iterator[Finding]:

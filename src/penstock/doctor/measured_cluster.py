@@ -16,6 +16,7 @@ from penstock.doctor.device_rates import measure_device, medians
 from penstock.doctor.link_speeds import measure_links
 from penstock.doctor.rounds import Answer, Rounds
 from penstock.errors import ConfigError
+from penstock.output_files import OutputFile, require_outputs, signed, signed_kind
 from penstock.plan.cluster import Cluster, read_cluster
 from penstock.runtime.start.launch_environment import find_launch, own_device
 from penstock.runtime.workers.world import World
@@ -24,6 +25,7 @@ _KERNELS = (
     200  # more than a pass measures times the passes, since a few calls of each have to finish in any case
 )
 _LARGEST_ERROR = 0.9
+_FIRST_LINE = "# Measured by penstock doctor"
 _DIGITS = 4  # significant digits of the file; measurements repeat to two or three
 
 
@@ -44,20 +46,16 @@ def require_writable(path: Path) -> None:
     """Require a path at which a cluster's file can be written, before anything is measured.
 
     Raises:
-        ConfigError: if its name does not end in ``.toml``, it is a folder, or its own folder is missing or cannot be
-            written.
+        ConfigError: if its name does not end in ``.toml``, it is a folder or a file that is not a measured cluster or was
+            edited, or its own folder is missing or cannot be written.
     """
     if path.suffix != ".toml" or "\0" in str(path):
         raise ConfigError(
             f"--measure writes a cluster's file, whose name must end in .toml, got {str(path)!r}"
         )
-    folder = path.parent
-    if not os.path.isdir(folder):
-        raise ConfigError(f"cannot write {path}: {folder} is no folder; make it first")
-    if os.path.isdir(path):
-        raise ConfigError(f"cannot write {path}: it is a folder; give the path of a file")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write {path}: {folder} cannot be written; choose another folder")
+    require_outputs([OutputFile("--measure", path, signed_kind("penstock doctor", _FIRST_LINE))])
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: {path.parent} cannot be written; choose another folder")
 
 
 def measure_cluster(rounds: Rounds, world: World | None, machines: Sequence[str], path: Path) -> Measurement:
@@ -138,7 +136,6 @@ def _write(table: Mapping[str, Any], path: Path, device: torch.device) -> None:
         else f"CPU, {torch.get_num_threads()} threads"
     )
     text = tomli_w.dumps(rounded(table))
-    write_text(
-        path, f"# Measured by penstock doctor with torch {torch.__version__} on {what} a rank.\n{text}"
-    )
+    first_line = f"{_FIRST_LINE} with torch {torch.__version__} on {what} a rank."
+    write_text(path, signed(f"{first_line}\n{text}"))
     read_cluster(path)

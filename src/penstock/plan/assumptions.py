@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.plan.cluster import Cluster
+from penstock.plan.cluster import PRESETS, UNSTEADY, Cluster
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import attention_of, dtype_of
 from penstock.profile.closed_form import PARAMETER_BYTES
@@ -37,6 +37,15 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             f"Gradients are reduced after the backward, as in the published runs that {cluster.name} is fitted to; "
             "overlap=true predicts reductions that hide behind it."
         )
+    sentences.append(_interval(profile, cluster))
     if layout.devices < cluster.devices:
         sentences.append(f"{cluster.devices - layout.devices} of the {cluster.devices} devices are idle.")
     return tuple(sentences)
+
+
+def _interval(profile: Profile, cluster: Cluster) -> str:
+    error = max(cluster.error, profile.spread)
+    of_profile = profile.spread > cluster.error
+    source = f"the spread of the measured {profile.name}" if of_profile else f"the error of {cluster.name}"
+    again = "; measure again on a quiet machine" if error > UNSTEADY and cluster.name not in PRESETS else ""
+    return f"The interval is the step divided and multiplied by {1 + error:.3g}: {source}{again}."

@@ -6,7 +6,7 @@ A cluster is a preset, such as ``a100-80gb*8x64`` (8 devices a node, 64 nodes), 
     ranks_per_node = 8
     nodes = 4
     dtype = "bf16"                   # of the matrix products, unless a layout says otherwise
-    error = 0.08                     # half-width of a prediction's interval, as a share
+    error = 0.08                     # a step may take 1.08 times as long or short as predicted
 
     [device]
     memory = 80e9                    # bytes
@@ -46,6 +46,8 @@ from penstock.profile.closed_form import DTYPE_BYTES
 
 PRESETS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 """Names of the clusters that come with Penstock, one file each in ``penstock/plan/clusters``."""
+UNSTEADY = 0.2
+"""Error above which the rates of a cluster were not steady when they were measured."""
 _MAX_BYTES = 4 * MEGABYTE
 _MAX_DEVICES = 1_000_000
 _LARGEST = 1e30
@@ -112,7 +114,7 @@ class Cluster:
         ranks_per_node, nodes: number of devices.
         node, network: links within a node and between nodes.
         dtype: default dtype of matrix products.
-        error: half-width of a prediction's interval, as a share of it.
+        error: a prediction's interval reaches from its seconds / (1 + error) to its seconds * (1 + error).
         op_overhead: seconds that the runtime adds to each op of a schedule.
         step_overhead: seconds that the runtime adds to each step.
         slowdown: factor on the seconds of all ops (default 1), as from a recalibration on a run.
@@ -185,6 +187,25 @@ def read_cluster(text: str | Path) -> Cluster:
             f"{text}: a cluster has 1 to {_MAX_DEVICES:,} devices, got {cluster.ranks_per_node} x {cluster.nodes}"
         )
     return cluster
+
+
+def with_memory(cluster: Cluster, memory: float) -> Cluster:
+    """Return a cluster on whose devices a plan may use less memory than there is.
+
+    Args:
+        cluster: the cluster.
+        memory: bytes of a device that a plan may use.
+
+    Raises:
+        ConfigError: if they are not above 0, or more than a device has.
+    """
+    most = cluster.device.memory
+    if not 0 < memory <= most:
+        raise ConfigError(
+            f"the memory limit must be above 0 and at most {most / 1e9:.4g} GB, the memory of a device of {cluster.name}, "
+            f"got {memory / 1e9:.4g} GB"
+        )
+    return replace(cluster, device=replace(cluster.device, memory=float(memory)))
 
 
 def _from_table(table: dict[str, Any], name: str) -> Cluster:

@@ -45,8 +45,6 @@ MAX_BUCKETS = 16
 SEQUENCE = 2048
 """Tokens of a sample where nothing says otherwise."""
 _LARGEST = 10**9
-_LARGEST_ERROR = 0.99
-"""Largest half-width of an interval, as a share of the step."""
 _UPDATE_BYTES = {"fp32": 32, "bf16": 38, "fp16": 38, "fp8": 38}
 """Bytes that norm and update read and write per parameter: gradient, moments, main weight, weight."""
 
@@ -58,7 +56,7 @@ class Prediction:
     Attributes:
         layout: the layout, with the number of stages a rank filled in.
         step_seconds: seconds of a step.
-        low, high: interval in which the measured step is expected.
+        low, high: interval in which the measured step is expected: seconds divided by a factor, and times this factor.
         tokens_per_second: tokens of a batch over the seconds of a step, over all devices.
         tflops_per_device: TFLOP/s of a device, of the model's FLOPs: forward and twice as many in the backward.
         hardware_tflops_per_device: the same with what is recomputed.
@@ -187,12 +185,12 @@ def predict(
     model = 3 * forward * replicas / per_device
     hardware = (3 * forward + repeated) * replicas / per_device
     peak_rate = cluster.device.peak_rate(dtype) / 1e12
-    error = min(max(cluster.error, profile.spread), _LARGEST_ERROR)
+    factor = 1 + max(cluster.error, profile.spread)
     unit = "samples" if profile.shape is None and profile.sequence is None and sequence == 1 else "tokens"
     total = float(split.makespan) * schedule.ranks
     causes = {cause: float(np.sum(idle)) / total if total else 0.0 for cause, idle in split.idle.items()}
     return Prediction(
-        layout, seconds, seconds * (1 - error), seconds * (1 + error), batch * sequence / seconds,
+        layout, seconds, seconds / factor, seconds * factor, batch * sequence / seconds,
         model, hardware, model / peak_rate, hardware / peak_rate,
         rank_memory(schedule, costs, layout, dtype), cluster.device.memory,
         sum(causes.values()), causes,

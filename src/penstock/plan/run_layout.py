@@ -109,25 +109,35 @@ class Layout:
         Raises:
             ConfigError: if a key is unknown (with the nearest one), is given twice, or has a value that it does not allow.
         """
-        known = [f.name for f in fields(Layout)]
-        values: dict[str, Any] = {}
-        for pair in filter(None, (pair.strip() for pair in text.split(","))):
-            key, equals, value = (part.strip() for part in pair.partition("="))
-            key = SHORT_NAMES.get(key, key)
-            if not equals:
-                raise ConfigError(f"layout: {pair!r} has no value; write key=value with commas between")
-            if key not in known:
-                raise ConfigError(
-                    f"layout: no key {key!r}{nearest(key, known)}; write key=value with commas between; the "
-                    f"keys are {', '.join(known)}"
-                )
-            if key in values:
-                raise ConfigError(f"layout: {key} is given twice")
-            values[key] = _value(key, value)
-        return Layout(**values)
+        return Layout(**layout_values(text))
 
     def with_values(self, **values: Any) -> Layout:
         return replace(self, **values)
+
+
+def layout_values(text: str) -> dict[str, Any]:
+    """Return the values that a text gives to keys of a layout, as `Layout.parse` reads it.
+
+    Raises:
+        ConfigError: as in `Layout.parse`.
+    """
+    known = [f.name for f in fields(Layout)]
+    values: dict[str, Any] = {}
+    for pair in filter(None, (pair.strip() for pair in text.split(","))):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        key = SHORT_NAMES.get(key, key)
+        if not equals:
+            raise ConfigError(f"layout: {pair!r} has no value; write key=value with commas between")
+        if key not in known:
+            raise ConfigError(
+                f"layout: no key {key!r}{nearest(key, known)}; write key=value with commas between; the "
+                f"keys are {', '.join(known)}"
+            )
+        if key in values:
+            raise ConfigError(f"layout: {key} is given twice")
+        values[key] = _value(key, value)
+    Layout(**values)
+    return values
 
 
 def _value(key: str, text: str) -> Any:

@@ -6,6 +6,7 @@ They contain no text from users, which the page's template escapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -17,6 +18,12 @@ _TOOLTIP = (
     '<div class="tip"><b>@kind{custom}</b> @stage{custom} @microbatch{custom}<br>rank @rank<br>'
     "@start{custom} to @end{custom}<br>takes <b>@length{custom}</b><br>@held{custom}</div>"
 )
+
+
+def require_bokeh() -> None:
+    """Raise `ConfigError` if Bokeh is not installed."""
+    if find_spec("bokeh") is None:
+        raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'")
 
 
 def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, dict[str, Any]]:
@@ -31,12 +38,11 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
     Raises:
         ConfigError: if Bokeh is not installed.
     """
-    try:
-        from bokeh.embed import json_item
-        from bokeh.layouts import column
-        from bokeh.models import Range1d
-    except ImportError as error:
-        raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
+    require_bokeh()
+    from bokeh.embed import json_item
+    from bokeh.layouts import column
+    from bokeh.models import Range1d
+
     x, y = Range1d(start=0, end=1), Range1d(start=ranks - 0.5, end=-0.5)
     row = max(7, min(34, 620 // max(1, ranks)))
     # Tall enough for the name of an axis.

@@ -18,8 +18,8 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from penstock.errors import ConfigError, ScheduleError
-from penstock.plan.cluster import Cluster
+from penstock.errors import ScheduleError
+from penstock.plan.cluster import Cluster, with_memory
 from penstock.plan.explore.admissible import (
     least_bytes,
     least_placed_bytes,
@@ -78,7 +78,7 @@ def search(
         fixed: values of `Layout` that are given, such as ``{"tp": 8, "schedule": "1f1b"}`` (default none).
         schedules: names of families, or paths of CSV files (default: all families but those that search themselves).
         devices: number of devices that a layout uses (default: all).
-        memory: bytes of a device that a plan may use (default: all of it).
+        memory: bytes of a device that a plan may use, at most all of it (default).
         top: number of plans to return (default 10).
         limit: seconds after which the search ends with the best so far (default: none).
         progress: function of the numbers of layouts evaluated and simulated, and the best plan so far; called often.
@@ -88,9 +88,7 @@ def search(
         ConfigError: if an input is wrong. If no layout fits, `SearchResult.best` raises it.
     """
     if memory is not None:
-        if not memory > 0:
-            raise ConfigError(f"memory must be above 0 bytes, got {memory}")
-        cluster = replace(cluster, device=replace(cluster.device, memory=float(memory)))
+        cluster = with_memory(cluster, memory)
     space = make_space(profile, cluster, sequence, batch, fixed or {}, schedules, devices)
     run = _Search(space, top)
     began = perf_counter()

@@ -1,0 +1,90 @@
+"""Config of the run that starts a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.show.units import size_text, time_text
+
+if TYPE_CHECKING:
+    from penstock.plan.prediction import Prediction
+    from penstock.plan.run_layout import Layout
+
+HEADER = "# Written by `penstock plan`."
+"""Beginning of a file that a plan is written to."""
+_AUTOCAST = {"fp32": "", "bf16": "bf16"}
+"""Values of runtime.autocast by the dtype of matrix products."""
+
+
+def run_config(tables: dict[str, Any], model: Path, plan: Prediction, sequence: int, batch: int) -> str:
+    """Return the config of a plan's run as TOML.
+
+    Args:
+        tables: tables of the model's own TOML file, which are kept; empty for a Hugging Face config.
+        model: path of the model.
+        plan: the plan.
+        sequence, batch: tokens of a sample and samples of a step.
+    """
+    import tomli_w
+
+    layout, costs = plan.layout, plan.costs
+    config: dict[str, dict[str, Any]] = {name: dict(table) for name, table in tables.items()}
+    if not tables:
+        folder = model if model.is_dir() else model.parent
+        weights = any(folder.glob("*.safetensors"))
+        config["model"] = (
+            {"path": str(folder.resolve())}
+            if weights
+            else {"config": str((folder / "config.json").resolve())}
+        )
+        if not weights and model.is_file():
+            config["model"] = {"config": str(model.resolve())}
+    for key in ("path", "config"):
+        if tables and (inner := config.get("model", {}).get(key)):
+            config["model"][key] = str((model.parent / inner).resolve())
+    config.setdefault("data", {})["sequence"] = sequence
+    config.setdefault("train", {})["batch"] = batch
+    config["schedule"] = {"name": layout.schedule, "microbatches": batch // layout.microbatch}
+    if costs is not None and layout.split != "even":
+        config["schedule"]["split"] = list(costs.counts)
+    parallel = config.setdefault("parallel", {})
+    parallel |= {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "virtual_stages": layout.v}
+    parallel |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
+    runtime = config.setdefault("runtime", {})
+    runtime["recompute"] = "none" if layout.recompute == "selective" else layout.recompute
+    runtime["autocast"] = _AUTOCAST[plan.dtype]
+    notes = "".join(f"# {note}\n" for note in differences(layout))
+    return f"{header(plan)}{notes}\n{tomli_w.dumps(config)}"
+
+
+def why_not_trained(dtype: str) -> str | None:
+    """Return why `penstock train` has no matrix products in a dtype; None if it has."""
+    if dtype in _AUTOCAST:
+        return None
+    return f"penstock train multiplies in {' or '.join(_AUTOCAST)}, not in {dtype}; plan with dtype=bf16 to start it"
+
+
+def differences(layout: Layout) -> list[str]:
+    """Return sentences about what a layout says and a config cannot."""
+    sentences = []
+    if layout.recompute == "selective":
+        sentences.append(
+            "recompute=selective: attention of the run never stores its scores, so there are none to recompute."
+        )
+    if layout.attention == "unfused":
+        sentences.append(
+            "attention=unfused: the run has fused attention, so it may be faster than predicted."
+        )
+    if layout.overlap is False:
+        sentences.append("overlap=false: the run reduces gradients during the backward.")
+    return sentences
+
+
+def header(plan: Prediction) -> str:
+    """Return the comment at the head of a file that a plan is written to."""
+    return (
+        f"{HEADER} Predicted: {time_text(plan.step_seconds)} a step ({time_text(plan.low)} to {time_text(plan.high)}),\n"
+        f"# {plan.tokens_per_second:,.0f} {plan.unit}/s, {size_text(plan.peak_bytes)} on the fullest device.\n"
+        f"# Layout: {plan.layout}\n"
+    )

@@ -1,0 +1,194 @@
+"""Files that ``penstock plan`` writes, those that it refuses to replace, and the command that starts a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.plan import command
+from penstock.cli.plan_files import start_of_script
+from penstock.plan.cluster import read_cluster
+from penstock.plan.prediction import Prediction, predict
+from penstock.profile.model_profile import of_shape
+from tests.support.planning import SMALL, timed_profile
+
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64, "vocab_size": 256}
+CLUSTER = """
+ranks_per_node = 2
+
+[device]
+memory = 4e9
+matmul = {bf16 = 2e10, fp16 = 2e10, fp32 = 1e10}
+memory_bandwidth = 5e9
+"""
+WORDS = ("gpt2", "-c", "cluster.toml", "-b", "8", "--layout", "pp=2")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(GPT2))
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return tmp_path
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(command, words)
+
+
+def planned(*words: str) -> str:
+    outcome = invoke(*words)
+    assert outcome.exit_code == 0, outcome.exception or outcome.output
+    return outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--html", "gpt2/config.json"), "gpt2/config.json, which this command reads"),
+        (("--html", "cluster.toml"), "cluster.toml, which this command reads"),
+        (("--out", "cluster.toml"), "cluster.toml, which this command reads"),
+        (("--html", "notes.txt"), "notes.txt exists and is not a page of Penstock"),
+        (("--html", "same", "--out", "same"), "--out and --html both write same"),
+        (("--html", ""), "--html must be the path of a file, got the folder"),
+        (("--out", "-"), "--out /dev/stdout prints it"),
+        (("--out", "run.toml"), "run.toml exists and was edited after penstock plan wrote it"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_files_of_others_stay_as_they_are(folder: Path, words: tuple[str, ...], reason: str):
+    planned(*WORDS, "--out", "run.toml")
+    edited = (folder / "run.toml").read_text().replace("[data]\n", '[data]\npath = "texts"\n')
+    (folder / "run.toml").write_text(edited)
+    (folder / "notes.txt").write_text("my notes\n")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert reason in str(invoke(*WORDS, *words).exception)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_plan_of_its_own_config_needs_another_path():
+    planned(*WORDS, "--out", "run.toml")
+    assert "must not replace run.toml" in str(invoke("run.toml", "-c", "cluster.toml").exception)
+    planned("run.toml", "-c", "cluster.toml", "--layout", "dp=2", "--out", "other.toml")
+    assert tomllib.loads(Path("other.toml").read_text())["parallel"]["dp"] == 2
+
+
+@pytest.mark.parametrize("limit", [1, 200])
+def test_the_files_are_complete_if_the_reader_is_gone(folder: Path, limit: int):
+    words = [sys.executable, "-m", "penstock", *WORDS[:-2], "--out", "run.toml", "--html", "page.html"]
+    words.insert(3, "plan")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(limit)
+        process.stdout.close()
+        process.wait(timeout=300)
+    tomllib.loads((folder / "run.toml").read_text())
+    assert (folder / "page.html").read_text().endswith("</html>")
+
+
+@pytest.mark.parametrize("words", [["plan", *WORDS], ["schedule", "list"]], ids=" ".join)
+def test_a_full_disk_is_one_line(folder: Path, words: list[str]):
+    with Path("/dev/full").open("w") as full:
+        outcome = subprocess.run(
+            [sys.executable, "-m", "penstock", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300
+        )  # fmt: skip
+    assert outcome.returncode == 1
+    assert outcome.stderr == "penstock: cannot write to stdout: No space left on device\n"
+
+
+def test_the_config_has_what_was_assumed(folder: Path):
+    (folder / "own.toml").write_text(
+        '[model]\nlayers = 4\n\n[runtime]\nautocast = "bf16"\nrecompute = "full"\n'
+    )
+    words = ("own.toml", "-c", "cluster.toml", "-b", "8", "-s", "16", "--out", "run.toml", "--layout")
+    for layout, autocast, recompute in (
+        ("pp=2,dtype=fp32", "", "none"),
+        ("pp=2,dtype=bf16,recompute=2", "bf16", 2),
+        ("pp=2,recompute=selective", "bf16", "none"),
+    ):
+        planned(*words, layout)
+        runtime = tomllib.loads((folder / "run.toml").read_text())["runtime"]
+        assert runtime == {"autocast": autocast, "recompute": recompute}
+    output = planned(*words, "dp=2,attention=unfused,overlap=false")
+    assert "note:    attention=unfused: the run has fused attention" in output
+    assert "# overlap=false: the run reduces gradients" in (folder / "run.toml").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp8"])
+def test_a_dtype_that_no_run_has_is_only_predicted(folder: Path, dtype: str):
+    cluster = (folder / "cluster.toml").read_text().replace("fp16 = 2e10", "fp16 = 2e10, fp8 = 3e10")
+    (folder / "cluster.toml").write_text(cluster)
+    words = ("gpt2", "-c", "cluster.toml", "-b", "8", "--fix")
+    assert f"There is no run.toml: penstock train multiplies in fp32 or bf16, not in {dtype}" in planned(
+        *words, f"dtype={dtype}"
+    )
+    (folder / "cluster.toml").write_text(f'dtype = "{dtype}"\n{cluster}')
+    refused = str(invoke("gpt2", "-c", "cluster.toml", "-b", "8", "--out", "run.toml").exception)
+    assert refused.startswith("cannot write run.toml: penstock train multiplies in")
+    assert not (folder / "run.toml").exists()
+
+
+def test_a_limit_of_memory_is_at_most_the_memory():
+    refused = str(invoke("gpt2", "-c", "h100*2", "-b", "8", "--memory-limit", "900GB").exception)
+    assert "at most 80 GB, the memory of a device of h100, got 900 GB" in refused
+    assert "devices of 70 GB" in planned(
+        "gpt2", "-c", "h100*2", "-b", "8", "--layout", "pp=2", "--memory-limit", "70GB"
+    )
+
+
+def test_a_fixed_value_counts_before_the_others_are_known():
+    words = ("gpt2", "-c", "h100*2", "-b", "8", "--fix", "tp=2", "--json", "--fix")
+    for fixed in ("sequence_parallel=true", "sequence_parallel=false"):
+        plans = json.loads(planned(*words, fixed))["plans"]
+        assert {str(plan["layout"]["sequence_parallel"]).lower() for plan in plans} == {fixed.split("=")[1]}
+
+
+def test_a_layout_without_values_is_refused():
+    outcome = invoke(*WORDS[:-1], "")
+    assert outcome.exit_code == 2
+    assert "--layout must have at least one value" in outcome.stderr
+
+
+def started(layout: str, cluster: str) -> tuple[list[str], Prediction]:
+    plan = predict(of_shape(SMALL), read_cluster(cluster), layout, sequence=32, batch=48)
+    return start_of_script("run.py", plan, read_cluster(cluster)), plan
+
+
+@pytest.mark.parametrize(
+    ("layout", "cluster"),
+    [
+        ("dp=8", "h100*8"), ("dp=3", "h100*8x4"), ("dp=8", "h100*8x4"), ("pp=8,dp=2", "h100*8x4"),
+        ("pp=4,dp=3", "h100*8x4"), ("dp=3", "h100*2x2"), ("dp=3,pp=8", "h100*10x3"),
+    ],
+)  # fmt: skip
+def test_as_many_processes_are_started_as_the_layout_has_devices(layout: str, cluster: str):
+    lines, plan = started(layout, cluster)
+    processes = 0
+    for line in (line for line in lines if line.startswith("torchrun")):
+        words = line.split()
+        nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+        each = int(words[words.index("--nproc-per-node") + 1])
+        assert each <= read_cluster(cluster).ranks_per_node
+        processes += each if "--node-rank" in words else nodes * each
+    assert processes == plan.layout.devices
+
+
+def test_many_nodes_of_which_the_last_has_fewer_processes():
+    lines, _ = started("pp=4,dp=3", "h100*5x4")
+    assert lines == [
+        "the last node has 2 of the 12 processes; HOST is node 0:",
+        "torchrun --nnodes 3 --node-rank 0 --master-addr HOST --nproc-per-node 5 run.py",
+        "torchrun --nnodes 3 --node-rank 1 --master-addr HOST --nproc-per-node 5 run.py",
+        "torchrun --nnodes 3 --node-rank 2 --master-addr HOST --nproc-per-node 2 run.py",
+    ]
+    plan = predict(timed_profile(16), read_cluster("cluster.toml*3x6"), "pp=16", batch=48)
+    assert "... and so on up to --node-rank 4" in start_of_script(
+        "run.py", plan, read_cluster("cluster.toml*3x6")
+    )
