@@ -74,7 +74,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--from-run", "run", type=click.Path(file_okay=False, exists=True, path_type=Path), metavar="RUN",
-    help="Folder of a run of this model: print where the prediction of its step is wrong, and correct the cluster by it.",
+    help="Folder of a run of this model on such devices: print where the prediction of its step is wrong, and correct the "
+    "cluster by it. --sequence and --batch default to the run's.",
 )  # fmt: skip
 @click.option(
     "--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -132,11 +133,15 @@ def command(
     untrained = None if own else why_untrained(profile, cluster, values)
     if asked and untrained is not None:
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")
-    sequence, batch = sizes(Path(model), profile, cluster, sequence, batch)
+    comparison = None
     if run is not None:
-        from penstock.cli.plan_run import corrected
+        from penstock.cli.plan_run import compare
 
-        cluster = corrected(profile, cluster, run, as_json)
+        comparison = compare(profile, cluster, run, sequence)
+        cluster, sequence, batch = comparison.cluster, comparison.sequence, batch or comparison.batch
+        if not as_json:
+            comparison.show()
+    sequence, batch = sizes(Path(model), profile, cluster, sequence, batch)
     result: Prediction | SearchResult
     if layout_text is not None:
         result = best = predict(profile, cluster, Layout(**values), sequence=sequence, batch=batch)
@@ -163,7 +168,8 @@ def command(
     elif out is not None:
         lines += _run_lines(Path(model), cluster, best, sequence, batch, out)
     if as_json:
-        click.echo(json.dumps(result.as_dict()))
+        ran = {} if comparison is None else {"from_run": comparison.as_dict()}
+        click.echo(json.dumps(result.as_dict() | ran))
         return
     _show(profile, cluster, result, sequence, batch)
     for line in lines:

@@ -1,8 +1,11 @@
-"""Recalibration of ``penstock plan`` on a run."""
+"""A plan beside a run: where its prediction is wrong, and the cluster that corrects it."""
 
 from __future__ import annotations
 
+import statistics
 import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,55 +13,130 @@ import click
 
 from penstock.cli.output import table_console
 from penstock.errors import ConfigError
+from penstock.show.units import finite, is_measured, time_text
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.plan.fitting.recalibration import Residual
+    from penstock.plan.prediction import Prediction
     from penstock.plan.run_layout import Layout
     from penstock.profile.model_profile import Profile
+    from penstock.profile.model_shape import ModelShape
+    from penstock.trace.events import Trace
 
 
-def corrected(profile: Profile, cluster: Cluster, run: Path, quiet: bool) -> Cluster:
-    """Return the cluster corrected by a run's last traced step, and print the residuals.
+@dataclass(frozen=True)
+class RunComparison:
+    """The prediction of a run's step beside what was measured.
+
+    Attributes:
+        run: folder of the run.
+        step: number of the traced step.
+        prediction: prediction of the run's layout.
+        rows: terms of a step.
+        cluster: cluster that the run corrects.
+        sequence, batch: tokens of a sample and samples of a step of the run.
+    """
+
+    run: Path
+    step: int
+    prediction: Prediction
+    rows: tuple[Residual, ...]
+    cluster: Cluster
+    sequence: int
+    batch: int
+
+    @property
+    def inside(self) -> bool | None:
+        """True if the measured step is inside the predicted interval; None if the run has no metrics of it."""
+        step = next((row for row in self.rows if row.term == "step"), None)
+        return None if step is None else self.prediction.low <= step.measured <= self.prediction.high
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the comparison as values that JSON can represent."""
+        return {
+            "run": str(self.run),
+            "step": self.step,
+            "layout": self.prediction.layout.as_dict(),
+            "low": self.prediction.low,
+            "high": self.prediction.high,
+            "inside": self.inside,
+            "terms": [row._asdict() for row in self.rows],
+        }
+
+    def show(self) -> None:
+        """Print the comparison."""
+        from rich.table import Table
+
+        click.echo(f"step {self.step} of {self.run}, {self.prediction.layout}\n")
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("term", "predicted", "measured", "measured/predicted"):
+            table.add_column(name, justify="left" if name == "term" else "right")
+        for row in self.rows:
+            ratio = f"{row.measured / row.predicted:.2f}" if row.predicted > 0 else ""
+            table.add_row(row.term, time_text(row.predicted), time_text(row.measured), ratio)
+        table_console().print(table)
+        if self.inside is not None:
+            where = "inside" if self.inside else "outside"
+            low, high = time_text(self.prediction.low), time_text(self.prediction.high)
+            click.echo(f"The measured step is {where} the predicted interval of {low} to {high}.")
+        click.echo("What follows is predicted with a cluster that these factors correct.\n")
+
+
+def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None) -> RunComparison:
+    """Compare the prediction of a run's step with its metrics and its trace of usual length.
 
     Args:
-        profile: profile of the run's model.
+        profile: profile of the model that is planned.
         cluster: cluster to correct.
         run: folder of the run.
-        quiet: print nothing.
+        sequence: tokens of a sample that are planned; None if the run's are.
 
     Raises:
-        ConfigError: if the run has no config or no measured step.
+        ConfigError: if the run is of another model, sequence or dtype, or has no config or no measured step.
     """
     from penstock.plan.fitting.recalibration import recalibrate, residuals
     from penstock.plan.prediction import predict
     from penstock.show.planned import plan
-    from penstock.show.units import is_measured
+    from penstock.show.run import read_run
     from penstock.trace.bubbles import makespan
-    from penstock.trace.folder import read_folder
 
-    layout, sequence, batch = _layout_of(run)
-    measured = {step: trace for step, trace in read_folder(run).steps.items() if is_measured(trace)}
-    if not measured:
-        raise ConfigError(f"{run} has no trace of a step that ran")
-    step = max(measured)
-    usual = plan(measured[step])
-    prediction = predict(profile, cluster, layout, sequence=sequence, batch=batch)
-    rows = residuals(prediction, cluster, usual.costs, float(makespan(measured[step])))
-    if not quiet:
-        click.echo(f"step {step} of {run}, {layout}\n")
-        _show(rows)
-        click.echo()
-    return recalibrate(cluster, rows)
+    config = _config(run)
+    layout, length, batch = _layout_of(run, config)
+    _require_same_model(profile, run, config)
+    if sequence not in (None, length):
+        raise ConfigError(
+            f"--sequence must be that of the run, {length} tokens, got {sequence}; leave it out, or give a run with such "
+            "samples"
+        )
+    if profile.shape is not None:
+        layout = layout.with_values(dtype="bf16" if config.get("runtime", {}).get("autocast") else "fp32")
+        if layout.dtype not in cluster.device.matmul:
+            raise ConfigError(
+                f"{run} multiplied in {layout.dtype}, and {cluster.name} has rates for {', '.join(cluster.device.matmul)}; "
+                "give a run on the devices of the cluster"
+            )
+    view = read_run(run)
+    step, trace = _usual_step(run, view.traces)
+    prediction = predict(profile, cluster, layout, sequence=length, batch=batch)
+    seconds = _seconds_of_step(view.metrics, batch * length)
+    rows = residuals(prediction, cluster, plan(trace).costs, float(makespan(trace)), seconds)
+    return RunComparison(run, step, prediction, rows, recalibrate(cluster, rows), length, batch)
 
 
-def _layout_of(run: Path) -> tuple[Layout, int, int]:
+def _config(run: Path) -> dict[str, Any]:
+    path = run / "config.toml"
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the config of the run, {path}: {error}") from error
+
+
+def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
     """Return the layout, the tokens of a sample, and the samples of a step of a run, from its config."""
     from penstock.plan.run_layout import Layout
 
-    path = run / "config.toml"
     try:
-        config: dict[str, Any] = tomllib.loads(path.read_text())
         schedule, parallel, runtime = config["schedule"], config["parallel"], config.get("runtime", {})
         batch = config["train"]["batch"]
         split = schedule.get("split", "even")
@@ -67,20 +145,58 @@ def _layout_of(run: Path) -> tuple[Layout, int, int]:
             batch // schedule["microbatches"], schedule["name"], runtime.get("recompute", "none"), parallel["zero"],
             parallel["sequence_parallel"], split if isinstance(split, str) else tuple(split),
         )  # fmt: skip
-        return layout, config["data"]["sequence"], batch
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"cannot read the layout of the run from {path}: {error!r}") from error
+        return layout, int(config["data"]["sequence"]), batch
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"cannot read the layout of the run from {run / 'config.toml'}: {error!r}"
+        ) from error
 
 
-def _show(rows: tuple[Residual, ...]) -> None:
-    from rich.table import Table
+def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> None:
+    """Raise `ConfigError` if a run's model has other sizes than the one that is planned."""
+    from penstock.profile.model_shape import read_shape
 
-    from penstock.show.units import time_text
+    table = config.get("model", {})
+    # A finished run of a Hugging Face model has its config.
+    kept = (table.get("config") or table.get("path")) and (run / "config.json").is_file()
+    shape = read_shape(run / ("config.json" if kept else "config.toml"))
+    for what, planned, ran in _sizes(profile, shape):
+        if planned != ran:
+            raise ConfigError(
+                f"{run} is a run of another model than {profile.name}: it has {ran:,} {what}, and {profile.name} has "
+                f"{planned:,}; give a run of the model that you plan"
+            )
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("term", "predicted", "measured", "measured/predicted"):
-        table.add_column(name, justify="left" if name == "term" else "right")
-    for row in rows:
-        ratio = f"{row.measured / row.predicted:.2f}" if row.predicted > 0 else ""
-        table.add_row(row.term, time_text(row.predicted), time_text(row.measured), ratio)
-    table_console().print(table)
+
+def _sizes(profile: Profile, shape: ModelShape) -> list[tuple[str, int, int]]:
+    """Return (name, size of the planned model, size of the run's) for every size that both have."""
+    planned = profile.shape
+    if planned is None:
+        counts = [("blocks", profile.blocks, shape.layers)]
+        # A profile counts tied weights on both of their layers.
+        return (
+            counts if shape.tied else [*counts, ("parameters", round(profile.parameters), shape.parameters)]
+        )
+    names = {
+        "layers": "blocks", "hidden": "values in a hidden state", "heads": "heads", "kv_heads": "key and value heads",
+        "ffn": "values in a feed-forward", "vocabulary": "tokens in its vocabulary", "parameters": "parameters",
+    }  # fmt: skip
+    return [(what, getattr(planned, name), getattr(shape, name)) for name, what in names.items()]
+
+
+def _usual_step(run: Path, traces: Mapping[int, Trace]) -> tuple[int, Trace]:
+    """Return the measured step with the median makespan; the first step, which warms up, only if there is no other."""
+    from penstock.trace.bubbles import makespan
+
+    measured = [(step, trace) for step, trace in traces.items() if is_measured(trace)]
+    if not measured:
+        raise ConfigError(f"{run} has no trace of a step that ran")
+    steady = [pair for pair in measured if pair[0] > 1] or measured
+    return sorted(steady, key=lambda pair: float(makespan(pair[1])))[len(steady) // 2]
+
+
+def _seconds_of_step(metrics: Sequence[Mapping[str, Any]], tokens: int) -> float | None:
+    """Return the median seconds of a run's steps; those before the first line of metrics count only if there is no other."""
+    speeds = [finite(row.get("tokens_per_second")) for row in metrics if row.get("kind") == "train"]
+    steady = [speed for speed in (speeds[1:] or speeds) if speed]
+    return tokens / statistics.median(steady) if steady else None

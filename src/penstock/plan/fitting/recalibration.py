@@ -16,6 +16,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
 
+_AFTER = "reduction, optimizer, rest"
 _TERMS = {"forward": (Kind.F,), "backward": (Kind.B, Kind.I, Kind.W), "recompute": (Kind.R,)}
 
 
@@ -33,7 +34,7 @@ class Residual(NamedTuple):
 
 
 def residuals(
-    prediction: Prediction, cluster: Cluster, measured: Costs, seconds: float
+    prediction: Prediction, cluster: Cluster, measured: Costs, seconds: float, step: float | None = None
 ) -> tuple[Residual, ...]:
     """Compare a prediction with a run of the same layout.
 
@@ -42,6 +43,7 @@ def residuals(
         cluster: cluster of the prediction.
         measured: median costs of the run's ops and messages, in seconds.
         seconds: measured seconds from the first op of a step to its last.
+        step: measured seconds of a whole step; None (default) if unknown.
 
     Raises:
         ConfigError: if the run has other stages than the layout.
@@ -66,20 +68,27 @@ def residuals(
         rows.append(Residual("message", *(float(value) for value in both)))
     order = float(makespan(simulate(program, measured)))
     rows.append(Residual("waits between ops", 0.0, max(0.0, seconds - order)))
-    rows.append(Residual("pipeline", prediction.parts["pipeline"], seconds))
+    pipeline = prediction.parts["pipeline"]
+    rows.append(Residual("pipeline", pipeline, seconds))
+    if step is not None:
+        rows.append(Residual(_AFTER, prediction.step_seconds - pipeline, max(0.0, step - seconds)))
+        rows.append(Residual("step", prediction.step_seconds, step))
     return tuple(rows)
 
 
 def recalibrate(cluster: Cluster, rows: tuple[Residual, ...]) -> Cluster:
     """Return the cluster whose prediction has the measured terms.
 
-    Ops get one factor, messages another; waits between ops count as overhead of a step.
+    Ops get one factor, messages another; waits between ops count as overhead of a step, and so does what follows the
+    pipeline beyond its prediction.
     """
     by_term = {row.term: row for row in rows}
     ops = [by_term[term] for term in _TERMS if term in by_term]
     predicted, measured = sum(row.predicted for row in ops), sum(row.measured for row in ops)
     slowdown = cluster.slowdown * (measured / predicted if predicted > 0 and measured > 0 else 1.0)
     overhead = cluster.step_overhead + by_term["waits between ops"].measured
+    if _AFTER in by_term:
+        overhead = max(0.0, overhead + by_term[_AFTER].measured - by_term[_AFTER].predicted)
     changed = replace(cluster, slowdown=slowdown, step_overhead=overhead)
     message = by_term.get("message")
     if message is None or message.predicted <= 0 or message.measured <= 0:
