@@ -192,3 +192,25 @@ def test_many_nodes_of_which_the_last_has_fewer_processes():
     assert "... and so on up to --node-rank 4" in start_of_script(
         "run.py", plan, read_cluster("cluster.toml*3x6")
     )
+
+
+def test_the_data_of_the_run_are_said(folder: Path):
+    start = "data:    "
+    assert f"{start}the bytes of the source of Python's standard library; set data.path" in planned(
+        *WORDS, "--out", "run.toml"
+    )
+    for vocabulary, said in (
+        (1000, "the bytes of the source"),
+        (100, "none yet: there is no tokenizer.json in"),
+    ):
+        (folder / "gpt2" / "config.json").write_text(json.dumps(GPT2 | {"vocab_size": vocabulary}))
+        assert start + said in planned(*WORDS, "--out", "run.toml")
+    (folder / "gpt2" / "tokenizer.json").write_text("{}")
+    assert f"{start}the source of Python's standard library; set data.path=FOLDER" in planned(
+        *WORDS, "--out", "run.toml"
+    )
+    (folder / "gpt2" / "tokenizer.json").unlink()
+    (folder / "gpt2" / "model.safetensors").write_bytes(b"")
+    assert f"{start}none yet" in planned(*WORDS, "--out", "run.toml")
+    (folder / "own.toml").write_text('[model]\nconfig = "gpt2"\n\n[data]\npath = "tokens"\n')
+    assert start not in planned("own.toml", *WORDS[1:], "--out", "own-run.toml")

@@ -166,7 +166,7 @@ def command(
     elif untrained is not None and out is not None:
         lines += ["", f"There is no {out}: {untrained}."]
     elif out is not None:
-        lines += _run_lines(Path(model), cluster, best, sequence, batch, out)
+        lines += _run_lines(Path(model), profile, cluster, best, sequence, batch, out)
     if as_json:
         ran = {} if comparison is None else {"from_run": comparison.as_dict()}
         click.echo(json.dumps(result.as_dict() | ran))
@@ -221,19 +221,21 @@ def _show(
 
 
 def _run_lines(
-    model: Path, cluster: Cluster, plan: Prediction, sequence: int, batch: int, out: Path
+    model: Path, profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int, out: Path
 ) -> list[str]:
     """Write the config of a plan's run; return the lines of text that say how to start it.
 
     Raises:
         ConfigError: if it cannot be written.
     """
-    from penstock.cli.plan_config import differences, run_config
+    from penstock.cli.plan_config import data_of_run, differences, run_config, run_tables
     from penstock.cli.plan_files import model_tables, start_of_run, write_signed
 
-    tables = model_tables(model) if model.suffix == ".toml" else {}
-    write_signed(out, run_config(tables, model, plan, sequence, batch))
+    config = run_tables(model_tables(model) if model.suffix == ".toml" else {}, model, plan, sequence, batch)
+    write_signed(out, run_config(plan, config))
     notes = [f"note:    {note}" for note in differences(plan.layout)]
+    data = data_of_run(config, profile.shape.vocabulary if profile.shape is not None else 0)
+    notes += [] if data is None else [f"data:    {data}"]
     return ["", f"written: {out}", *notes, *_indented("start:   ", start_of_run(plan, cluster, out))]
 
 

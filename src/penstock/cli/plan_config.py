@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""
+_BYTES = 256
 _AUTOCAST = {"fp32": "", "bf16": "bf16"}
 """Values of runtime.autocast by the dtype of matrix products."""
 
 
-def run_config(tables: dict[str, Any], model: Path, plan: Prediction, sequence: int, batch: int) -> str:
-    """Return the config of a plan's run as TOML.
+def run_tables(
+    tables: dict[str, Any], model: Path, plan: Prediction, sequence: int, batch: int
+) -> dict[str, dict[str, Any]]:
+    """Return the sections of the config of a plan's run.
 
     Args:
         tables: tables of the model's own TOML file, which are kept; empty for a Hugging Face config.
@@ -26,8 +29,6 @@ def run_config(tables: dict[str, Any], model: Path, plan: Prediction, sequence: 
         plan: the plan.
         sequence, batch: tokens of a sample and samples of a step.
     """
-    import tomli_w
-
     layout, costs = plan.layout, plan.costs
     config: dict[str, dict[str, Any]] = {name: dict(table) for name, table in tables.items()}
     if not tables:
@@ -54,8 +55,41 @@ def run_config(tables: dict[str, Any], model: Path, plan: Prediction, sequence: 
     runtime = config.setdefault("runtime", {})
     runtime["recompute"] = "none" if layout.recompute == "selective" else layout.recompute
     runtime["autocast"] = _AUTOCAST[plan.dtype]
-    notes = "".join(f"# {note}\n" for note in differences(layout))
+    return config
+
+
+def run_config(plan: Prediction, config: dict[str, dict[str, Any]]) -> str:
+    """Return the config of a plan's run as TOML, with comments."""
+    import tomli_w
+
+    notes = "".join(f"# {note}\n" for note in differences(plan.layout))
     return f"{header(plan)}{notes}\n{tomli_w.dumps(config)}"
+
+
+def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | None:
+    """Return a sentence about the data of a run that sets no ``data.path``; None if it does, or trains no model of yours.
+
+    Args:
+        config: sections of the config.
+        vocabulary: number of tokens of the model.
+    """
+    source = config["model"].get("path") or config["model"].get("config")
+    if config["data"].get("path") or not source:
+        return None
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    text = "the source of Python's standard library"
+    if (folder / "tokenizer.json").is_file():
+        return f"{text}; set data.path=FOLDER to train on your text"
+    missing = f"there is no tokenizer.json in {folder}"
+    if config["model"].get("path") or vocabulary < _BYTES:
+        return f"none yet: {missing}, so set data.path to .npy files of tokens"
+    if vocabulary == _BYTES:
+        return f"the bytes of {text}; set data.path=FOLDER to train on your text"
+    return (
+        f"the bytes of {text}, since {missing}; put one there and set data.path=FOLDER to train on your text, or set "
+        "data.path to .npy files of tokens"
+    )
 
 
 def why_not_trained(dtype: str) -> str | None:

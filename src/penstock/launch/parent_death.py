@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.errors import ConfigError
 
 LAUNCHER = "PENSTOCK_LAUNCHER"
 """Environment variable with the launcher's process id."""
@@ -41,11 +48,15 @@ def _runs(process: int) -> bool:
 
 
 def record_failure(error: BaseException) -> None:
-    """Report an error to the launcher, if it has named a file for that."""
-    if ERROR_FILE in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        try:
-            get_error_handler().record_exception(error)
-        except OSError:
-            return  # a full disk; the error itself is printed
+    """Report an error to the launcher, if it has named a file for that; bad input is its line alone, without a traceback."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        return
+    line = f"{type(error).__name__}: {error}"
+    # The format of torch.distributed.elastic, which prints the call stack.
+    details = {
+        "py_callstack": line if isinstance(error, ConfigError) else traceback.format_exc(),
+        "timestamp": str(int(time.time())),
+    }
+    with suppress(OSError):  # a full disk; the error itself is printed
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))

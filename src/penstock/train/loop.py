@@ -28,7 +28,7 @@ from penstock.train.config.optim import build_optimizer
 from penstock.train.config.resolve import resolve
 from penstock.train.data.run_data import RunData, bigram_baseline, open_data
 from penstock.train.model.sampling import sample_run
-from penstock.train.model.trainable import TrainableModel, build_model
+from penstock.train.model.trainable import TrainableModel, build_model, default_text_note
 from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.loggers import Logger, open_loggers, require_loggers
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
@@ -128,6 +128,8 @@ def train(
         ):
             if run_group.leads:
                 reporter.say(_opening(config, model, path, device, data))
+                if note := default_text_note(config, model):
+                    reporter.say(note)
                 if advice := host_advice():
                     reporter.say(advice)
             progress = checkpointer.resume()

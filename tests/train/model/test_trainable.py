@@ -19,7 +19,7 @@ from penstock.train.data.tokenizer import ByteTokenizer, HFTokenizer, NumberToke
 from penstock.train.loop import train
 from penstock.train.model.llama import next_token_loss
 from penstock.train.model.sampling import sample_run
-from penstock.train.model.trainable import build_model
+from penstock.train.model.trainable import build_model, default_text_note
 from penstock.train.report.progress import Reporter
 from tests.support import hf_folders, hf_models
 from tests.support.tiny_run import WORDS, text_folder, tiny
@@ -119,6 +119,23 @@ def test_text_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(DataError, match=r"file_\d.txt is text, but there is no tokenizer.json beside"):
         train(config, quietly)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_config_without_tokenizer_trains_on_the_bytes_of_the_default_text(tmp_path: Path):
+    net = hf_models.model("llama", vocab_size=300)
+    net.config.save_pretrained(tmp_path / "net")
+    path = str(tmp_path / "net" / "config.json")
+    text = text_folder(tmp_path)
+    with pytest.raises(DataError, match=r"there is no tokenizer.json beside"):
+        train(tiny(tmp_path, text, model={"config": path}), quietly)
+    config = tiny(tmp_path, text, model={"config": path}, data={"path": ""}, train={"steps": 1})
+    assert "so the tokens are the bytes of the source of Python's" in str(
+        default_text_note(config, build_model(config))
+    )
+    outcome = train(config, quietly)
+    assert outcome is not None
+    assert outcome.unit == "token"
+    assert all(int(token) < 300 for token in outcome.sample.split())
 
 
 def test_bytes_serve_a_model_of_256_tokens_without_a_tokenizer(tmp_path: Path):

@@ -42,7 +42,7 @@ def open_data(config: Config, model: TrainableModel) -> RunData:
     sequence, size = config.data.sequence, config.train.batch
     tokenizer = model.tokenizer if isinstance(model.tokenizer, HFTokenizer) else None
     training, held_out = open_corpora(config.data, tokenizer)
-    require_readable(model, [d.path for d in (*training.documents, *held_out.documents)])
+    require_readable(config, model, [d.path for d in (*training.documents, *held_out.documents)])
     check_tokens(training, "training", sequence)
     check_tokens(held_out, "held-out", sequence)
     positions = held_out_positions(len(held_out), config.train.eval_batches * size, sequence)

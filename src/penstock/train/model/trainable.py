@@ -106,11 +106,26 @@ def _plain_tokenizer(vocabulary: int, end: int | None = None) -> Tokenizer:
     return ByteTokenizer() if vocabulary == BYTES else NumberTokenizer(vocabulary, end)
 
 
-def require_readable(model: TrainableModel, paths: list[Path]) -> None:
-    """Raise DataError if there are text files but no tokenizer for them."""
+def require_readable(config: Config, model: TrainableModel, paths: list[Path]) -> None:
+    """Raise DataError if there are text files but no tokenizer for them.
+
+    A Hugging Face config without tokenizer trains on the bytes of the default text, but not on those of a text of yours.
+    """
     texts = [path for path in paths if path.suffix != ".npy"]
-    if texts and model.source is not None and isinstance(model.tokenizer, NumberTokenizer):
+    if not texts or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
+        return
+    if config.data.path or config.model.path or model.vocabulary < BYTES:
         raise DataError(
             f"{texts[0]} is text, but there is no {TOKENIZER_FILE} beside {model.source}; data.path must then name .npy "
             "files of tokens"
         )
+
+
+def default_text_note(config: Config, model: TrainableModel) -> str | None:
+    """Return a sentence for a run of a Hugging Face config that trains on the bytes of the default text; else None."""
+    if config.data.path or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
+        return None
+    return (
+        f"there is no {TOKENIZER_FILE} beside {model.source}, so the tokens are the bytes of the source of Python's "
+        "standard library; set data.path to train on your own"
+    )
