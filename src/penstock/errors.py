@@ -145,9 +145,15 @@ def is_gloo_timeout(error: RuntimeError) -> bool:
     return "imed out" in str(error)  # "Timed out" or "timed out"; gloo has no class of its own for it
 
 
-def nearest(given: str, allowed: list[str]) -> str:
-    """Return ``' (did you mean ...?)'`` with the closest allowed names, or an empty string."""
+def nearest(given: str, allowed: list[str], cutoff: float = 0.5) -> str:
+    """Return ``' (did you mean ...?)'`` with the closest allowed names, or an empty string.
+
+    Args:
+        given: the unknown name.
+        allowed: known names.
+        cutoff: least likeness of a name to suggest, from 0 to 1 for equal names (default 0.5).
+    """
     import difflib
 
-    close = difflib.get_close_matches(given, allowed, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(given, allowed, n=3, cutoff=cutoff)
     return f" (did you mean {' or '.join(repr(name) for name in close)}?)" if close else ""

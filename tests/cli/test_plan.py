@@ -289,7 +289,8 @@ def test_its_own_file_is_written_again(folder: Path):
     for _ in range(2):
         outcome = invoke("gpt2", "-c", "h100*2", "-s", "32", "-b", "4")
         assert outcome.exit_code == 0, outcome.output
-    assert "written: run.toml\nstart:   " in outcome.stdout
+    assert outcome.stdout.splitlines()[-3] == "written: run.toml"
+    assert outcome.stdout.splitlines()[-1].startswith("start:   ")
 
 
 def test_the_answer_says_what_why_and_what_would_change_it():
@@ -369,10 +370,10 @@ def test_the_planned_run_trains(folder: Path, model: str):
 
 
 def commands_of_the_guide() -> list[list[str]]:
-    """Return the words of every `penstock plan` command in the guide, without comments."""
+    """Return the words of every `penstock plan` command in the guide that needs no run, without comments."""
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     lines = [line.strip() for line in page.splitlines() if line.startswith("    penstock plan ")]
-    return [shlex.split(line, comments=True)[2:] for line in lines]
+    return [shlex.split(line, comments=True)[2:] for line in lines if "--from-run" not in line]
 
 
 @pytest.mark.parametrize("words", commands_of_the_guide(), ids=" ".join)

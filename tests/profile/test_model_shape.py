@@ -13,9 +13,10 @@ import torch
 
 from penstock.errors import ConfigError, SplitError
 from penstock.huggingface.family_of import family_of
-from penstock.huggingface.from_transformers import from_transformers
+from penstock.huggingface.from_transformers import from_transformers, read_config
 from penstock.plan.cluster import read_cluster
 from penstock.plan.explore.branch_and_bound import search
+from penstock.plan.prediction import predict
 from penstock.profile.closed_form import Workload, block_cost
 from penstock.profile.model_profile import of_shape
 from penstock.profile.model_shape import MODEL_TYPES, ModelShape, read_shape
@@ -120,10 +121,71 @@ def test_experts_and_compressed_attention_are_refused_by_name(kind: str, tmp_pat
         read_shape(path)
 
 
-@pytest.mark.parametrize("key", ["add_cross_attention", "quantization_config", "use_bidirectional_attention"])
-def test_variants_that_are_not_split_are_refused(key: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"no closed form for a model with {key}"):
-        read_shape(written(tmp_path, {**SMALL, key: {"bits": 8}}))
+VARIANTS = {
+    "cross attention": ({"add_cross_attention": True}, "add_cross_attention is set: a model that attends to an encoder"),
+    "quantised weights": ({"quantization_config": {"bits": 4}}, "quantization_config is set: a model that has quantised"),
+    "both directions": ({"use_bidirectional_attention": True}, "attends to later tokens"),
+    "not causal": ({"is_causal": False}, "is_causal is false"),
+    "dynamic rotary": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "is 'dynamic'"),
+    "dynamic rotary, older": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
+    "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "and only causal language models"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_variants_that_are_not_split_are_refused_by_the_same_rules(case: str, tmp_path: Path):
+    values, message = VARIANTS[case]
+    path = written(tmp_path, {**SMALL, **values})
+    for read in (read_shape, read_config):
+        with pytest.raises(ConfigError, match=message):
+            read(path)
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM"], ["LlamaModel"]])
+def test_causal_models_and_bodies_are_planned_and_split(architectures: object, tmp_path: Path):
+    path = written(tmp_path, {**SMALL, "architectures": architectures})
+    assert read_shape(path).layers == 4
+    read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("llama", {}, (0, 0)),
+        ("mistral", {"sliding_window": 512}, (512, 4)),
+        ("mistral", {"sliding_window": None}, (0, 0)),
+        ("gemma2", {"head_dim": 16}, (4096, 2)),
+        ("gemma3_text", {"head_dim": 16, "sliding_window": 64}, (64, 4)),
+        ("gemma3_text", {"head_dim": 16, "sliding_window_pattern": 2}, (4096, 2)),
+        ("qwen2", {"sliding_window": 64}, (0, 0)),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (64, 3)),
+        (
+            "qwen3",
+            {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"] * 2},
+            (0, 0),
+        ),
+    ],
+)
+def test_windows_of_attention(kind: str, values: dict[str, Any], expected: tuple[int, int], tmp_path: Path):
+    path = written(tmp_path, {**SMALL, "model_type": kind, **values})
+    shape = read_shape(path)
+    assert (shape.window, shape.windowed) == expected
+    if "sliding_window_pattern" not in values:  # older files have it; the library writes layer_types
+        config = read_config(path)
+        kinds = family_of(config).kinds(config)
+        windowed = kinds.count("sliding_attention") if config.to_dict().get("sliding_window") else 0
+        assert shape.windowed == windowed
+    said = predict(of_shape(shape), read_cluster("h100*2"), "pp=2", sequence=8192, batch=8).assumptions
+    assert any("attend to windows of" in sentence for sentence in said) == bool(expected[1])
+
+
+def test_the_text_part_of_a_larger_model_is_named(tmp_path: Path):
+    table = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    with pytest.raises(ConfigError, match=r"its text part \(gemma3_text\) has one: write text_config to"):
+        read_shape(written(tmp_path, table))
+    for far in ("bert", "mamba", "bloom"):
+        with pytest.raises(ConfigError, match=rf"'{far}'; the types are"):
+            read_shape(written(tmp_path, {"model_type": far}))
 
 
 def test_keys_of_biases_that_a_family_names_differently(tmp_path: Path):
@@ -211,7 +273,7 @@ def test_the_built_in_model_has_the_parameters_of_its_layers(values: dict[str, i
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"model_type": "lama"}, "'lama' .did you mean 'llama'"),
         ({"model_type": ["llama"]}, "no closed form for a model of type"),
-        ({"model_type": None}, "no closed form for a model of type None"),
+        ({"model_type": None}, "the config has no model_type"),
         ({"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
         ({"head_dim": 0}, "head_dim must be a whole number"),

@@ -17,12 +17,7 @@ from typing import Any
 
 from penstock.errors import SplitError, nearest
 from penstock.huggingface.families import FAMILIES, HEAD, ModelFamily
-
-_REFUSED = {
-    "add_cross_attention": "attends to an encoder",
-    "use_bidirectional_attention": "attends to later tokens",
-    "quantization_config": "has quantised weights",
-}
+from penstock.model_variants import VARIANT_KEYS, refused_variant
 
 
 def family_of(config: Any) -> ModelFamily:
@@ -35,27 +30,10 @@ def family_of(config: Any) -> ModelFamily:
     kind = str(getattr(config, "model_type", ""))
     config_class: Any = type(config)
     family = FAMILIES[kind] if kind in FAMILIES else _from_plan(config_class)
-    for key, reason in _REFUSED.items():
-        if getattr(config, key, None):
-            raise SplitError(f"the config's {key} is set: a model that {reason} cannot be split")
-    if not getattr(config, "is_causal", True):
-        raise SplitError(
-            "the config's is_causal is false: a model that attends to later tokens cannot be split"
-        )
-    if "dynamic" in _rotary_rules(getattr(config, "rope_parameters", None)):
-        raise SplitError(
-            "the config's rope_type is 'dynamic', whose tables depend on which lengths came before; that order "
-            "differs between stages. Use 'linear', 'yarn', 'llama3' or 'longrope'"
-        )
+    reason = refused_variant({key: getattr(config, key, None) for key in VARIANT_KEYS})
+    if reason is not None:
+        raise SplitError(reason)
     return family
-
-
-def _rotary_rules(parameters: Any) -> list[str]:
-    """Return each ``rope_type`` of rope_parameters, which some families have once for each kind of attention."""
-    if not isinstance(parameters, dict):
-        return []
-    by_kind = [value for value in parameters.values() if isinstance(value, dict)]
-    return [str(rules["rope_type"]) for rules in (by_kind or [parameters]) if rules.get("rope_type")]
 
 
 @cache

@@ -23,6 +23,7 @@ from penstock.huggingface.block_layers import BlockLayer, CappedHead, Positions,
 from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_library
 from penstock.huggingface.family_of import family_of
 from penstock.huggingface.tables import Tables
+from penstock.model_variants import refused_architecture
 from penstock.stage.layers import Layer
 from penstock.stage.rng.initial import generator_for
 
@@ -124,6 +125,8 @@ def config_from(table: dict[str, Any], path: str | Path) -> Any:
         config = CONFIG_MAPPING[kind].from_dict(table)
     except Exception as error:  # the library's own checks raise many kinds
         raise DataError(f"transformers cannot use {path}: {error}") from error
+    if (reason := refused_architecture(table)) is not None:
+        raise SplitError(reason)
     family_of(config)
     return config
 

@@ -18,6 +18,11 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
                 f"Samples have {sequence:,} tokens, more than the {profile.shape.context:,} of max_position_embeddings in "
                 "the model's config.json; raise it there before the run."
             )
+        if profile.shape.windowed and profile.shape.window < sequence:
+            sentences.append(
+                f"Attention is counted over all {sequence:,} tokens, but {profile.shape.windowed} of {profile.shape.layers} "
+                f"blocks attend to windows of {profile.shape.window:,}; kernels that skip the rest are faster."
+            )
         if attention_of(profile, cluster, layout) == "unfused" and layout.attention is None:
             sentences.append(
                 f"Attention stores its scores, as in the published runs that {cluster.name} is fitted to; "

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ConfigError, nearest
+from penstock.model_variants import refused_architecture, refused_variant, windows
 
 _MAX_BYTES = 16 * MEGABYTE
 _LARGEST = 10**9
@@ -45,6 +46,7 @@ class ModelShape:
         dropout: True if a block drops out attention scores and the outputs of its halves.
         context: tokens of the longest sample that a model with rotary positions is configured for; 0 if its config does
             not say.
+        window, windowed: tokens of a window of attention, and number of blocks that attend to such windows alone.
         query_rank: size of the latent that queries are expanded from; 0 if they come from the hidden state.
         kv_rank: size of the latent that keys and values are expanded from; 0 if they come from the hidden state.
         rotary_size: with `kv_rank`, part of a head's query and key that is rotated; all heads share the key's.
@@ -71,6 +73,8 @@ class ModelShape:
     norms: int = 2
     dropout: bool = False
     context: int = 0
+    window: int = 0
+    windowed: int = 0
     query_rank: int = 0
     kv_rank: int = 0
     rotary_size: int = 0
@@ -197,9 +201,6 @@ _BIAS_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Other keys of biases, and the usual ones that they stand for."""
 
-_REFUSED = ("add_cross_attention", "is_encoder_decoder", "quantization_config", "use_bidirectional_attention")
-"""Keys of variants that are not split; if set, blocks have other sizes than the rest of the config says."""
-
 _GPT2_NAMES = {
     "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",
@@ -288,14 +289,9 @@ def _hugging_face(value: object, key: str, path: Path) -> Path:
 def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in _TRAITS:
-        raise ConfigError(
-            f"{path}: no closed form for a model of type {kind!r}{nearest(str(kind), list(_TRAITS))}; the types are "
-            f"{', '.join(_TRAITS)}. Give any other model as a list of layers to `penstock.profile_layers`, trace it "
-            "without weights (measure=False), save the profile as JSON, and plan that; see docs/planning.md"
-        )
-    for key in _REFUSED:
-        if table.get(key):
-            raise ConfigError(f"{path}: no closed form for a model with {key}; the config must leave it out")
+        raise ConfigError(f"{path}: {_unknown(table)}")
+    if (reason := refused_variant(table) or refused_architecture(table)) is not None:
+        raise ConfigError(f"{path}: {reason}")
     traits = dict(_TRAITS[kind])
     name = _name(table, path)
     table = {
@@ -331,6 +327,7 @@ def _from_config(table: dict[str, Any], path: Path) -> ModelShape:
             traits[trait] = flag
     if kind == "seed_oss" and (flag := _flag(table, "attention_out_bias", path)) is not None:
         traits["output_bias"] = flag
+    traits["window"], traits["windowed"] = windows(kind, table, layers)
     return ModelShape(
         name, layers, hidden, heads, kv_heads, head_size, ffn, vocabulary,
         positions=positions, head_norm_weights=_head_norms(kind, heads, kv_heads, head_size), **traits,
@@ -348,6 +345,22 @@ def _latents(table: dict[str, Any], path: Path) -> dict[str, int]:
         "value_size": _count(table, "v_head_dim", path, 128),
         "head_size": _count(table, "qk_nope_head_dim", path, 128) + rotary,
     }
+
+
+def _unknown(table: dict[str, Any]) -> str:
+    """Return why a model's family has no closed form, and what to do."""
+    kind, part = table.get("model_type"), table.get("text_config")
+    if kind is None:
+        return "the config has no model_type, which says of what family the model is; is it that of a language model?"
+    what = f"no closed form for a model of type {kind!r}"
+    if isinstance(part, dict) and part.get("model_type") in _TRAITS:
+        return f"{what}; its text part ({part['model_type']}) has one: write text_config to a config.json of its own"
+    near = nearest(str(kind), list(_TRAITS), cutoff=0.7)
+    return (
+        f"{what}{near}; the types are {', '.join(_TRAITS)}. Give any other model as a list of layers to "
+        "`penstock.profile_layers`, trace it without weights (measure=False), save the profile as JSON, and plan that; see "
+        "docs/planning.md"
+    )
 
 
 def _head_norms(kind: str, heads: int, kv_heads: int, head_size: int) -> int:
