@@ -72,15 +72,20 @@ def test_an_interrupt_ends_the_search_with_the_best_so_far():
     assert result.simulated <= 6  # two a step: with ZeRO and without it
 
 
-def test_a_limit_ends_the_search_early():
-    result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=64, limit=1e-9)
+@pytest.mark.parametrize("devices", [8, 64, 512])
+def test_a_limit_ends_the_search_early_and_with_a_plan(devices: int):
+    cluster = read_cluster(f"a100-40gb*8x{devices // 8}")
+    result = search(medium(48), cluster, sequence=2048, batch=2 * devices, limit=1e-9)
     assert not result.complete
-    assert result.simulated <= 6  # two a step: with ZeRO and without it
+    assert result.simulated <= 2  # with ZeRO and without it
+    assert result.best.fits
 
 
 def test_a_search_that_ended_before_a_plan_says_so():
     cluster = read_cluster("a100-40gb*8")
-    result = search(medium(48), cluster, sequence=2048, batch=64, limit=1e-9, fixed={"recompute": "none"})
+    result = search(
+        medium(48), cluster, sequence=2048, batch=64, limit=1e-9, fixed={"recompute": "none"}, memory=24e9
+    )
     assert (result.plans, result.complete) == ((), False)
     with pytest.raises(ConfigError, match=r"the search ended after .* before it found one that fits"):
         _ = result.best
@@ -158,10 +163,27 @@ def test_devices_and_memory_are_kept():
     assert capped.best.step_seconds >= free.best.step_seconds
 
 
-def test_where_nothing_fits_the_smallest_layout_is_named():
-    result = search(medium(), read_cluster("h100*8"), sequence=2048, batch=32, memory=1e9)
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_where_nothing_fits_the_smallest_layout_is_named(seed: int):
+    small = small_space(seed)
+    least = min(plan.peak_bytes for plan in every_plan(small))
+    cap = 0.5 * least
+    result = search(
+        small.profile,
+        small.cluster,
+        sequence=small.sequence,
+        batch=small.batch,
+        fixed=small.fixed,
+        memory=cap,
+    )
     assert result.plans == ()
-    with pytest.raises(ConfigError, match=r"the smallest needs (at least )?[\d.]+ GB a device: pp=\d"):
+    assert result.smallest is not None
+    layout, size, exact = result.smallest
+    assert exact
+    plan = predict(small.profile, small.cluster, layout, sequence=small.sequence, batch=small.batch)
+    assert plan.peak_bytes == size
+    assert least <= size <= 1.05 * least
+    with pytest.raises(ConfigError, match=r"the smallest needs [\d.]+ [GM]B a device: pp=\d"):
         _ = result.best
 
 

@@ -26,6 +26,7 @@ from penstock.plan.explore.admissible import (
     least_seconds,
     seconds_after_pipeline,
 )
+from penstock.plan.explore.least_memory import smallest_layout
 from penstock.plan.explore.rejections import Rejections
 from penstock.plan.explore.search_result import SearchResult, SimulatedLayout
 from penstock.plan.explore.search_space import Order, Point, Space, make_space, order_of_ops
@@ -48,6 +49,8 @@ from penstock.simulate.bounds import lower_bound
 
 DIVES = 40
 """Choices of degrees that are simulated before the rest is bounded."""
+TRIES = 10
+"""Layouts with little memory that are simulated before all others, until one fits."""
 STEADY = 4
 """Rounds of as many microbatches as ranks after which a schedule repeats itself."""
 LARGE = 40_000
@@ -105,8 +108,8 @@ def search(
     plans = run.plans()
     reasons = run.rejections.reasons(plans[0], cluster.device.memory) if plans else {}
     return SearchResult(
-        plans, run.evaluated, run.simulated, perf_counter() - began, complete, reasons, run.rejections.smallest,
-        run.outcomes(),
+        plans, run.evaluated, run.simulated, perf_counter() - began, complete, reasons,
+        run.rejections.smallest if plans or not complete else smallest_layout(space, run.rejections), run.outcomes(),
     )  # fmt: skip
 
 
@@ -163,6 +166,8 @@ class _Search:
         """Yield after each step of the search, until nothing is left that could be among the best."""
         for point in self.space.points():
             self._add_point(point)
+        self._begin()
+        yield
         yield from self._dive()
         searching = True
         while searching:
@@ -174,6 +179,18 @@ class _Search:
             yield
         for candidate in self._heap:
             self.rejections.add_bound(candidate.point.layout, candidate.orders, candidate.bound)
+
+    def _begin(self) -> None:
+        """Simulate layouts that need little memory until one fits, so that the search may end at any time."""
+        space = self.space
+        sized = [(least_bytes(space, c.point, self._times_of(c.point.layout)), c) for c in self._heap]
+        roomy = sorted(c for size, c in sized if size < space.cluster.device.memory / 2)
+        for candidate in (*roomy[:TRIES], *(c for _, c in sorted(sized)[:TRIES])):
+            opened = [order for group in self._open(candidate) for order in self._open(group)]
+            if opened:
+                self._simulate(min(opened, key=lambda c: (c.orders[0].name != Layout.schedule, c.estimate)))
+            if self.leader is not None:
+                return
 
     def _dive(self) -> Iterator[None]:
         """Simulate promising layouts of several degrees first: the sooner a plan is good, the more its time prunes."""

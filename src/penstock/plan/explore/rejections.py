@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from penstock.plan.run_layout import Layout
 DIMENSIONS = (
     "pp", "dp", "tp", "v", "microbatch", "schedule", "recompute", "zero", "sequence_parallel", "split",
 )  # fmt: skip
+
+_MOST_BOUNDS = 48
 
 
 @dataclass
@@ -49,6 +52,8 @@ class Rejections:
     """
 
     smallest: Smallest | None = None
+    _bounds: list[tuple[float, int, Layout]] = field(default_factory=list)
+    _noted: int = 0
     _seen: dict[str, dict[Any, _Seen]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(_Seen))
     )
@@ -65,6 +70,16 @@ class Rejections:
         known = self.smallest
         if known is None or (size < known.size if exact == known.exact else exact):
             self.smallest = Smallest(layout, size, exact)
+        if not exact:
+            # The heap's first entry is the largest of the least.
+            heapq.heappush(self._bounds, (-size, self._noted, layout))
+            self._noted += 1
+            if len(self._bounds) > _MOST_BOUNDS:
+                heapq.heappop(self._bounds)
+
+    def least_bounds(self) -> list[tuple[float, Layout]]:
+        """Return (bound on the bytes, layout) of layouts that do not fit by their bound, the least first."""
+        return sorted(((-size, layout) for size, _, layout in self._bounds), key=lambda pair: pair[0])
 
     def add_bound(self, layout: Layout, orders: Sequence[Order], bound: float) -> None:
         """Note a layout that cannot be quicker than `bound`; without orders, its schedule is open."""
