@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from penstock.cli.plan import command
 from penstock.cli.plan_files import start_of_script
@@ -214,3 +215,16 @@ def test_the_data_of_the_run_are_said(folder: Path):
     assert f"{start}none yet" in planned(*WORDS, "--out", "run.toml")
     (folder / "own.toml").write_text('[model]\nconfig = "gpt2"\n\n[data]\npath = "tokens"\n')
     assert start not in planned("own.toml", *WORDS[1:], "--out", "own-run.toml")
+
+
+@pytest.mark.parametrize(("width", "shown"), [(60, 9), (80, 12), (200, 14)])
+def test_a_narrow_terminal_has_fewer_columns_and_whole_cells(
+    width: int, shown: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("penstock.cli.plan_text.table_console", lambda: Console(width=width))
+    lines = planned("gpt2", "-c", "h100*4", "-b", "16", "--out", "run.toml").splitlines()
+    assert len(lines[0].split()) <= shown
+    assert {"pp", "dp", "tp", "schedule", "step", "memory"} <= set(lines[0].split())
+    table = lines[:11]
+    assert not any("…" in line for line in table)
+    assert max(map(len, table)) <= width

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.cluster import Cluster, LinkSpeed, read_cluster
+from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.op_costs import op_costs
 from penstock.plan.prediction import Prediction, predict, step_program
 from penstock.plan.run_layout import Layout
@@ -168,6 +169,26 @@ def test_assumptions_are_said():
 def test_the_interval_of_a_noisy_profile_is_above_zero():
     prediction = predict(timed_profile(spread=1.7), round_cluster(), "pp=2", batch=8)
     assert 0 < prediction.low < prediction.step_seconds < prediction.high
+
+
+def test_a_layout_of_a_profile_has_its_dtype():
+    with pytest.raises(
+        ConfigError, match="the profile of timed is in fp32, so a layout's dtype must be that, got bf16"
+    ):
+        predict(timed_profile(), round_cluster(), "pp=2,dtype=bf16", batch=8)
+    assert predict(timed_profile(), round_cluster(), "pp=2,dtype=fp32", batch=8).dtype == "fp32"
+
+
+def test_names_instead_of_what_they_name_are_refused():
+    with pytest.raises(
+        ConfigError,
+        match=r"cluster must be a Cluster, got 'h100\*4'; read it with penstock.plan.read_cluster",
+    ):
+        predict(of_shape(SMALL), "h100*4", "pp=2")
+    for call in (predict, search):
+        values = {"layout": "pp=2"} if call is predict else {}
+        with pytest.raises(ConfigError, match=r"profile must be a Profile, got 'my-model'; read it with"):
+            call("my-model", H100, sequence=32, batch=8, **values)
 
 
 def test_a_profile_in_a_dtype_that_the_cluster_lacks_says_how_to_profile():

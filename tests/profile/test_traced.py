@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,26 @@ def test_products_of_experts_are_counted():
     assert cost.model_flops == product
     for works in (cost.forward, cost.input_grad, cost.weight_grad):
         assert sum(work.amount for work in works if work.unit == "matmul") == product
+
+
+class Records(logging.Handler):
+    """A list of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_a_wrong_shape_is_one_error_and_nothing_is_logged():
+    log, records = logging.getLogger("torch._subclasses.fake_tensor"), Records()
+    log.addHandler(records)
+    try:
+        with pytest.raises(ProfileError, match="layer '0' cannot be profiled"):
+            trace_layers(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), torch.randn(4, 5))
+    finally:
+        log.removeHandler(records)
+    assert records.messages == []
+    assert not log.filters

@@ -49,7 +49,7 @@ def test_a_split_by_count_range_or_weight(split, expected):
         ("evenly", "did you mean 'even'"),
         ({"layers_per_stage": 1}, "make 5 stage"),
         ({"layers_per_stage": 0}, "at least 1"),
-        ({"weight": [1]}, "cannot read the split"),
+        ({"weight": [1]}, "a split must have one key, got 'weight' .did you mean 'weights'"),
         ({"weights": [1, 2]}, "2 weights for 7 layers"),
         ({"weights": "abc"}, "list of numbers"),
         ([1, 2], "add up to 3"),

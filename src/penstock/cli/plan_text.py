@@ -14,39 +14,28 @@ if TYPE_CHECKING:
     from penstock.profile.model_profile import Profile
 
 _MAX_ROWS = 16
+_WIDEST = 1000
+_OPTIONAL = ("tokens/s", "samples/s", "idle", "SP", "ZeRO", "MFU", "recompute", "micro", "v")
+"""Columns of the table of plans that a narrow terminal leaves out, the first ones first."""
 
 
 def plans_table(result: SearchResult) -> None:
     """Print the best plans, one a row."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (
-        "pp",
-        "dp",
-        "tp",
-        "v",
-        "micro",
-        "schedule",
-        "recompute",
-        "ZeRO",
-        "SP",
-        "step",
-        f"{result.best.unit}/s",
-        "MFU",
-        "memory",
-        "idle",
-    ):
-        table.add_column(name, justify="left" if name in ("schedule", "recompute") else "right")
-    for plan in result.plans:
-        layout = plan.layout
-        table.add_row(
-            str(layout.pp), str(layout.dp), str(layout.tp), str(layout.v), str(layout.microbatch), layout.schedule,
-            str(layout.recompute), "yes" if layout.zero else "", "yes" if layout.sequence_parallel else "",
-            time_text(plan.step_seconds), f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}", size_text(plan.peak_bytes),
-            f"{plan.bubble:.1%}",
-        )  # fmt: skip
+    columns = _columns(result)
     console = table_console()
+    unlimited = console.options.update(width=_WIDEST)
+    for left_out in range(len(_OPTIONAL) + 1):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        shown = {name: values for name, values in columns.items() if name not in _OPTIONAL[:left_out]}
+        for name in shown:
+            left = name in ("schedule", "recompute")
+            table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        for row in zip(*shown.values(), strict=True):
+            table.add_row(*row)
+        if console.measure(table, options=unlimited).maximum <= console.width:
+            break
     console.print(table)
     ended = "" if result.complete else "; ended early, so a better one may exist"
     console.print(
@@ -54,10 +43,34 @@ def plans_table(result: SearchResult) -> None:
     )
 
 
+def _columns(result: SearchResult) -> dict[str, list[str]]:
+    """Return the cells of the table of plans by the name of their column."""
+    plans = result.plans
+    layouts = [plan.layout for plan in plans]
+    return {
+        "pp": [str(at.pp) for at in layouts],
+        "dp": [str(at.dp) for at in layouts],
+        "tp": [str(at.tp) for at in layouts],
+        "v": [str(at.v) for at in layouts],
+        "micro": [str(at.microbatch) for at in layouts],
+        "schedule": [at.schedule for at in layouts],
+        "recompute": [str(at.recompute) for at in layouts],
+        "ZeRO": ["yes" if at.zero else "" for at in layouts],
+        "SP": ["yes" if at.sequence_parallel else "" for at in layouts],
+        "step": [time_text(plan.step_seconds) for plan in plans],
+        f"{result.best.unit}/s": [f"{plan.tokens_per_second:,.0f}" for plan in plans],
+        "MFU": [f"{plan.mfu:.1%}" for plan in plans],
+        "memory": [size_text(plan.peak_bytes) for plan in plans],
+        "idle": [f"{plan.bubble:.1%}" for plan in plans],
+    }
+
+
 def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int, batch: int) -> str:
     """Return the prediction of one layout as lines of text."""
     parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
     fits = "fits" if plan.fits else "does NOT fit"
+    of_sizes = "6 FLOPs a parameter and token, and attention in full"
+    flops = of_sizes if profile.shape is not None else "3 times the FLOPs of the profiled forward"
     lines = [
         f"model         {profile.name}, {parameters_text(profile.parameters)}, {profile.blocks} blocks",
         f"cluster       {cluster.name}, {cluster.nodes} x {cluster.ranks_per_node} devices of {size_text(plan.capacity)}",
@@ -65,7 +78,7 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
         f"layout        {plan.layout}",
         f"step          {time_text(plan.step_seconds)} ({time_text(plan.low)} to {time_text(plan.high)}): {parts}",
         f"speed         {plan.tokens_per_second:,.0f} {plan.unit}/s; {plan.tflops_per_device:.4g} TFLOP/s a device, MFU "
-        f"{plan.mfu:.1%} (6 FLOPs a parameter and token, and attention in full); with recompute "
+        f"{plan.mfu:.1%} ({flops}); with recompute "
         f"{plan.hardware_tflops_per_device:.4g}, {plan.hfu:.1%}",
         f"idle          {plan.bubble:.1%} of the ranks' time" + _causes(plan),
         f"memory        {size_text(plan.peak_bytes)} on the fullest device: {fits}",

@@ -25,6 +25,7 @@ from penstock.plan.stage_costs import (
     even_counts,
     layer_times,
     most_parameters,
+    require_inputs,
     stage_costs,
 )
 from penstock.plan.timing import collective_seconds
@@ -152,6 +153,7 @@ def predict(
         ConfigError: if the layout contradicts itself, needs more devices than there are, or does not divide the batch.
         ScheduleError: if the schedule's family does not allow the counts.
     """
+    require_inputs(profile, cluster)
     layout = layout_of(layout)
     sequence = default_sequence(profile) if sequence is None else sequence
     batch = 4 * layout.pp * layout.dp * layout.microbatch if batch is None else batch

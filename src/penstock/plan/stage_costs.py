@@ -55,6 +55,18 @@ class LayerTimes:
     recomputes: npt.NDArray[np.bool_]
 
 
+def require_inputs(profile: object, cluster: object) -> None:
+    """Raise `ConfigError` unless a profile and a cluster are what `read_model` and `read_cluster` return."""
+    for name, value, kind, read in (
+        ("profile", profile, Profile, "read_model"),
+        ("cluster", cluster, Cluster, "read_cluster"),
+    ):
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{name} must be a {kind.__name__}, got {value!r}; read it with penstock.plan.{read}"
+            )
+
+
 def workload(profile: Profile, cluster: Cluster, layout: Layout, sequence: int) -> Workload:
     """Return the workload of a layout's microbatch."""
     return Workload(
@@ -87,6 +99,11 @@ def layer_times(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
         ConfigError: if the profile or the cluster has no costs for the layout.
     """
     load = workload(profile, cluster, layout, sequence)
+    if profile.shape is None and layout.dtype not in (None, profile.dtype):
+        raise ConfigError(
+            f"the profile of {profile.name} is in {profile.dtype}, so a layout's dtype must be that, got {layout.dtype}; "
+            f"profile the layers in {layout.dtype}"
+        )
     if profile.shape is None and load.dtype not in cluster.device.matmul:
         raise ConfigError(
             f"the profile of {profile.name} is in {load.dtype}, and {cluster.name} has rates for "

@@ -9,6 +9,7 @@ device would stay fake after the trace. The weights of one layer at a time are b
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.named import Context, set_context
 
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _DEVICES = (torch.device("cpu", 1), torch.device("cpu"))
 
 
@@ -266,8 +268,18 @@ def _signature(value: Any) -> object:
     )
 
 
+class _Silence(logging.Filter):
+    """Filter that drops all records."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return False
+
+
 @contextmanager
 def _naming(layer: Layer) -> Iterator[None]:
+    """Raise errors of a layer as `ProfileError` with its name, without torch's own log of them."""
+    silent = _Silence()  # ranks' threads each have one
+    _TORCH_LOG.addFilter(silent)
     try:
         yield
     except ProfileError:
@@ -278,3 +290,5 @@ def _naming(layer: Layer) -> Iterator[None]:
             f"({type(error).__name__}: {first_line(error)}). Make its forward depend on shapes alone, or split the model "
             "by hand"
         ) from error
+    finally:
+        _TORCH_LOG.removeFilter(silent)

@@ -36,8 +36,10 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
             raise SplitError(f"no split {split!r}{nearest(split, ['even'])}; {_ALLOWED}")
         return _split_blocks(layers, stages, lambda blocks: even(blocks, stages))
     if isinstance(split, Mapping):
-        if len(split) != 1 or (key := next(iter(split))) not in _KEYS:
-            raise SplitError(f"cannot read the split {dict(split)!r}; {_ALLOWED}")
+        keys = list(split)
+        if len(keys) != 1 or (key := keys[0]) not in _KEYS:
+            near = "".join(nearest(str(key), [*_KEYS, "measured"]) for key in keys[:1])
+            raise SplitError(f"a split must have one key, got {', '.join(map(repr, keys))}{near}; {_ALLOWED}")
         value = split[key]
         if key == "weights":
             weights = [float(w) for w in _numbers(key, value)]

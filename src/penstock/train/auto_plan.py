@@ -50,6 +50,11 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
     config = replace(config, parallel=replace(config.parallel, pp=shape.pp))
     _require_measurable(config, world.size if world is not None else 1)
     model = build_model(config)
+    blocks = sum(layer.role == "block" for layer in model.layers)
+    if shape.pp > blocks:
+        raise ConfigError(
+            f"the model's {blocks} blocks cannot be cut into {shape.pp} stages; take at most {blocks} pipeline ranks"
+        )
     with sharing_cores(shape.ranks, config.runtime.threads, in_processes=world is not None) as threads:
         torch.set_num_threads(threads)
         if world is None or world.rank == 0:

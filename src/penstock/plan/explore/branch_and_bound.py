@@ -39,6 +39,7 @@ from penstock.plan.stage_costs import (
     StageCosts,
     dtype_of,
     layer_times,
+    require_inputs,
     work_shares,
 )
 from penstock.profile.model_profile import Profile
@@ -90,12 +91,11 @@ def search(
     Raises:
         ConfigError: if an input is wrong. If no layout fits, `SearchResult.best` raises it.
     """
-    if memory is not None:
-        cluster = with_memory(cluster, memory)
+    require_inputs(profile, cluster)
+    cluster = cluster if memory is None else with_memory(cluster, memory)
     space = make_space(profile, cluster, sequence, batch, fixed or {}, schedules, devices)
     run = _Search(space, top)
-    began = perf_counter()
-    complete = True
+    began, complete = perf_counter(), True
     try:
         for _ in run.steps():
             if progress is not None:
