@@ -182,9 +182,8 @@ class _Search:
 
     def _begin(self) -> None:
         """Simulate layouts that need little memory until one fits, so that the search may end at any time."""
-        space = self.space
-        sized = [(least_bytes(space, c.point, self._times_of(c.point.layout)), c) for c in self._heap]
-        roomy = sorted(c for size, c in sized if size < space.cluster.device.memory / 2)
+        sized = [(least_bytes(self.space, c.point, self._times_of(c.point.layout)), c) for c in self._heap]
+        roomy = sorted(c for size, c in sized if size < self.space.cluster.device.memory / 2)
         for candidate in (*roomy[:TRIES], *(c for _, c in sorted(sized)[:TRIES])):
             opened = [order for group in self._open(candidate) for order in self._open(group)]
             if opened:
