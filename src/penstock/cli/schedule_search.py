@@ -83,6 +83,7 @@ def search_command(
     lower bound: no order can gain more than the gap. --out writes CSV for `penstock simulate`, `penstock schedule check` and
     `Pipeline(schedule=...)`.
     """
+    from penstock.output_files import SCHEDULE, OutputFile, require_outputs
     from penstock.schedule.families.searched import shaped_placement
     from penstock.schedule.size import require_size
     from penstock.schedule.text import write_csv
