@@ -139,7 +139,8 @@ def _gains(count: int, seconds: float) -> Iterator[Any]:
             placement, vector.m, priced(vector, placement), "split" if family.splits_backward else "full",
             Budget(int(cap * placement.stages)), seconds=seconds,
         )  # fmt: skip
-        gain = 1 - float(found.makespan) / took
+        # Sums of seconds in another order may differ by rounding.
+        gain = round(1 - float(found.makespan) / took, 12) + 0.0
         rows.append({**vector._asdict(), "cap": str(cap), "published": name, "gain": gain, "gap": found.gap})
     for cap in CAPS:
         own = [row for row in rows if row["cap"] == str(cap)]
