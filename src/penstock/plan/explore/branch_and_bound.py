@@ -41,7 +41,7 @@ from penstock.plan.stage_costs import (
     layer_times,
     require_inputs,
     work_shares,
-)
+)  # fmt: skip
 from penstock.profile.model_profile import Profile
 from penstock.schedule.families.closed_forms import Setting
 from penstock.schedule.ops import Kind
@@ -50,8 +50,6 @@ from penstock.simulate.bounds import lower_bound
 
 DIVES = 40
 """Choices of degrees that are simulated before the rest is bounded."""
-TRIES = 10
-"""Layouts with little memory that are simulated before all others, until one fits."""
 STEADY = 4
 """Rounds of as many microbatches as ranks after which a schedule repeats itself."""
 LARGE = 40_000
@@ -183,8 +181,9 @@ class _Search:
     def _begin(self) -> None:
         """Simulate layouts that need little memory until one fits, so that the search may end at any time."""
         sized = [(least_bytes(self.space, c.point, self._times_of(c.point.layout)), c) for c in self._heap]
-        roomy = sorted(c for size, c in sized if size < self.space.cluster.device.memory / 2)
-        for candidate in (*roomy[:TRIES], *(c for _, c in sorted(sized)[:TRIES])):
+        roomy = [c for size, c in sized if size < self.space.cluster.device.memory / 2]
+        roomy.sort(key=lambda c: c.bound * c.point.layout.pp * c.point.microbatches)  # soon simulated
+        for candidate in (*roomy[:DIVES], *(c for _, c in sorted(sized)[:DIVES])):
             opened = [order for group in self._open(candidate) for order in self._open(group)]
             if opened:
                 self._simulate(min(opened, key=lambda c: (c.orders[0].name != Layout.schedule, c.estimate)))
