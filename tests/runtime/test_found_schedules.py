@@ -19,6 +19,7 @@ from penstock.simulate.certified_search import search_schedule
 from tests.support import plain
 from tests.support.orders import stage_costs
 
+pytestmark = pytest.mark.slow
 RANKS, MICROBATCHES = 2, 6
 
 

@@ -86,7 +86,8 @@ def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
     text = path.read_text("utf-8")
     elements = [(tag, given) for tag, given in Reader(text).elements if tag not in ("html", "head")]
     assert elements[0] == ("meta", {"charset": "utf-8"})
-    (tag, given) = elements[1]
+    assert elements[1] == ("meta", {"name": "generator", "content": "Penstock"})
+    (tag, given) = elements[2]
     assert (tag, given["http-equiv"]) == ("meta", "Content-Security-Policy")
     rules = dict(rule.split(" ", 1) for rule in str(given["content"]).split("; "))
     (nonce,) = (given["nonce"] for tag, given in elements if tag == "style")

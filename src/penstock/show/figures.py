@@ -6,7 +6,6 @@ They contain no text from users, which the page's template escapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -22,8 +21,10 @@ _TOOLTIP = (
 
 def require_bokeh() -> None:
     """Raise `ConfigError` if Bokeh is not installed."""
-    if find_spec("bokeh") is None:
-        raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'")
+    try:
+        import bokeh.embed  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
 
 
 def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, dict[str, Any]]:
