@@ -47,7 +47,7 @@ FASTEST = 0.5
 WARM_UP, IN_A_ROW = 2, 4
 """Steps of a pipeline in a row, which do not count and which do; then it closes, and the next layout's opens."""
 MODELS = ("decoder", "gpt2", "conv")
-CALIBRATION: dict[str, Any] = {"steps": 15, "share": FASTEST}
+EFFORT, QUICK_EFFORT = Effort(10.0, 40, 0.1), Effort(1.0, 5, 0.1)
 
 
 class Result(NamedTuple):
@@ -85,7 +85,7 @@ def profiled(model: str, mode: str, ranks: int, effort: Effort) -> tuple[Profile
     cluster = measure_cluster(ranks, dp=2 if ranks == 2 else 1)
     return calibrate(
         profile, cluster, partial(model_of, model, ranks), loss_of(model), x, y, rows=ROWS[model], ranks=ranks,
-        check_finite=model != "sleep", **CALIBRATION,
+        check_finite=model != "sleep", steps=4 if effort == QUICK_EFFORT else 16, share=FASTEST,
     ), cluster  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def summary(what: str, found: Sequence[float]) -> str:
 def measure(options: argparse.Namespace) -> Figures:
     """Predict and measure all groups of layouts."""
     torch.set_num_threads(1)
-    effort = Effort(1.0, 5, 0.1) if options.quick else Effort(10.0, 40, 0.1)
+    effort = QUICK_EFFORT if options.quick else EFFORT
     models = MODELS if options.only is None else [options.only]
     groups = [alone(model, options.quick) for model in models if model != "sleep"]
     groups += [
