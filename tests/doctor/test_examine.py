@@ -136,7 +136,9 @@ def test_a_cluster_file_that_rank_0_cannot_write_is_bad_input_on_every_rank(
     started = launched(store, [source] * 2, tmp_path, "--timeout", "40", "--measure", "none/mine.toml")
     outputs = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [2, 2]
-    assert all("there is no folder none; make it, or give another --measure" in errors for _, errors in outputs)
+    assert all(
+        "there is no folder none; make it, or give another --measure" in errors for _, errors in outputs
+    )
 
 
 @pytest.mark.slow
