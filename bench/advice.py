@@ -25,7 +25,7 @@ from penstock.show.advice import MIN_GAIN, Advice, advise
 from penstock.show.planned import plan
 from penstock.trace.bubbles import makespan
 from penstock.trace.events import Trace
-from penstock.train.config.config import ModelConfig
+from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.model import llama
 
 BLOCKS, WIDTH, SEQUENCE, ROWS = 8, 256, 128, 2

@@ -26,7 +26,7 @@ from penstock.checkpoint.write import Facts, prune, write_checkpoint
 from penstock.errors import DataError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.config.config import ModelConfig
+from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 TRIALS = 20

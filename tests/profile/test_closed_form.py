@@ -20,7 +20,7 @@ from penstock.profile.closed_form import (
 )
 from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.model_shape import ModelShape
-from penstock.train.config.config import ModelConfig
+from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.model.llama import layers
 
 GPT = ModelShape(

@@ -8,8 +8,9 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.run_lock import LOCK
-from penstock.train.config.config import Config, TrainConfig
+from penstock.train.config.config import Config
 from penstock.train.config.file import load
+from penstock.train.config.sections.train_section import TrainConfig
 from penstock.train.report.metrics_writer import MetricsWriter, go_back, is_finished
 from penstock.train.run_folder import choose, create
 

@@ -12,7 +12,8 @@ from penstock.checkpoint.find import FOLDER, is_checkpoint
 from penstock.errors import ConfigError
 from penstock.run_lock import LOCK
 from penstock.train.config import file as config_file
-from penstock.train.config.config import Config, TrainConfig
+from penstock.train.config.config import Config
+from penstock.train.config.sections.train_section import TrainConfig
 
 AUTO = "auto"
 """Value of ``train.resume`` that means the run named ``train.name``."""

@@ -18,7 +18,7 @@ from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
 from penstock.stage.module import StageModule
 from penstock.stage.values import Message
-from penstock.train.config.config import ModelConfig
+from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 CONFIG = ModelConfig(vocabulary=32, layers=2, width=16, heads=4, kv_heads=2, hidden=24)

@@ -13,7 +13,7 @@ from penstock.profile.model_profile import Profile
 from penstock.runtime.measuring.busy_ranks import measure_cluster
 from penstock.runtime.measuring.calibration import calibrate
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.train.config.config import ModelConfig
+from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
 CONFIG = ModelConfig(vocabulary=96, width=32, layers=4, heads=4, kv_heads=2, hidden=64)

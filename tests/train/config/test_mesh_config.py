@@ -15,9 +15,10 @@ from penstock.huggingface import weights
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config import file as config_file
-from penstock.train.config.config import Config, ParallelConfig, from_mapping
+from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.mesh_config import describe, find_mesh, shape_of
 from penstock.train.config.resolve import resolve
+from penstock.train.config.sections.layout_section import ParallelConfig
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
 from tests.support import hf_folders

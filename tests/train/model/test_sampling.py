@@ -10,7 +10,9 @@ from penstock.errors import ConfigError, DataError
 from penstock.huggingface.weights import save_part
 from penstock.stage.module import StageModule
 from penstock.train.config import file as config_file
-from penstock.train.config.config import Config, ModelConfig, SampleConfig, from_mapping
+from penstock.train.config.config import Config, from_mapping
+from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections.train_section import SampleConfig
 from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.model.llama import layers
 from penstock.train.model.sampling import generate, sample_run, unsplit_model

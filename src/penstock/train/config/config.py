@@ -5,35 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from penstock.errors import ConfigError, nearest
-from penstock.parallel.data.layout import BUCKET_BYTES
-from penstock.train.config.fields import (
-    Autocast,
-    AxisOrder,
-    Changed,
-    Count,
-    Flag,
-    Flow,
-    FolderName,
-    Fraction,
-    LoggerNames,
-    Momentum,
-    NotNegative,
-    NotNegativeNumber,
-    Positive,
-    Recompute,
-    Seconds,
-    Share,
-    Split,
-    Text,
-    Threads,
-)
-from penstock.train.data.tokenizer import BYTES
+from penstock.train.config.fields import Table
+from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections.layout_section import ParallelConfig, ScheduleConfig
+from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.config.sections.optim_section import OptimConfig
+from penstock.train.config.sections.train_section import RuntimeConfig, SampleConfig, TrainConfig
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -41,224 +24,18 @@ if TYPE_CHECKING:
 FINE_TUNING_LR = 2e-5
 
 
-class _Table:
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-
 @dataclass(frozen=True)
-class ModelConfig(_Table):
-    """``[model]``: the Llama-style decoder of `penstock.train.model.llama`; or a Hugging Face model by `path` or `config`.
-
-    Attributes:
-        path: local folder of a Hugging Face causal model whose weights to start from; sizes come from its ``config.json``,
-            the tokenizer from its ``tokenizer.json``.
-        config: ``config.json`` of a Hugging Face model to train from random weights (seed ``train.seed``); sizes and
-            tokenizer come from its folder.
-        vocabulary: number of tokens; 256 for bytes.
-        width: size of the residual stream.
-        layers: number of blocks.
-        heads: number of query heads, which share `width` equally.
-        kv_heads: number of key and value heads, each shared by ``heads / kv_heads`` query heads.
-        hidden: inner size of the SwiGLU feed-forward.
-        rotary_base: base of the rotary positions, whose longest wavelength is about 2π times as large.
-        norm_epsilon: addend of the mean square in RMSNorm.
-    """
-
-    path: Text = ""
-    config: Text = ""
-    vocabulary: Count = BYTES
-    width: Count = 128
-    layers: Count = 6
-    heads: Count = 4
-    kv_heads: Count = 2
-    hidden: Count = 352
-    rotary_base: Positive = 10_000.0
-    norm_epsilon: Positive = 1e-5
-
-
-@dataclass(frozen=True)
-class DataConfig(_Table):
-    """``[data]``: the training and the held-out text.
-
-    Attributes:
-        path: file or folder of text, or of tokens in ``.npy`` files; empty for the text of Python's standard library.
-        pattern: pattern of the names of a folder's files, at any depth.
-        held_out: share of the *files* that are never trained on; share of the tokens, from the end, of a single file.
-        sequence: length of a sample in tokens.
-        changed: reaction of a resumed run to data that differs from its checkpoint's: ``refuse``, or ``accept`` it and
-            report the differences.
-    """
-
-    path: Text = ""
-    pattern: Text = "*"
-    held_out: Fraction = 0.05
-    sequence: Count = 128
-    changed: Changed = "refuse"
-
-
-@dataclass(frozen=True)
-class OptimConfig(_Table):
-    """``[optim]``: AdamW and its learning rate.
-
-    Attributes:
-        lr: highest learning rate. The default is 0.004, which suits the small model from random weights, but 2e-5 with
-            ``model.path``, whose weights a higher rate would destroy.
-        final_lr: last learning rate, as a share of `lr`.
-        warmup: share of the steps in which the rate rises linearly.
-        weight_decay: weight decay of matrices; vectors and embeddings have none.
-        beta1, beta2, epsilon: parameters of AdamW.
-        clip: limit of the global gradient norm; 0 for none.
-    """
-
-    lr: Positive = 4e-3
-    final_lr: Share = 0.05
-    warmup: Share = 0.05
-    weight_decay: NotNegativeNumber = 0.1
-    beta1: Momentum = 0.9
-    beta2: Momentum = 0.95
-    epsilon: Positive = 1e-8
-    clip: NotNegativeNumber = 1.0
-
-
-@dataclass(frozen=True)
-class ScheduleConfig(_Table):
-    """``[schedule]``: the pipeline schedule.
-
-    Attributes:
-        name: name of a schedule family (``penstock schedule list``), or path of a CSV file.
-        microbatches: number of equal parts of a batch, divided equally among the ``parallel.dp`` replicas.
-        split: ``even``, or a list with the number of blocks of every stage.
-        flow: ``on`` lets a rank begin the next step while others end this one, with the same numbers; ``off`` does not, and
-            ``auto`` does if the run has a process a rank, nothing forbids it, and the schedule gains by it.
-    """
-
-    name: Text = "1f1b"
-    microbatches: Count = 8
-    split: Split = "even"
-    flow: Flow = "auto"
-
-
-@dataclass(frozen=True)
-class ParallelConfig(_Table):
-    """``[parallel]``: the ranks on each axis.
-
-    Attributes:
-        pp: pipeline ranks (default: the processes that `dp` and `tp` leave under torchrun, else 2 threads).
-        virtual_stages: stages a rank (default: the usual number of the schedule family).
-        dp: replicas of the pipeline that share each batch; a run takes ``pp * dp * tp`` processes.
-        tp: processes that share every matrix of a stage.
-        order: order of the axes, outermost first; neighbouring processes differ in the last one.
-        sequence_parallel: with `tp`, also divide activations between the matrices along the sequence.
-        bucket_bytes: with `dp`, size of the buckets in which gradients are reduced during the backward; 0 chooses a size
-            for each stage after the second step.
-        zero: with `dp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
-        check_replicas: steps between two comparisons of replicated weights (`dp`, `tp`, stages on two ranks); 0 for none.
-    """
-
-    pp: Count | None = None
-    virtual_stages: Count | None = None
-    dp: Count = 1
-    tp: Count = 1
-    order: AxisOrder = "pp,dp,tp"
-    sequence_parallel: Flag = False
-    bucket_bytes: NotNegative = BUCKET_BYTES
-    zero: Flag = False
-    check_replicas: NotNegative = 100
-
-
-@dataclass(frozen=True)
-class TrainConfig(_Table):
-    """``[train]``: the run.
-
-    Attributes:
-        steps: number of optimizer steps.
-        batch: samples a step, over all microbatches.
-        seed: seed of the initial weights, the order of the data and the sample.
-        name: name of the run folder; empty for the time of the start.
-        folder: folder of run folders.
-        log_every: steps between two lines of metrics.
-        eval_every: steps between two evaluations on held-out text; the last step always has one.
-        eval_batches: batches of held-out samples in an evaluation, always the same ones.
-        trace_every: steps between two saved traces; the first and the last step are always saved, and with 0 only these.
-        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both with a
-            comma between them.
-        checkpoint_every: steps between two checkpoints; 0 for none.
-        keep_last: number of newest checkpoints to keep; 0 for all.
-        keep_every: also keep the checkpoints whose step is a multiple; 0 for none.
-        skip_nonfinite: number of consecutive steps with a NaN or infinite loss or gradient that are skipped, with weights
-            and learning rate unchanged; one more stops the run, and 0 stops at the first.
-        resume: folder of a run, or one of its checkpoints, to resume from; ``auto`` for the run `name` if it exists; empty
-            for a new run.
-    """
-
-    steps: Count = 600
-    batch: Count = 16
-    seed: NotNegative = 0
-    name: FolderName = ""
-    folder: Text = "runs"
-    log_every: Count = 10
-    eval_every: Count = 150
-    eval_batches: Count = 16
-    trace_every: NotNegative = 100
-    loggers: LoggerNames = ""
-    checkpoint_every: NotNegative = 100
-    keep_last: NotNegative = 3
-    keep_every: NotNegative = 0
-    skip_nonfinite: NotNegative = 0
-    resume: Text = ""
-
-
-@dataclass(frozen=True)
-class SampleConfig(_Table):
-    """``[sample]``: the text generated at the end.
-
-    Attributes:
-        prompt: start of the text, or token numbers for a vocabulary other than the 256 bytes (default: ``def ``, or 0;
-            nothing for a Hugging Face model).
-        length: number of tokens to generate.
-        temperature: divisor of the logits; 0 always takes the likeliest token.
-        top_k: number of likeliest tokens to draw from; 0 draws from all.
-    """
-
-    prompt: Text | None = None
-    length: NotNegative = 256
-    temperature: NotNegativeNumber = 0.8
-    top_k: NotNegative = 40
-
-
-@dataclass(frozen=True)
-class RuntimeConfig(_Table):
-    """``[runtime]``: the machine.
-
-    Attributes:
-        device: ``cpu``, ``cuda``, ``cuda:1``; empty for the CPU, or for a GPU a process under torchrun if there are enough.
-        threads: CPU threads a rank; 0 for OMP_NUM_THREADS, or a share of the cores of the machine or container.
-        timeout: limit of any wait between ranks, in seconds.
-        first_timeout: limit of the waits in the first step and the first evaluation, in seconds.
-        recompute: layers that run again before their backward, to save memory: ``none``, ``full``, or k for every k-th.
-        autocast: ``bf16`` for mixed precision, or empty for float32.
-    """
-
-    device: Text = ""
-    threads: Threads = 0
-    timeout: Seconds = 60.0
-    first_timeout: Seconds = 600.0
-    recompute: Recompute = "none"
-    autocast: Autocast = ""
-
-
-@dataclass(frozen=True)
-class Config(_Table):
+class Config(Table):
     """All sections. `from_mapping` and `penstock.train.config.file.load` build checked ones."""
 
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    optim: OptimConfig = OptimConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    train: TrainConfig = TrainConfig()
-    sample: SampleConfig = SampleConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
 
 _CONFIG = TypeAdapter(Config)
@@ -300,8 +77,8 @@ def _explain(error: ErrorDetails) -> str:
     section, *keys = map(str, error["loc"])
     name = ".".join((section, *keys))
     if error["type"] == "unexpected_keyword_argument":
-        table = getattr(Config, section) if keys else Config
-        known = [field.name for field in dataclasses.fields(table)]
+        table = getattr(Config(), section) if keys else Config
+        known = [each.name for each in dataclasses.fields(table)]
         if keys:
             return f"no key {name}{nearest(keys[0], known)}; [{section}] has {', '.join(known)}"
         return f"no section [{section}]{nearest(section, known)}; the sections are {', '.join(known)}"

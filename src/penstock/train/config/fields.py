@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from penstock.parallel.mesh import AXES
 from penstock.runtime.workers.timeout import YEAR
@@ -12,6 +12,12 @@ from penstock.runtime.workers.timeout import YEAR
 LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
 """Services that metrics can be sent to, each with the packages it needs."""
 _NAME_BYTES = 255  # most file systems allow no longer name
+
+
+class Table:
+    """Base of a config section: unknown keys are refused."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 def logger_names(text: str) -> list[str]:

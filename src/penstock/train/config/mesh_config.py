@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import MeshShape, require_fit
-from penstock.train.config.config import ParallelConfig
 from penstock.train.config.fields import axes_of
+from penstock.train.config.sections.layout_section import ParallelConfig
 
 THREADS = 2
 """Pipeline ranks where neither the config nor a launcher gives a number."""

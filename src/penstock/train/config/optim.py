@@ -11,8 +11,8 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.simulate.costs import Costs
 from penstock.simulate.steps import simulate_steps
-from penstock.train.config.config import OptimConfig
 from penstock.train.config.fields import Flow
+from penstock.train.config.sections.optim_section import OptimConfig
 
 MIN_GAIN = 0.005
 """Least share of a step that flowing has to save; less does not pay for the copies of the weights."""

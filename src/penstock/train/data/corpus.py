@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from penstock.bounded_io import require_regular
 from penstock.errors import DataError
-from penstock.train.config.config import DataConfig
+from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.token_file import TokenFile, token_files
 from penstock.train.data.tokenizer import END, HFTokenizer
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.stage.layers import Layer, Role
 from penstock.stage.rng.initial import build_with_weights
-from penstock.train.config.config import ModelConfig
+from penstock.train.config.sections.model_section import ModelConfig
 
 
 def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:

@@ -1,0 +1,54 @@
+"""The config sections of the schedule and of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.parallel.data.layout import BUCKET_BYTES
+from penstock.train.config.fields import AxisOrder, Count, Flag, Flow, NotNegative, Split, Table, Text
+
+
+@dataclass(frozen=True)
+class ScheduleConfig(Table):
+    """``[schedule]``: the pipeline schedule.
+
+    Attributes:
+        name: name of a schedule family (``penstock schedule list``), or path of a CSV file.
+        microbatches: number of equal parts of a batch, divided equally among the ``parallel.dp`` replicas.
+        split: ``even``, or a list with the number of blocks of every stage.
+        flow: ``on`` lets a rank begin the next step while others end this one, with the same numbers; ``off`` does not, and
+            ``auto`` does if the run has a process a rank, nothing forbids it, and the schedule gains by it.
+    """
+
+    name: Text = "1f1b"
+    microbatches: Count = 8
+    split: Split = "even"
+    flow: Flow = "auto"
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Table):
+    """``[parallel]``: the ranks on each axis.
+
+    Attributes:
+        pp: pipeline ranks (default: the processes that `dp` and `tp` leave under torchrun, else 2 threads).
+        virtual_stages: stages a rank (default: the usual number of the schedule family).
+        dp: replicas of the pipeline that share each batch; a run takes ``pp * dp * tp`` processes.
+        tp: processes that share every matrix of a stage.
+        order: order of the axes, outermost first; neighbouring processes differ in the last one.
+        sequence_parallel: with `tp`, also divide activations between the matrices along the sequence.
+        bucket_bytes: with `dp`, size of the buckets in which gradients are reduced during the backward; 0 chooses a size
+            for each stage after the second step.
+        zero: with `dp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
+        check_replicas: steps between two comparisons of replicated weights (`dp`, `tp`, stages on two ranks); 0 for none.
+    """
+
+    pp: Count | None = None
+    virtual_stages: Count | None = None
+    dp: Count = 1
+    tp: Count = 1
+    order: AxisOrder = "pp,dp,tp"
+    sequence_parallel: Flag = False
+    bucket_bytes: NotNegative = BUCKET_BYTES
+    zero: Flag = False
+    check_replicas: NotNegative = 100

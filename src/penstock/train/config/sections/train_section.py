@@ -1,0 +1,100 @@
+"""The config sections of the run, of the generated text and of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.train.config.fields import (
+    Autocast,
+    Count,
+    FolderName,
+    LoggerNames,
+    NotNegative,
+    NotNegativeNumber,
+    Recompute,
+    Seconds,
+    Table,
+    Text,
+    Threads,
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig(Table):
+    """``[train]``: the run.
+
+    Attributes:
+        steps: number of optimizer steps.
+        batch: samples a step, over all microbatches.
+        seed: seed of the initial weights, the order of the data and the sample.
+        name: name of the run folder; empty for the time of the start.
+        folder: folder of run folders.
+        log_every: steps between two lines of metrics.
+        eval_every: steps between two evaluations on held-out text; the last step always has one.
+        eval_batches: batches of held-out samples in an evaluation, always the same ones.
+        trace_every: steps between two saved traces; the first and the last step are always saved, and with 0 only these.
+        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both with a
+            comma between them.
+        checkpoint_every: steps between two checkpoints; 0 for none.
+        keep_last: number of newest checkpoints to keep; 0 for all.
+        keep_every: also keep the checkpoints whose step is a multiple; 0 for none.
+        skip_nonfinite: number of consecutive steps with a NaN or infinite loss or gradient that are skipped, with weights
+            and learning rate unchanged; one more stops the run, and 0 stops at the first.
+        resume: folder of a run, or one of its checkpoints, to resume from; ``auto`` for the run `name` if it exists; empty
+            for a new run.
+    """
+
+    steps: Count = 600
+    batch: Count = 16
+    seed: NotNegative = 0
+    name: FolderName = ""
+    folder: Text = "runs"
+    log_every: Count = 10
+    eval_every: Count = 150
+    eval_batches: Count = 16
+    trace_every: NotNegative = 100
+    loggers: LoggerNames = ""
+    checkpoint_every: NotNegative = 100
+    keep_last: NotNegative = 3
+    keep_every: NotNegative = 0
+    skip_nonfinite: NotNegative = 0
+    resume: Text = ""
+
+
+@dataclass(frozen=True)
+class SampleConfig(Table):
+    """``[sample]``: the text generated at the end.
+
+    Attributes:
+        prompt: start of the text, or token numbers for a vocabulary other than the 256 bytes (default: ``def ``, or 0;
+            nothing for a Hugging Face model).
+        length: number of tokens to generate.
+        temperature: divisor of the logits; 0 always takes the likeliest token.
+        top_k: number of likeliest tokens to draw from; 0 draws from all.
+    """
+
+    prompt: Text | None = None
+    length: NotNegative = 256
+    temperature: NotNegativeNumber = 0.8
+    top_k: NotNegative = 40
+
+
+@dataclass(frozen=True)
+class RuntimeConfig(Table):
+    """``[runtime]``: the machine.
+
+    Attributes:
+        device: ``cpu``, ``cuda``, ``cuda:1``; empty for the CPU, or for a GPU a process under torchrun if there are enough.
+        threads: CPU threads a rank; 0 for OMP_NUM_THREADS, or a share of the cores of the machine or container.
+        timeout: limit of any wait between ranks, in seconds.
+        first_timeout: limit of the waits in the first step and the first evaluation, in seconds.
+        recompute: layers that run again before their backward, to save memory: ``none``, ``full``, or k for every k-th.
+        autocast: ``bf16`` for mixed precision, or empty for float32.
+    """
+
+    device: Text = ""
+    threads: Threads = 0
+    timeout: Seconds = 60.0
+    first_timeout: Seconds = 600.0
+    recompute: Recompute = "none"
+    autocast: Autocast = ""
