@@ -31,6 +31,7 @@ from bench.predict_cases import ROWS, Case, alone, asleep, batch_of, cases, loss
 from penstock.parallel.mesh import MeshShape
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import Prediction, predict
+from penstock.plan.rank_memory import held_activations
 from penstock.plan.run_layout import Layout
 from penstock.profile.cost_split import blocks_by_cost
 from penstock.profile.measured import Effort, measure_layers
@@ -40,7 +41,6 @@ from penstock.runtime.measuring.calibration import calibrate
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.schedule.memory import peak
 
 FASTEST = 0.5
 """Share of the calibration steps that counts."""
@@ -109,8 +109,9 @@ def bytes_of(prediction: Prediction) -> tuple[int, ...]:
     costs, program = prediction.costs, prediction.program
     assert costs is not None
     assert program is not None
-    saved, waiting = costs.saved.round().astype(int), costs.waiting.round().astype(int)
-    return tuple(peak(program.schedule, saved, waiting, freed_at="B").tolist())
+    schedule = program.schedule
+    column = held_activations(schedule, costs)
+    return tuple(int(column[schedule.rows(rank)].max()) for rank in range(schedule.ranks))
 
 
 def built(case: Case, profile: Profile) -> Pipeline:
@@ -137,6 +138,14 @@ def timed(pipe: Pipeline, case: Case) -> float:
     return max(exchange(seconds)) if case.mode == "processes" else seconds
 
 
+def measured_peaks(pipe: Pipeline, case: Case) -> tuple[int, ...]:
+    """Return the peak bytes of every rank between ops, in processes: in threads, one rank holds what another made."""
+    peaks = [0] * case.pp
+    pipe.wrap_ops(watch(peaks))
+    pipe.step(*batch_of(case.model, case.batch))
+    return tuple(map(max, zip(*exchange(peaks), strict=True))) if case.pp > 1 else tuple(peaks)
+
+
 def compared(rank: int, group: Sequence[Case], rounds: int, effort: Effort, memory: bool) -> list[Result]:
     """Predict all layouts of a model on one transport, and then measure them in turn."""
     model, mode, ranks = group[0].model, group[0].mode, max(case.pp * case.dp for case in group)
@@ -148,11 +157,8 @@ def compared(rank: int, group: Sequence[Case], rounds: int, effort: Effort, memo
         for number, case in enumerate(group):
             with built(case, profile) as pipe:
                 times[number] += [timed(pipe, case) for _ in range(WARM_UP + IN_A_ROW)][WARM_UP:]
-                if n == 0 and memory and mode == "threads" and case.dp == 1:
-                    peaks = [0] * case.pp
-                    pipe.wrap_ops(watch(peaks))
-                    pipe.step(*batch_of(model, case.batch))
-                    measured_bytes[number] = tuple(peaks)
+                if n == 0 and memory and case.dp == 1 and (case.pp == 1 or mode == "processes"):
+                    measured_bytes[number] = measured_peaks(pipe, case)
     results = []
     reference = 1 if len(group) > 3 else 0
     base = predictions[reference]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.plan.prediction import Prediction, predict
-from penstock.plan.rank_memory import BUCKET_BYTES, MARGIN
+from penstock.plan.rank_memory import BUCKET_BYTES, MARGIN, held_activations, merged_backwards
 from penstock.profile.model_profile import of_shape
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.memory import peak
@@ -47,6 +49,17 @@ def test_activations_are_the_checkers_peak(schedule: str):
     splits = any(op.kind.name == "W" for rank in range(4) for op in plan.ops(rank) if hasattr(op, "kind"))
     expected = peak(plan, costs.saved.astype(int), costs.waiting.astype(int) if splits else 0, freed_at="B")
     assert [rank.activations for rank in prediction.memory] == expected.tolist()
+
+
+def test_a_whole_backward_of_the_first_stage_leaves_nothing_to_wait():
+    prediction = predicted("pp=2,schedule=zb-h1", batch=4)
+    plan, costs = prediction.program.schedule, prediction.costs
+    assert merged_backwards(plan).sum() == 4  # each I of rank 0 is followed by its W
+    heavy = replace(costs, waiting=3 * costs.saved)
+    column = held_activations(plan, heavy)
+    saved = costs.saved.astype(int)
+    assert column[plan.rows(0)].max() == 2 * saved[0]
+    assert column[plan.rows(1)].max() == peak(plan, saved, 3 * saved, freed_at="B")[1] > saved[1]
 
 
 def test_full_recompute_keeps_inputs_and_one_block():

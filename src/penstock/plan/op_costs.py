@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.cluster import Cluster
+from penstock.plan.rank_memory import merged_backwards
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts
 from penstock.profile.model_profile import RuntimeCosts
@@ -63,18 +64,13 @@ def op_costs(
 
 
 def split_shares(program: Program) -> Table:
-    """Return the share of every stage's backwards that run as two halves, shape (stages,).
-
-    No op needs the gradient of the model's input. So an I of the first stage whose W follows at once is a whole backward.
-    """
+    """Return the share of every stage's backwards that run as two halves, shape (stages,)."""
     schedule = program.schedule
+    halves = schedule.kind == Kind.I
     shares = np.zeros(schedule.stages)
-    shares[schedule.stage[schedule.kind == Kind.I]] = 1.0
-    first = np.flatnonzero((schedule.kind[:-1] == Kind.I) & (schedule.stage[:-1] == 0))
-    if len(first):
-        merged = (schedule.kind[first + 1] == Kind.W) & (schedule.stage[first + 1] == 0)
-        same = schedule.microbatch[first + 1] == schedule.microbatch[first]
-        shares[0] = 1.0 - float((merged & same).mean())
+    shares[schedule.stage[halves]] = 1.0
+    if first := np.count_nonzero(halves & (schedule.stage == 0)):
+        shares[0] = 1.0 - np.count_nonzero(merged_backwards(schedule)) / first
     return shares
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.plan.run_layout import Layout
 from penstock.plan.stage_costs import StageCosts
@@ -69,6 +70,25 @@ def state_bytes(parameters: float, layout: Layout, dtype: str) -> float:
     return parameters * (weight + gradient + state / (layout.dp if layout.zero else 1))
 
 
+def merged_backwards(schedule: Schedule) -> npt.NDArray[np.bool_]:
+    """Return which rows are an I that runs as a whole backward, shape (ops,).
+
+    No op needs the gradient of the model's input. So an I of the first stage whose W follows at once is a whole backward.
+    """
+    merged = np.zeros(len(schedule.kind), np.bool_)
+    first = np.flatnonzero((schedule.kind[:-1] == Kind.I) & (schedule.stage[:-1] == 0))
+    follows = (schedule.kind[first + 1] == Kind.W) & (schedule.stage[first + 1] == 0)
+    merged[first] = follows & (schedule.microbatch[first + 1] == schedule.microbatch[first])
+    return merged
+
+
+def held_activations(schedule: Schedule, costs: StageCosts) -> npt.NDArray[np.int64]:
+    """Return the bytes of activations that the rank of every row holds right after that row, shape (ops,)."""
+    saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
+    column = held(schedule, saved, waiting, freed_at="B")
+    return column - np.where(merged_backwards(schedule), waiting[0], 0)
+
+
 def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: str) -> tuple[RankMemory, ...]:
     """Return the peak memory of every pipeline rank.
 
@@ -80,11 +100,12 @@ def rank_memory(schedule: Schedule, costs: StageCosts, layout: Layout, dtype: st
     """
     weight, gradient, state = PARAMETER_BYTES[dtype]
     saved, waiting = (column.round().astype(np.int64) for column in (costs.saved, costs.waiting))
-    column = held(schedule, saved, waiting, freed_at="B")
+    column = held_activations(schedule, costs)
     # A recomputed layer, and the gradient of the logits, are in memory during their stage's backward alone.
     backward = (schedule.kind == Kind.B) | (schedule.kind == Kind.I)
     # The row holds what is left when the op ends; until then, a backward holds what its forward saved.
-    left = np.where(schedule.kind == Kind.I, waiting[schedule.stage], 0)
+    halved = (schedule.kind == Kind.I) & ~merged_backwards(schedule)
+    left = np.where(halved, waiting[schedule.stage], 0)
     freed = np.where(backward, np.maximum(saved[schedule.stage] - left, 0), 0)
     inside = column + freed + np.where(backward, costs.transient[schedule.stage], 0).astype(np.int64)
     ranks = []
