@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline as Pipeline
     from penstock.schedule.check import check as check
     from penstock.schedule.families import build_schedule as build_schedule
+    from penstock.schedule.families import register_family as register_family
     from penstock.schedule.ops import Kind as Kind
     from penstock.schedule.ops import Op as Op
     from penstock.schedule.ops import Pair as Pair
@@ -86,6 +87,7 @@ _HOME = {
     "profile_layers": "penstock.runtime.measuring.calibration",
     "read_csv": "penstock.schedule.text",
     "read_dcp": "penstock.checkpoint.dcp.dcp_read",
+    "register_family": "penstock.schedule.families",
     "save_transformers": "penstock.huggingface.save",
     "tensor_parallel": "penstock.parallel.tensor.plan",
     "thread_reducers": "penstock.parallel.data.thread_reducer",

@@ -5,6 +5,7 @@
     PenstockError
     ├── ConfigError          a value the user gave that cannot be used (exit code 2 on the command line)
     │   ├── ScheduleError    a schedule that is malformed, incomplete, out of order or can deadlock
+    │   │   └── ScheduleCodeError  a schedule function of the user that failed, or returned no schedule
     │   ├── SplitError       a model that cannot be split as requested
     │   ├── ProfileError     a model whose layers cannot be profiled
     │   ├── BatchError       a batch that does not fit the microbatches or the labels
@@ -36,6 +37,10 @@ class ConfigError(PenstockError, ValueError):
 
 class ScheduleError(ConfigError):
     """A schedule that is malformed, incomplete, out of order, or can deadlock."""
+
+
+class ScheduleCodeError(ScheduleError):
+    """A schedule function of the user that cannot be imported, failed, or returned no schedule; names file and line."""
 
 
 class SplitError(ConfigError):

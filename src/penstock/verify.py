@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.validation import resolve_schedule
 from penstock.runtime.workers.pool import LocalProcesses, require_processes
-from penstock.schedule.families import FAMILIES
-from penstock.schedule.size import require_size
+from penstock.schedule.families import FAMILIES, require_family
+from penstock.schedule.text import is_csv
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import as_layers
 from penstock.stage.module import StageModule
@@ -113,7 +114,7 @@ def verify(
 
     Args:
         target: ``module:function`` that returns a `VerifyTarget`.
-        schedules: pairs of a family or CSV path, and a number of virtual stages.
+        schedules: pairs of a family, MODULE:FUNCTION or CSV path, and a number of virtual stages.
         ranks, microbatches: numbers of ranks and of microbatches to combine.
         transports: "threads", "processes" or both (default both).
         steps: number of optimizer steps, with AdamW and clipping (default 3).
@@ -122,8 +123,8 @@ def verify(
         ConfigError: if this machine cannot hold the schedules or processes.
     """
     for name, virtual in schedules:
-        for p, m in product(ranks, microbatches) if name in FAMILIES else ():
-            require_size(name, p, m, virtual)
+        for p, m in product(ranks, microbatches) if not is_csv(name) else ():
+            require_family(name).require_counts(p, m, virtual)
     if "processes" in transports:
         require_processes(max(ranks))
     return _rows(target, schedules, ranks, microbatches, transports, steps)
@@ -143,7 +144,7 @@ def _rows(
     with LocalProcesses(max(ranks)) as pool:
         for (name, virtual), p, m in product(schedules, ranks, microbatches):
             allowed = (0.0, 0.0, 0.0)
-            if name in FAMILIES and not FAMILIES[name].in_order:
+            if not _in_order(name, p, m, virtual):
                 loss, weights, gradients = _differences(in_float64(m), plain[m])
                 allowed = (SLACK * loss, SLACK * weights, SLACK * gradients)
             for transport in transports:
@@ -152,6 +153,13 @@ def _rows(
                 outcomes = pool.run(p, _pipelined, *job) if in_processes else [_pipelined(0, *job)]
                 differences = _differences(plain[m], _joined(name, plain[m], outcomes))
                 yield Difference(name, transport, p, m, *differences, allowed)
+
+
+def _in_order(name: str, ranks: int, microbatches: int, virtual: int) -> bool:
+    """Return whether a schedule sums every stage's gradients in the order of the microbatches, on one rank."""
+    if name in FAMILIES:
+        return FAMILIES[name].in_order
+    return resolve_schedule(name, ranks, microbatches, virtual, None).in_order
 
 
 def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dtype | None = None) -> _Outcome:

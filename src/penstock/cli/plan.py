@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     "--schedule",
     "schedules",
     metavar="A,B,C",
-    help="Schedule families or CSV files to search. Default: all families.",
+    help="Schedules to search: families, MODULE:FUNCTION of your own, or CSV files. Default: all families of the catalogue.",
 )
 @click.option("--devices", type=int, metavar="N", help="Devices to use. Default: all of the cluster.")
 @click.option(

@@ -20,6 +20,8 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
         plan: the plan.
         batch: samples of a step, over all replicas.
     """
+    from penstock.schedule.text import is_csv
+
     layout, costs = plan.layout, plan.costs
     arguments = {
         "microbatches": str(batch // (layout.dp * layout.microbatch)),
@@ -30,7 +32,7 @@ def pipeline_code(profile: Profile, plan: Prediction, batch: int) -> str:
         arguments = {"mesh": f"penstock.MeshShape({degrees})", **arguments}
     else:
         arguments = {"ranks": str(layout.pp), **arguments}
-    if layout.v is not None and layout.v > 1 and not layout.schedule.endswith(".csv"):
+    if layout.v is not None and layout.v > 1 and not is_csv(layout.schedule):
         arguments["virtual_stages"] = str(layout.v)
     if costs is not None and layout.split != "even":
         arguments["split"] = str(list(costs.counts))

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.cost_arguments import stage_bytes
-from penstock.cli.schedule_arguments import VIRTUAL_STAGES, find_schedule, named_values, schedule_options
+from penstock.cli.cost_arguments import COSTS, LATENCY, priced, stage_bytes
+from penstock.cli.figure_options import figure_options, require_figure, write_figure
+from penstock.cli.schedule_arguments import find_schedule, named_values, schedule_options
+from penstock.cli.schedule_list import list_command
 from penstock.cli.schedule_search import search_command
 from penstock.errors import ScheduleError
-from penstock.output_files import SCHEDULE, OutputFile, kind_of_start, require_outputs
+from penstock.output_files import SCHEDULE, OutputFile, require_outputs
 
 if TYPE_CHECKING:
-    from penstock.schedule.families import Family
     from penstock.schedule.memory import Budget
     from penstock.schedule.schedule import Schedule
-
-_PICTURE = kind_of_start("a picture", b"\x89PNG", b"<?xml", b"<svg", b"%PDF")
 
 
 @click.group(
@@ -32,91 +30,8 @@ _PICTURE = kind_of_start("a picture", b"\x89PNG", b"<?xml", b"<svg", b"%PDF")
 def command() -> None:
     """List, show, check, draw, convert and search schedules.
 
-    A schedule is a family of the catalogue with its counts, or a CSV file in the format of PyTorch's pipelining.
+    A schedule is a family with its counts, a CSV file in the format of PyTorch's pipelining, or MODULE:FUNCTION of your own.
     """
-
-
-@command.command(name="list", epilog="Example:  penstock schedule list -p 8 -m 32 -v 2")
-@click.option("--ranks", "-p", type=click.IntRange(1), default=4, show_default=True, help="Pipeline ranks.")
-@click.option(
-    "--microbatches",
-    "-m",
-    type=click.IntRange(1),
-    default=8,
-    show_default=True,
-    help="Microbatches per step.",
-)
-@VIRTUAL_STAGES
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def list_families(ranks: int, microbatches: int, virtual_stages: int | None, as_json: bool) -> None:
-    """List the families of schedules.
-
-    Prints their sources, requirements, bubbles (idle time of a rank) and peaks (most activations that each rank holds, in
-    chunks of one microbatch on one stage). Bubbles and peaks are given as formulas and, for these counts, as simulated with
-    F = B = W = 1 per rank and microbatch (B is the input gradient) and free communication.
-    """
-    from penstock.schedule.families import FAMILIES
-
-    rows = [_row(family, ranks, microbatches, virtual_stages) for family in FAMILIES.values()]
-    if as_json:
-        click.echo(
-            json.dumps({"ranks": ranks, "microbatches": microbatches, "families": rows}, ensure_ascii=False)
-        )
-        return
-    for row in rows:
-        bubble = "-" if row["bubble"]["value"] is None else f"{row['bubble']['value']:g}"
-        click.echo(f"{row['name']:<18}{row['source']}; {row['refused'] or row['needs']}")
-        click.echo(f"  bubble  {bubble:<24}{row['bubble']['formula']}")
-        click.echo(f"  peak    {_brief(row['peak']['value']):<24}{row['peak']['formula']}")
-    click.echo(
-        f"\n{ranks} ranks, {microbatches} microbatches. Bubble: idle time of a rank, with F = B = W = 1 per rank and "
-        "microbatch.\nPeak: most activations that each rank holds, in chunks, from rank 0 on."
-    )
-
-
-def _row(family: Family, ranks: int, microbatches: int, virtual_stages: int | None) -> dict[str, Any]:
-    """Return the entry of a family; counts that it rejects are reported, not raised."""
-    from penstock.schedule.check import check
-    from penstock.schedule.memory import peak
-    from penstock.simulate.costs import Costs
-    from penstock.simulate.simulator import simulate
-    from penstock.trace.bubbles import bubbles
-
-    v = family.virtual_stages
-    if virtual_stages is not None and family.chooses_virtual_stages:
-        v = virtual_stages
-    bubble: float | None = None
-    held: list[int] | None = None
-    refused: str | None = None
-    try:
-        schedule = family.build(ranks, microbatches, v)
-        # A chunk's op is one tick, so that all times are whole.
-        split = bubbles(simulate(check(schedule).program, Costs.of(schedule.placement, v, v, v)))
-        bubble = float((split.makespan - split.busy).max()) / v
-        held = peak(schedule).tolist()
-    except ScheduleError as error:
-        refused = str(error)
-    return {
-        "name": family.name,
-        "source": family.source,
-        "needs": family.needs,
-        "virtual_stages": v,
-        "options": family.options,
-        "in_order": family.in_order,
-        "bubble": {"formula": family.bubble.text, "value": bubble},
-        "peak": {"formula": family.peak.text, "value": held},
-        "refused": refused,
-    }
-
-
-def _brief(held: Sequence[int] | None) -> str:
-    """Return one number per rank: the first and last of many ranks, and a single one if all are equal."""
-    if held is None:
-        return "-"
-    if len(set(held)) == 1:
-        return str(held[0])
-    shown = [str(chunks) for chunks in held]
-    return " ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
 
 @command.command(epilog="Example:  penstock schedule show interleaved-1f1b -p 4 -m 8 -v 2 -o group_size=5")
@@ -211,53 +126,47 @@ def check(
             "messages": sum(len(edge.consumers) for edge in edges),
             "receive_slots": max((edge.slots for edge in edges), default=0),
             "reduced_over": {str(s): list(ranks) for s, ranks in proof.program.reductions.items()},
+            "in_order": schedule.in_order,
+            "notes": list(schedule.notes),
         }
         click.echo(json.dumps(report, ensure_ascii=False))
         return
-    unit = "chunks" if saved == "1" and waiting == "0" else "bytes"
-    click.echo(
-        f"{_title(schedule)}: valid\n"
-        f"{proof.ops} ops, each once and after its inputs; the longest chain of waits has {proof.critical_path} ops\n"
-        f"{sum(len(edge.consumers) for edge in edges)} messages between ranks; no deadlock, with at most "
-        f"{max((edge.slots for edge in edges), default=0)} receives posted ahead on an edge\n"
-        f"peak {unit} per rank: {' '.join(map(str, held))}"
-    )
-    if schedule.placement.has_copies:
-        click.echo("every copied stage is reduced once on each of its ranks")
+    click.echo(proof.summary(held, "activations" if saved == "1" and waiting == "0" else "bytes"))
 
 
-@command.command(epilog="Example:  penstock schedule draw zb-h1 -p 4 -m 8 --out zb-h1.svg")
+@command.command(
+    epilog="Example:  penstock schedule draw zb-h1 -p 4 -m 8 --costs 2,3,1 --out zb-h1.svg\n\n"
+    "          penstock schedule draw 1f1b -p 4 -m 8 --out 1f1b.pdf --width 3.3 --font 7 --title ''"
+)
 @click.argument("schedule")
 @schedule_options
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False),
-    help="Write an .svg, .png or .pdf file. Default: draw in the terminal.",
-)
-def draw(out: str | None, **arguments: Any) -> None:
-    """Draw a schedule with F = B = W, in the terminal or to a file.
+@COSTS
+@LATENCY
+@figure_options
+def draw(
+    costs: str, latency: str | None, out: Path | None, title: str | None, width: float | None, font: float | None,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Draw a schedule as it runs with given costs, in the terminal or to a file.
 
-    To draw it with other costs, use `penstock simulate`.
+    Costs are those of `penstock simulate`, which prints figures beside the timeline.
     """
     from rich.console import Console
 
     from penstock.schedule.check import check as prove
-    from penstock.show.picture import draw_picture
     from penstock.show.terminal import draw_terminal
-    from penstock.simulate.costs import Costs
     from penstock.simulate.simulator import simulate
 
-    if out is not None:
-        require_outputs([OutputFile("--out", Path(out), _PICTURE)])
+    figure = require_figure(out, title, width, font, [costs, arguments["schedule"]])
     schedule = _schedule(**arguments)
-    each = [1] * schedule.stages
-    trace = simulate(prove(schedule).program, Costs.of(schedule.placement, each, each, each))
-    if out is not None:
-        draw_picture(trace, out)
-        click.echo(f"{_title(schedule)}: drawn to {out}")
+    trace = simulate(prove(schedule).program, priced(costs, latency, schedule.placement))
+    heading = "\n".join([_title(schedule), *schedule.notes])
+    if figure is not None:
+        write_figure(trace, figure)
+        click.echo(f"{heading}\ndrawn to {figure.path}")
         return
     console = Console(highlight=False)
-    click.echo(f"{_title(schedule)}\n")
+    click.echo(f"{heading}\n")
     console.print(draw_terminal(trace, console.width))
 
 
@@ -283,6 +192,7 @@ def to_csv(out: str | None, **arguments: Any) -> None:
     click.echo(f"{_title(schedule)}: written to {out}")
 
 
+command.add_command(list_command)
 command.add_command(search_command)
 
 

@@ -1,4 +1,4 @@
-"""Arguments and options that name a schedule: a family with its counts and options, or a CSV file."""
+"""Arguments and options that name a schedule: a family with its counts and options, the user's function, or a CSV file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def schedule_options(function: Command) -> Command:
         VIRTUAL_STAGES,
         click.option(
             "--option", "-o", "options", multiple=True, metavar="NAME=VALUE",
-            help="Another parameter of the family, such as group_size=4. May be repeated.",
+            help="Another parameter of the family, such as group_size=4; for a CSV file, backward=full or backward=input "
+            "says what B means. May be repeated.",
         ),
     )):  # fmt: skip
         function = decorate(function)
@@ -59,17 +60,24 @@ def find_schedule(
 ) -> Schedule:
     """Build the schedule of a family, or read it from a file, whose counts must equal those that are passed.
 
+    A file has one option, ``backward``; see `penstock.schedule.text.read_csv`.
+
     Raises:
         ConfigError: if there is no such family, a file cannot be read, or counts or options do not fit.
     """
-    from penstock.schedule.families import FAMILIES, build_schedule
-    from penstock.schedule.text import read_csv
+    from penstock.schedule.families import require_family
+    from penstock.schedule.notation import require_backward
+    from penstock.schedule.text import is_csv, read_csv
 
-    if not name.lower().endswith(".csv"):
-        # An unknown name is reported first, whatever the counts are.
-        p, m = need_counts(name, ranks, microbatches) if name in FAMILIES else (1, 1)
-        return build_schedule(name, p, m, virtual_stages, **options)
-    schedule = read_csv(name)
+    if not is_csv(name):
+        family = require_family(name)
+        p, m = need_counts(name, ranks, microbatches)
+        return family.build(p, m, virtual_stages, **options)
+    if others := [option for option in options if option != "backward"]:
+        raise ConfigError(
+            f"{name} is a file, whose only option is backward=auto|full|input, got {others[0]!r}"
+        )
+    schedule = read_csv(name, require_backward(options.get("backward", "auto")))
     counts = {
         "ranks": (schedule.ranks, ranks),
         "microbatches": (schedule.microbatches, microbatches),
@@ -78,8 +86,6 @@ def find_schedule(
     for noun, (actual, wanted) in counts.items():
         if wanted not in (None, actual):
             raise ConfigError(f"{name} is a schedule of {actual} {noun}, not {wanted}; leave the option out")
-    if options:
-        raise ConfigError(f"{name} is a file and takes no --option")
     return schedule
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.cost_arguments import COSTS, LATENCY, priced
+from penstock.cli.figure_options import figure_options, require_figure, write_figure
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
 from penstock.errors import ConfigError
 from penstock.output_files import PAGE, OutputFile, require_outputs
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog="Example:  penstock simulate 1f1b --ranks 4 --microbatches 8 --costs 1,1,1 --latency 0.1\n\n"
-    "          penstock simulate --compare 1f1b,zb-h1,zb-v -p 8 -m 24 --costs costs.toml"
+    "          penstock simulate --compare 1f1b,zb-h1,zb-v -p 8 -m 24 --costs costs.toml\n\n"
+    "          penstock simulate zb-v -p 4 -m 8 --out zb-v.pdf --width 6.9 --font 8"
 )
 @click.argument("schedule", required=False)
 @schedule_options
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
     help="Write a page with timelines, memory, and changes that would shorten the step.",
 )  # fmt: skip
+@figure_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     schedule: str | None,
@@ -70,13 +73,17 @@ def command(
     update: float,
     compare: str | None,
     html: Path | None,
+    out: Path | None,
+    title: str | None,
+    width: float | None,
+    font: float | None,
     as_json: bool,
 ) -> None:
     """Predict what a schedule costs.
 
-    SCHEDULE is a family (see `penstock schedule list`) or a CSV file. The simulation is exact: every rank runs its ops in
-    order, each as soon as its inputs have arrived. Idle time is printed as two percentages, since both are in use: of ranks
-    x makespan, and of the longest rank (as in the zero-bubble paper).
+    SCHEDULE is a family (see `penstock schedule list`), a CSV file, or MODULE:FUNCTION of your own. The simulation is exact:
+    every rank runs its ops in order, each as soon as its inputs have arrived. Idle time is printed as two percentages, since
+    both are in use: of ranks x makespan, and of the longest rank (as in the zero-bubble paper).
     """
     others = [name.strip() for name in (compare or "").split(",") if name.strip()]
     names = [*([schedule] if schedule else []), *others]
@@ -84,6 +91,9 @@ def command(
         raise click.UsageError("name a schedule, or several with --compare")
     if html is not None:
         require_outputs([OutputFile("--html", html, PAGE)], [costs, *names])
+    figure = require_figure(out, title, width, font, [costs, *names])
+    if figure is not None and len(names) > 1:
+        raise click.UsageError("--out draws one schedule; name one and leave --compare out, or write --html")
     if reduction is not None and compare is not None:
         raise click.UsageError("--reduce takes one schedule and does not work with --compare")
     values = named_values(options)
@@ -98,12 +108,14 @@ def command(
     flows = [] if steps is None else [_in_a_row(step, steps, update) for _, step in runs]
     if html is not None:
         _write_page(html, runs, flows, costs, latency, memory_limit)
+    if figure is not None:
+        write_figure(flows[0].trace if flows else runs[0][1].trace, figure)
     if as_json:
         figures = [metrics.as_dict() for metrics, _ in runs]
         if exposed is not None:
             figures[0]["reduction"] = exposed
-        for figure, flow in zip(figures, flows, strict=False):
-            figure["flow"] = flow.as_dict()
+        for one, flow in zip(figures, flows, strict=False):
+            one["flow"] = flow.as_dict()
         click.echo(json.dumps(figures[0] if compare is None else {"schedules": figures}))
     elif compare is None:
         _show(*runs[0], *flows)
@@ -113,6 +125,8 @@ def command(
         _show_side_by_side([metrics for metrics, _ in runs], flows)
     if html is not None and not as_json:
         click.echo(f"\npage: {html}")
+    if figure is not None and not as_json:
+        click.echo(f"\ndrawn to {figure.path}")
 
 
 def _in_a_row(step: PlannedStep, steps: int, update: float) -> StepsInARow:
@@ -182,9 +196,10 @@ def _write_page(
 def _check_options(values: Mapping[str, object], names: list[str]) -> None:
     """Raise ConfigError if none of several schedules takes an option."""
     from penstock.errors import nearest
-    from penstock.schedule.families import FAMILIES
+    from penstock.schedule.families import require_family
+    from penstock.schedule.text import is_csv
 
-    known = sorted({option for name in names if name in FAMILIES for option in FAMILIES[name].options})
+    known = sorted({option for name in names if not is_csv(name) for option in require_family(name).options})
     for option in values:
         if option not in known:
             allowed = f"their options are {', '.join(known)}" if known else "they have no options"
@@ -197,11 +212,12 @@ def _fitting(
     name: str, virtual_stages: int | None, values: Mapping[str, object]
 ) -> tuple[int | None, dict[str, object]]:
     """Return those virtual stages and options that one of several schedules takes."""
-    from penstock.schedule.families import FAMILIES
+    from penstock.schedule.families import require_family
+    from penstock.schedule.text import is_csv
 
-    family = FAMILIES.get(name)
-    if family is None:
+    if is_csv(name):
         return None, {}
+    family = require_family(name)
     fitting = {option: value for option, value in values.items() if option in family.options}
     return virtual_stages if family.chooses_virtual_stages else None, fitting
 
@@ -249,8 +265,9 @@ def _show(metrics: Metrics, step: PlannedStep, flow: StepsInARow | None = None) 
     from penstock.trace.bubbles import Bubbles
 
     console = Console(highlight=False)
+    notes = "".join(f"{note}\n" for note in step.program.schedule.notes)
     click.echo(
-        f"{metrics.schedule}: {metrics.ranks} ranks, {metrics.stages} stages, {metrics.microbatches} microbatches\n\n"
+        f"{metrics.schedule}: {metrics.ranks} ranks, {metrics.stages} stages, {metrics.microbatches} microbatches\n{notes}\n"
         f"makespan      {metrics.makespan:.6g}  from the first start to the last end of all ranks\n"
         f"longest       {metrics.longest:.6g}  the largest span of one rank\n"
         f"lower bound   {metrics.lower_bound:.6g}  no order with this placement and these costs takes less; "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.figure_options import CHROME
 from penstock.errors import ConfigError
 from penstock.output_files import PAGE, OutputFile, kind_of_start, require_outputs
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 WIDE = 108
 _KINDS = {
     "--html": PAGE,
-    "--chrome": kind_of_start("a timeline that penstock trace wrote", b'{"traceEvents"'),
+    "--chrome": CHROME,
     "--png": kind_of_start("a PNG", b"\x89PNG"),
     "--svg": kind_of_start("an SVG", b"<?xml", b"<svg"),
     "--costs": kind_of_start("a file of costs", b"medians by stage", b'{\n "F": [', within=1000),

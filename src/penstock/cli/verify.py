@@ -46,7 +46,7 @@ DEFAULT_MODEL = "penstock.train.model.verify_target:small_llama"
     multiple=True,
     default=["all"],
     show_default=True,
-    help="A family, a CSV file, or all families. May be repeated.",
+    help="A family, MODULE:FUNCTION of your own, a CSV file, or all (of the catalogue). May be repeated.",
 )
 @click.option(
     "--virtual-stages",
@@ -88,12 +88,14 @@ def command(
     Trains a few optimizer steps without a pipeline, with ranks as threads and with ranks as gloo processes, and prints the
     largest differences of losses, weights and gradients. Exit code 1 if a difference is larger than allowed.
     """
-    from penstock.schedule.families import FAMILIES
+    from penstock.schedule.families import FAMILIES, require_family
+    from penstock.schedule.text import is_csv
     from penstock.verify import verify
 
-    families = list(FAMILIES) if "all" in schedules else list(schedules)
+    names = list(FAMILIES) if "all" in schedules else list(schedules)
     chosen = [
-        (f, virtual_stages if f in FAMILIES and FAMILIES[f].chooses_virtual_stages else 1) for f in families
+        (name, virtual_stages if not is_csv(name) and require_family(name).chooses_virtual_stages else 1)
+        for name in names
     ]
     transports = ["threads", "processes"] if transport == "both" else [transport]
     sys.path.insert(0, "")  # so that a module in the current folder can be imported

@@ -32,11 +32,11 @@ from penstock.plan.timing import collective_seconds
 from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.profile.model_profile import Profile
 from penstock.schedule.check import check
-from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.families import require_family
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.text import read_csv
+from penstock.schedule.text import is_csv, read_csv
 from penstock.simulate.reduction import reduce_gradients
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import bubbles, makespan
@@ -248,13 +248,13 @@ def count_microbatches(layout: Layout, cluster: Cluster, batch: int) -> int:
 
 
 def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Program:
-    """Return the proven program of a schedule family, or of a CSV file.
+    """Return the proven program of a schedule family, of the user's function, or of a CSV file.
 
     Raises:
         ScheduleError: if the family does not allow the counts, or the schedule of the file is not valid.
         ConfigError: if the file's counts are not those of the layout.
     """
-    if schedule.endswith(".csv"):
+    if is_csv(schedule):
         built = read_csv(schedule)
         if (built.ranks, built.microbatches) != (ranks, microbatches):
             raise ConfigError(
@@ -267,10 +267,9 @@ def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: i
 
 @lru_cache(maxsize=256)
 def _family_program(schedule: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Program:
-    v = virtual_stages
-    if schedule in FAMILIES and not FAMILIES[schedule].chooses_virtual_stages and v == 1:
-        v = None
-    return check(build_schedule(schedule, ranks, microbatches, v)).program
+    family = require_family(schedule)
+    fixed = not family.chooses_virtual_stages and virtual_stages == 1
+    return check(family.build(ranks, microbatches, None if fixed else virtual_stages)).program
 
 
 def _exposed_reduction(

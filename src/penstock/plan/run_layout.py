@@ -28,7 +28,7 @@ class Layout:
         tp: devices that share every matrix of a stage (default 1).
         v: stages a rank; None (default) is the schedule family's number.
         microbatch: samples of a microbatch (default 1).
-        schedule: name of a schedule family, or path of a CSV file (default "1f1b").
+        schedule: name of a schedule family, MODULE:FUNCTION that builds one, or path of a CSV file (default "1f1b").
         recompute: activations that are computed again; see `Recompute` (default "none").
         zero: True if each replica keeps a share of the optimizer's state (ZeRO-1).
         sequence_parallel: True if activations between the matrices are divided along the sequence, over `tp`.
@@ -64,7 +64,9 @@ class Layout:
             if not isinstance(value, bool) and not (key == "overlap" and value is None):
                 raise ConfigError(f"layout: {key} must be true or false, got {value!r}")
         if not isinstance(self.schedule, str):
-            raise ConfigError(f"layout: schedule must be a name or a CSV file, got {self.schedule!r}")
+            raise ConfigError(
+                f"layout: schedule must be a name, MODULE:FUNCTION or a CSV file, got {self.schedule!r}"
+            )
         if not _is_count(self.recompute):
             _one_of(
                 "recompute",

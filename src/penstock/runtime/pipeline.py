@@ -21,6 +21,7 @@ from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
+from penstock.runtime.start.same_schedule import require_same_schedule
 from penstock.runtime.validation import (
     LossScale,
     local_device,
@@ -60,9 +61,11 @@ class Pipeline(PipelineModel):
         loss_fn: ``loss_fn(output, target)``; returns a scalar tensor, the mean over its microbatch, or a dictionary of
             several.
         microbatches: number of microbatches that a batch is split into along dimension 0.
-        schedule: name of a schedule family, a `Schedule`, or path of a CSV file (default "1f1b").
+        schedule: name of a schedule family, MODULE:FUNCTION that builds one, a `Schedule`, or path of a CSV file (default
+            "1f1b"). In processes, each must find the same schedule.
         ranks: pipeline ranks; by default the schedule's own, the number of processes, or 1.
-        virtual_stages: stages on each rank, for families that let one choose (default 1); V-shaped ones always have two.
+        virtual_stages: stages on each rank, for families that let one choose (default 1, or that of your own function);
+            V-shaped ones always have two.
         split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`. ``{"measured":
             (x, y)}`` makes stages of equal time on that microbatch; ``{"measured": profile}``, by `profile_layers`.
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
@@ -103,7 +106,7 @@ class Pipeline(PipelineModel):
         microbatches: int,
         schedule: str | Path | Schedule = "1f1b",
         ranks: int | None = None,
-        virtual_stages: int = 1,
+        virtual_stages: int | None = None,
         split: Split = "even",
         device: torch.device | str | None = None,
         timeout: float = 60.0,
@@ -116,7 +119,7 @@ class Pipeline(PipelineModel):
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
         require_count("microbatches", microbatches)
-        require_count("virtual_stages", virtual_stages)
+        require_count("virtual_stages", 1 if virtual_stages is None else virtual_stages)
         require_count("ranks", 1 if ranks is None else ranks)
         self.timeout = require_timeout(timeout)
         require_loss(loss_fn)
@@ -141,6 +144,8 @@ class Pipeline(PipelineModel):
         self.world = (
             world.join(self.timeout, mesh, waits.first) if world is not None and self.in_processes else None
         )
+        if self.world is not None:
+            require_same_schedule(self.schedule, self.world)
         split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed, autocast)
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0

@@ -13,9 +13,9 @@ from penstock.parallel.mesh import MeshShape, require_fit
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
 from penstock.runtime.workers.world import World
-from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.families import CatalogueFamily, require_family
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.text import read_csv
+from penstock.schedule.text import is_csv, read_csv
 from penstock.stage.compute.recompute import require_policy
 from penstock.stage.compute.runner import Settings
 from penstock.stage.rng.random_state import RandomState
@@ -54,16 +54,16 @@ def resolve_schedule(
     schedule: str | Path | Schedule,
     ranks: int | None,
     microbatches: int,
-    virtual_stages: int,
+    virtual_stages: int | None,
     processes: int | None,
 ) -> Schedule:
     """Return the schedule that a Pipeline's arguments choose.
 
     Args:
-        schedule: name of a family, a schedule, or path of a CSV file.
+        schedule: name of a family, MODULE:FUNCTION, a schedule, or path of a CSV file.
         ranks: pipeline ranks, if given.
         microbatches: microbatches of a step.
-        virtual_stages: stages on each rank, for families that let one choose.
+        virtual_stages: stages on each rank, for families that let one choose; None if it is not given.
         processes: processes of one pipeline; None in threads.
 
     Raises:
@@ -72,17 +72,17 @@ def resolve_schedule(
     """
     if ranks is None and processes is not None:
         ranks = processes
-    if isinstance(schedule, str) and not schedule.endswith(".csv"):
-        family = FAMILIES.get(schedule)
-        # The default of 1 means that the user has not chosen; a family that always has more stages keeps its number.
-        fixed = family is not None and not (
-            family.chooses_virtual_stages and family.least_virtual_stages == 1
-        )
-        chosen = None if fixed and virtual_stages == 1 else virtual_stages
-        resolved = build_schedule(schedule, ranks or 1, microbatches, chosen)
+    if isinstance(schedule, str) and not is_csv(schedule):
+        family = require_family(schedule)
+        chosen = virtual_stages
+        if isinstance(family, CatalogueFamily):
+            # A family that always has more stages keeps its number.
+            fixed = not (family.chooses_virtual_stages and family.least_virtual_stages == 1)
+            chosen = None if fixed and virtual_stages == 1 else virtual_stages or (None if fixed else 1)
+        resolved = family.build(ranks or 1, microbatches, chosen)
     else:
         resolved = schedule if isinstance(schedule, Schedule) else read_csv(schedule)
-        _require_match(resolved, ranks, microbatches, virtual_stages)
+        _require_match(resolved, ranks, microbatches, virtual_stages or 1)
     if processes is not None and resolved.ranks != processes:
         raise ConfigError(
             f"{resolved.ranks} pipeline ranks, but {processes} processes were started; start one process a rank"

@@ -5,7 +5,7 @@ Invalid schedules are rejected with the offending ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.schedule.index import index, rank_column
-from penstock.schedule.memory import Budget
+from penstock.schedule.memory import Budget, peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program, lower
 from penstock.schedule.schedule import Schedule
@@ -36,6 +36,43 @@ class Proof:
     program: Program
     ops: int
     critical_path: int
+
+    def __str__(self) -> str:
+        """Return what was proved, with the peak of every rank in activations."""
+        return self.summary(peak(self.program.schedule).tolist(), "activations")
+
+    def __repr__(self) -> str:
+        return f"Proof({self.program.schedule!r}, critical path of {self.critical_path} ops)"
+
+    def summary(self, peaks: Sequence[int], unit: str) -> str:
+        """Return what was proved, as lines of text.
+
+        Args:
+            peaks: largest amount that each rank holds.
+            unit: unit of the amounts, such as "bytes".
+        """
+        schedule, edges = self.program.schedule, self.program.edges.values()
+        kinds = np.bincount(schedule.kind, minlength=len(Kind))
+        counts = ", ".join(f"{kinds[kind]:,} {kind.name}" for kind in Kind if kinds[kind])
+        messages = sum(len(edge.consumers) for edge in edges)
+        pairs = np.count_nonzero(schedule.paired)
+        counts += f", {pairs:,} pairs" if pairs else ""
+        lines = [
+            f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches: "
+            "valid",
+            f"{self.ops:,} ops ({counts}), each once and after its inputs; the longest chain of waits has "
+            f"{self.critical_path:,} ops",
+            f"{messages:,} messages between ranks; no deadlock, even if every send blocks; "
+            f"at most {max((edge.slots for edge in edges), default=0)} receives posted ahead on an edge",
+            f"peak {unit} {'on every rank' if len(set(peaks)) == 1 else 'by rank'}: {brief(peaks)}",
+        ]
+        if schedule.placement.has_copies:
+            lines.append("every copied stage is reduced once on each of its ranks")
+        if not schedule.in_order:
+            lines.append(
+                "gradients are not summed in the order of the microbatches, so a run equals plain PyTorch to rounding only"
+            )
+        return "\n".join([*lines, *schedule.notes])
 
 
 def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | None = None) -> Proof:
@@ -71,6 +108,14 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
     if budget is not None:
         _memory(program, budget)
     return Proof(program, len(schedule), int(program.level.max()))
+
+
+def brief(amounts: Sequence[int]) -> str:
+    """Return one number per rank: the first and last of many ranks, and a single one if all are equal."""
+    if len(set(amounts)) == 1:
+        return str(amounts[0])
+    shown = [str(amount) for amount in amounts]
+    return " ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
 
 def _first(problems: Iterator[str]) -> Iterator[str]:
@@ -132,7 +177,10 @@ def _counts(schedule: Schedule, forward_only: bool) -> Iterator[str]:
         yield f"{name('B', where)} is missing (or {name('I', where)} and {name('W', where)})"
     for where in np.flatnonzero(full & (inputs | weights)):
         half = "I" if inputs[where] else "W"
-        yield f"{name('B', where)} appears beside {name(half, where)}: one backward too many"
+        yield (
+            f"{name('B', where)} appears beside {name(half, where)}: one backward too many; if B means the input "
+            "gradient, write I"
+        )
     for where in np.flatnonzero(~full & inputs & ~weights):
         yield f"{name('W', where)} is missing ({name('I', where)} is there)"
     for where in np.flatnonzero(~full & ~inputs & weights):

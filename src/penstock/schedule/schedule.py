@@ -42,6 +42,7 @@ class Schedule:
         offsets: int64, shape (ranks + 1,); rank r's ops are rows offsets[r]..offsets[r+1]-1.
         stage, kind, microbatch, paired: the ops of all ranks, shape (ops,).
         options: the parameters the family built it with, for display.
+        notes: what was dropped and assumed when a file was read, as sentences.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Schedule:
     microbatch: IntColumn
     paired: BoolColumn
     options: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -61,6 +63,22 @@ class Schedule:
     @property
     def stages(self) -> int:
         return self.placement.stages
+
+    @property
+    def in_order(self) -> bool:
+        """True if every stage's gradients are summed in the order of the microbatches, on one rank.
+
+        A run is then bit-equal to plain accumulation.
+        """
+        if self.placement.has_copies:
+            return False
+        for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
+            rows = np.flatnonzero(np.isin(self.kind, kinds))
+            rows = rows[np.argsort(self.stage[rows], kind="stable")]
+            falls = np.diff(self.microbatch[rows]) <= 0
+            if (falls & (np.diff(self.stage[rows]) == 0)).any():
+                return False
+        return True
 
     def __repr__(self) -> str:
         return (
@@ -73,7 +91,7 @@ class Schedule:
         return len(self.stage)
 
     def __eq__(self, other: object) -> bool:
-        """Compare placement, ops and their order; names and options do not count."""
+        """Compare placement, ops and their order; names, options and notes do not count."""
         if not isinstance(other, Schedule):
             return NotImplemented
         return (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.atomic import open_replacing
 from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ScheduleError
-from penstock.schedule.ops import Op, Pair, parse_op
+from penstock.schedule.notation import Backward, Cell, read_cells, require_backward, singles
+from penstock.schedule.ops import Op, Pair
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
@@ -38,14 +39,28 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
         raise ScheduleError(f"cannot write the schedule {path}: {error}") from error
 
 
-def read_csv(path: str | Path) -> Schedule:
+def is_csv(name: str) -> bool:
+    """Return whether the name of a schedule is that of a file, not of a family."""
+    return name.lower().endswith(".csv")
+
+
+def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
     """Read a schedule of compute ops; a stage is placed on the ranks that have its ops.
 
-    Empty cells (idle slots in PyTorch's files) are skipped. Use `check` to prove that the schedule is valid.
+    Files of PyTorch are read, also those that it has lowered: messages, and what sharded data parallelism does, are dropped,
+    because they follow from the compute ops. Empty cells (idle slots in PyTorch's files) are skipped. ``Schedule.notes``
+    says what was dropped and assumed. Use `check` to prove that the schedule is valid.
+
+    Args:
+        path: file to read.
+        backward: meaning of B: "full" (the whole backward), "input" (the input gradient, whose other half is W; a full
+            backward is BW then), or "auto" (default): the input gradient if a W of the same stage and microbatch is there
+            and the file has no I, else the full one.
 
     Raises:
         ScheduleError: if the file cannot be read, is empty, or has a cell that is no op (named by line and column).
     """
+    meaning = require_backward(backward)
     try:
         text = read_bytes(path, _MAX_BYTES, pipes=True).decode("utf-8-sig")
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -54,42 +69,50 @@ def read_csv(path: str | Path) -> Schedule:
         raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
     while lines and not any(cell.strip() for cell in lines[-1][1]):
         lines.pop()
-    ranks = [
-        [_parse(cell, path, number, k) for k, cell in enumerate(cells) if cell.strip()]
-        for number, cells in lines
+    cells = [
+        [Cell(cell, number, k + 1) for k, cell in enumerate(line) if cell.strip()] for number, line in lines
     ]
-    return from_lists(str(path), ranks)
+    try:
+        ranks, notes = read_cells(cells, meaning)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    return replace(from_lists(str(path), ranks), notes=notes)
 
 
-def from_lists(name: str, ranks: list[list[Op | Pair]]) -> Schedule:
+def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None = None) -> Schedule:
     """Build a schedule from one list of ops a rank; a stage is placed on the ranks that have its ops.
+
+    Args:
+        name: name of the schedule.
+        ranks: ops of every rank, in order.
+        microbatches: number of microbatches (default: those that have ops).
 
     Raises:
         ScheduleError: if a rank has no ops, or the stages do not count 0, 1, 2, ...
     """
     holders: dict[int, list[int]] = {}
-    microbatches = 0
+    last = 0
     for rank, ops in enumerate(ranks):
         if not ops:
             raise ScheduleError(f"{name}: line {rank + 1} (rank {rank}) holds no op")
-        for op in _singles(ops):
+        for op in singles(ops):
             held = holders.setdefault(op.stage, [])
             if rank not in held:
                 held.append(rank)
-            microbatches = max(microbatches, op.microbatch + 1)
+            last = max(last, op.microbatch)
     if not holders:
         raise ScheduleError(f"{name} holds no op")
     total = sum(len(ops) for ops in ranks)
     if max(holders) >= len(holders):
         missing = next(s for s in range(len(holders) + 1) if s not in holders)
         raise ScheduleError(f"{name}: stage {missing} has no op, but stage {max(holders)} has")
-    if microbatches > 2 * total:
+    if last >= 2 * total:
         raise ScheduleError(
-            f"{name}: microbatch {microbatches - 1} appears in a file of {total} ops; microbatches "
-            "count 0, 1, 2, ..."
+            f"{name}: microbatch {last} appears in a file of {total} ops; microbatches count 0, 1, 2, ..."
         )
     placement = Placement(len(ranks), tuple(tuple(holders[s]) for s in range(len(holders))))
-    return Schedule.from_ops(name, _two_way_if_it_is(placement), microbatches, ranks)
+    count = last + 1 if microbatches is None else microbatches
+    return Schedule.from_ops(name, _two_way_if_it_is(placement), count, ranks)
 
 
 def _two_way_if_it_is(placement: Placement) -> Placement:
@@ -99,24 +122,3 @@ def _two_way_if_it_is(placement: Placement) -> Placement:
         if all(set(held) <= set(both) for held, both in zip(placement.holders, pipes.holders, strict=True)):
             return pipes
     return placement
-
-
-def _singles(ops: Iterable[Op | Pair]) -> Iterable[Op]:
-    for op in ops:
-        if isinstance(op, Pair):
-            yield from (op.forward, op.backward)
-        else:
-            yield op
-
-
-_COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
-
-
-def _parse(cell: str, path: str | Path, line: int, column: int) -> Op | Pair:
-    try:
-        return parse_op(cell)
-    except ScheduleError as error:
-        hint = ""
-        if any(word in cell for word in _COMMUNICATION):
-            hint = "; communication is worked out from the compute ops, so give the compute-only file"
-        raise ScheduleError(f"{path}: line {line}, column {column + 1}: {error}{hint}") from None

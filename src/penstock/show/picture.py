@@ -1,10 +1,15 @@
-"""A trace as a picture: a timeline in SVG, PNG or PDF, drawn by matplotlib (the extra `pictures`)."""
+"""A trace as a picture: a timeline in SVG, PNG or PDF, drawn by matplotlib (the extra `pictures`).
+
+Text of a vector picture stays text, so that it can be searched and edited. Beside their colour, backwards are hatched, so
+that a grey print shows them, too.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,17 +25,51 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 LABELLED = 600
 RASTERIZED = 100_000
+HATCHES = {Activity.B: "////", Activity.I: "////", Activity.W: "\\\\\\\\", Activity.R: "xxxx"}
+_LABEL = 0.7
+"""Size of the number on a block over the font size of the axes."""
+_LEAST_LABEL = 3.5
+"""Points below which a number is left out; it would not be legible."""
+_DIGIT = 0.65
+"""Width of a digit over its font size."""
 
 
-def draw_picture(trace: Trace, path: str | Path) -> None:
+@dataclass(frozen=True)
+class PictureStyle:
+    """Look of a picture.
+
+    Attributes:
+        title: text above the timeline; None (default) for the name of the schedule, and empty for none.
+        width: width in inches (default 12).
+        font: font size in points (default 10).
+    """
+
+    title: str | None = None
+    width: float = 12.0
+    font: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` unless the numbers are those of a picture."""
+        for name, value, least, most in (("width", self.width, 1, 100), ("font", self.font, 1, 100)):
+            if not (isinstance(value, int | float) and math.isfinite(value) and least <= value <= most):
+                unit = "inches" if name == "width" else "points"
+                raise ConfigError(f"the {name} of a picture must be {least} to {most} {unit}, got {value!r}")
+
+
+PLAIN = PictureStyle()
+
+
+def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) -> None:
     """Draw a trace to a file: one row per rank, time from left to right, one colour per kind of op.
 
     The lighter shade marks every second stage of a rank; the halves of a fused pair are above each other. Up to `LABELLED`
-    ops show their microbatch; more than `RASTERIZED` ops are pixels even in a vector file.
+    ops show their microbatch where it fits, and are hatched by kind; more than `RASTERIZED` ops are pixels even in a vector
+    file.
 
     Args:
         trace: the trace to draw; its messages are left out.
         path: file to write; its ending, one of `FORMATS`, sets the format.
+        style: title, width and font size.
 
     Raises:
         ConfigError: if matplotlib is not installed, the ending is not allowed, or the file cannot be written.
@@ -40,62 +79,113 @@ def draw_picture(trace: Trace, path: str | Path) -> None:
         raise ConfigError(f"cannot draw {path.name}: the name must end in {', '.join(FORMATS)}")
     try:
         import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ConfigError("pictures need matplotlib: pip install 'penstock[pictures]'") from error
-    unit = unit_of([trace])
-    shown = trace.only(WITHOUT_MESSAGES)
-    shown = replace(shown, start=shown.start * unit.scale, end=shown.end * unit.scale)
-    figure = Figure(figsize=(12, 1.2 + 0.3 * min(trace.ranks, 64)), layout="constrained")
-    axes = figure.add_subplot()
-    drawn = [kind for kind in WITHOUT_MESSAGES if (shown.kind == kind).any()]
-    for kind in drawn:
-        _bars(axes, shown, kind)
-    if len(shown) <= LABELLED:
-        _labels(axes, shown)
-    axes.set_ylim(trace.ranks - 0.5, -0.5)
-    axes.set_xlim(float(shown.start.min(initial=0)), float(shown.end.max(initial=0)) or 1.0)
-    axes.set_ylabel("rank")
-    axes.set_xlabel(f"time ({unit.name})" if unit.name else "time")
-    axes.set_title(str(trace.info.get("schedule", "")))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    keys = [Patch(color=WITHOUT_MESSAGES[kind].full, label=WITHOUT_MESSAGES[kind].meaning) for kind in drawn]
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(WITHOUT_MESSAGES), frameon=False)
-    # Without random identifiers and dates, the same trace gives the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "penstock"}):
+    # Text as text, in fonts that journals accept (not Type 3). Without random identifiers and dates, the same trace gives
+    # the same file.
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "pdf.fonttype": 42,
+        "svg.hashsalt": "penstock",
+        "font.size": style.font,
+        "hatch.linewidth": 0.4,
+    }
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with matplotlib.rc_context(settings):
+        figure = _figure(trace, style)
         try:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+            figure.savefig(path, dpi=150, metadata=undated.get(path.suffix.lower()))
         except OSError as error:
             raise ConfigError(f"cannot write the picture {path}: {error.strerror}") from error
 
 
-def _bars(axes: Axes, trace: Trace, kind: Activity) -> None:
-    """Draw all ops of one kind as one collection of rectangles; a pair's forward fills the upper half."""
+def _figure(trace: Trace, style: PictureStyle) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    unit = unit_of([trace])
+    shown = trace.only(WITHOUT_MESSAGES)
+    shown = replace(shown, start=shown.start * unit.scale, end=shown.end * unit.scale)
+    row = 0.03 * style.font
+    figure = Figure(
+        figsize=(style.width, 0.12 * style.font + row * min(trace.ranks, 64)), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    drawn = [kind for kind in WITHOUT_MESSAGES if (shown.kind == kind).any()]
+    labelled = len(shown) <= LABELLED
+    for kind in drawn:
+        _bars(axes, shown, kind, labelled)
+    axes.set_ylim(trace.ranks - 0.5, -0.5)
+    axes.set_xlim(float(shown.start.min(initial=0)), float(shown.end.max(initial=0)) or 1.0)
+    axes.set_ylabel("rank")
+    axes.set_xlabel(f"time ({unit.name})" if unit.name else "time")
+    title = str(trace.info.get("schedule", "")) if style.title is None else style.title
+    if title:
+        axes.set_title(title)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    keys = [
+        Patch(
+            facecolor=WITHOUT_MESSAGES[kind].full,
+            edgecolor="white",
+            hatch=HATCHES.get(kind) if labelled else None,
+            linewidth=0,
+            label=WITHOUT_MESSAGES[kind].meaning,
+        )
+        for kind in drawn
+    ]
+    # As many keys in a row as the width has room for.
+    columns = max(1, int(style.width * 72 / (style.font * 9)))
+    figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys) or 1, columns), frameon=False)
+    if labelled:
+        figure.draw_without_rendering()  # only now it is known how wide a block is
+        _labels(axes, shown, style.font * _LABEL)
+    return figure
+
+
+def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
+    """Draw all ops of one kind and shade as one collection of rectangles; a pair's forward fills the upper half."""
     from matplotlib.collections import PolyCollection
 
-    rows = np.flatnonzero(trace.kind == kind)
-    second = second_of_pair(trace)
-    top = trace.rank[rows] - 0.42 + 0.42 * second[rows]
-    bottom = trace.rank[rows] + 0.42 - 0.42 * trace.paired[rows]
-    left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
-    corners = np.stack(
-        [np.stack(point, axis=1) for point in ((left, top), (right, top), (right, bottom), (left, bottom))],
-        axis=1,
-    )
-    shade = np.where(lighter(trace)[rows], WITHOUT_MESSAGES[kind].light, WITHOUT_MESSAGES[kind].full)
-    bars = PolyCollection(list(corners), facecolors=shade.tolist(), edgecolors="white", linewidths=0.3)
-    bars.set_rasterized(len(trace) > RASTERIZED)
-    axes.add_collection(bars)
+    style, second, light = WITHOUT_MESSAGES[kind], second_of_pair(trace), lighter(trace)
+    # The lines between blocks, and those of a hatch, are light on the dark shade and dark on the light one.
+    for shade, lines, of_shade in ((style.full, "white", ~light), (style.light, style.full, light)):
+        rows = np.flatnonzero((trace.kind == kind) & of_shade)
+        if not len(rows):
+            continue
+        top = trace.rank[rows] - 0.42 + 0.42 * second[rows]
+        bottom = trace.rank[rows] + 0.42 - 0.42 * trace.paired[rows]
+        left, right = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
+        edges = ((left, top), (right, top), (right, bottom), (left, bottom))
+        corners = np.stack([np.stack(point, axis=1) for point in edges], axis=1)
+        bars = PolyCollection(
+            list(corners), facecolors=shade, edgecolors=lines, linewidths=0.3,
+            hatch=HATCHES.get(kind) if hatched else None,
+        )  # fmt: skip
+        bars.set_rasterized(len(trace) > RASTERIZED)
+        axes.add_collection(bars)
 
 
-def _labels(axes: Axes, trace: Trace) -> None:
+def _labels(axes: Axes, trace: Trace, size: float) -> None:
+    """Write the microbatch on every block that has room for it, on a plain patch of the block's colour."""
     second, light = second_of_pair(trace), lighter(trace)
+    box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
+    low, high = axes.get_xlim()
+    points = 72 * box.width / (high - low)
+    tall = 72 * box.height / trace.ranks * 0.84
     for row in np.flatnonzero(trace.microbatch >= 0):
+        text = str(trace.microbatch[row])
+        room = (float(trace.end[row]) - float(trace.start[row])) * points
+        half = bool(trace.paired[row] or second[row])
+        fitting = min(size, 0.95 * room / (_DIGIT * len(text)), tall * (0.35 if half else 0.8))
+        if fitting < min(_LEAST_LABEL, size):
+            continue
         x = (float(trace.start[row]) + float(trace.end[row])) / 2
         y = trace.rank[row] + 0.21 * (int(second[row]) - int(trace.paired[row]))
-        colour = "black" if light[row] else "white"
+        kind = Activity(int(trace.kind[row]))
+        style = WITHOUT_MESSAGES[kind]
+        ink, ground = ("black", style.light) if light[row] else ("white", style.full)
         axes.text(
-            x, y, str(trace.microbatch[row]), ha="center", va="center", fontsize=6, clip_on=True, color=colour
-        )
+            x, y, text, ha="center", va="center_baseline", fontsize=fitting, clip_on=True, color=ink,
+            bbox={"facecolor": ground, "edgecolor": "none", "pad": 0.1 if half else 0.8} if kind in HATCHES else None,
+        )  # fmt: skip

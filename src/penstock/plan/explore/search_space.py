@@ -8,17 +8,17 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from penstock.errors import ConfigError, ScheduleError, nearest
+from penstock.errors import ConfigError, ScheduleCodeError, ScheduleError, nearest
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import step_program
 from penstock.plan.run_layout import Layout, Recompute
 from penstock.plan.stage_costs import LayerTimes, StageCosts, attention_of, even_counts, stage_costs
 from penstock.profile.model_profile import Profile
-from penstock.schedule.families import FAMILIES, Family, build_schedule
+from penstock.schedule.families import FAMILIES, CatalogueFamily, require_family
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.text import read_csv
+from penstock.schedule.text import is_csv, read_csv
 
 MAX_MICROBATCH = 32
 MAX_VIRTUAL_STAGES = 12
@@ -42,14 +42,14 @@ class Order:
     """A schedule family with its number of stages a rank.
 
     Attributes:
-        family: the family; None for a schedule from a CSV file.
+        family: the family of the catalogue; None for the user's own and for a CSV file.
         name: name of the family, or path of the CSV file.
-        v: stages a rank; None for a CSV file.
+        v: stages a rank; None for a CSV file, and for the user's own if ranks have different numbers.
         placement: placement of its stages.
         splits_backward: True if its backwards run as two halves.
     """
 
-    family: Family | None
+    family: CatalogueFamily | None
     name: str
     v: int | None
     placement: Placement
@@ -65,7 +65,7 @@ class Space:
         sequence, batch: tokens of a sample and samples of a step.
         devices: number of devices that a layout uses.
         fixed: values of a layout that are given.
-        schedules: names of families, or paths of CSV files.
+        schedules: names of families, of the catalogue or the user's own, or paths of CSV files.
     """
 
     profile: Profile
@@ -130,9 +130,39 @@ class Space:
 
     def orders(self, pp: int, microbatches: int) -> tuple[Order, ...]:
         """Return the schedules that may run on `pp` ranks."""
-        files = [self._file(name) for name in self.schedules if name not in FAMILIES]
+        files = [self._file(name) for name in self.schedules if is_csv(name)]
         in_files = [order for *counts, order in files if counts == [pp, microbatches]]
-        return (*self._orders_of_families(pp), *in_files)
+        return (*self._orders_of_families(pp), *self._own_orders(pp, microbatches), *in_files)
+
+    @lru_cache(maxsize=4096)  # noqa: B019  a space lives as long as its search
+    def _own_orders(self, pp: int, microbatches: int) -> tuple[Order, ...]:
+        """Return the orders that the user's families build for these counts; counts that they refuse are skipped.
+
+        Raises:
+            ScheduleError: if a family's code fails, or builds no valid schedule.
+        """
+        orders = []
+        for name in self.schedules:
+            if is_csv(name) or name in FAMILIES:
+                continue
+            family = require_family(name)
+            choices: list[int | None] = [self.fixed.get("v")]
+            if family.chooses_virtual_stages and choices == [None]:
+                most = min(self.profile.blocks // pp, MAX_VIRTUAL_STAGES)
+                choices = [v for v in range(1, most + 1) if not self.profile.blocks // pp % v]
+            for v in choices:
+                try:
+                    family.build(pp, microbatches, v)
+                except ScheduleCodeError:
+                    raise
+                except ScheduleError:
+                    continue
+                schedule = step_program(name, pp, microbatches, v).schedule
+                if schedule.stages <= self.profile.blocks:
+                    held = None if schedule.stages % pp else schedule.stages // pp
+                    splits = bool((schedule.kind == Kind.W).any())
+                    orders.append(Order(None, name, held, schedule.placement, splits))
+        return tuple(orders)
 
     @lru_cache(maxsize=256)  # noqa: B019  a space lives as long as its search
     def _file(self, path: str) -> tuple[int, int, Order]:
@@ -216,10 +246,8 @@ class Space:
 def order_of_ops(order: Order, ranks: int, microbatches: int) -> Schedule:
     """Return a schedule that is not yet proven, which is enough to count its memory."""
     if order.family is None:
-        return step_program(order.name, ranks, microbatches, None).schedule
-    return build_schedule(
-        order.name, ranks, microbatches, order.v if order.family.chooses_virtual_stages else None
-    )
+        return step_program(order.name, ranks, microbatches, order.v).schedule
+    return order.family.build(ranks, microbatches, order.v if order.family.chooses_virtual_stages else None)
 
 
 def make_space(
@@ -253,10 +281,8 @@ def make_space(
     if not names:
         raise ConfigError(f"a search needs at least one schedule; there are {', '.join(FAMILIES)}")
     for name in names:
-        if name not in FAMILIES and not name.endswith(".csv"):
-            raise ConfigError(
-                f"no schedule family {name!r}{nearest(name, list(FAMILIES))}; there are {', '.join(FAMILIES)}"
-            )
+        if not is_csv(name):
+            require_family(name)
     count = cluster.devices if devices is None else devices
     if not 1 <= count <= cluster.devices:
         raise ConfigError(f"devices must be 1 to {cluster.devices}, those of {cluster.name}, got {count}")

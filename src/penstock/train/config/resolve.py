@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from penstock import host
 from penstock.errors import ConfigError
-from penstock.schedule.families import FAMILIES
+from penstock.schedule.families import require_family
+from penstock.schedule.text import is_csv
 from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import find_mesh
 from penstock.train.data.tokenizer import BYTES
@@ -26,9 +27,11 @@ def resolve(config: Config, processes: int | None) -> Config:
         ConfigError: if ``[parallel]`` needs another number of processes, or the batches do not fit in memory.
     """
     pp = find_mesh(config.parallel, processes).pp
-    family, v = FAMILIES.get(config.schedule.name), config.parallel.virtual_stages
-    if family is not None:
-        v = family.require_counts(pp, config.schedule.microbatches // config.parallel.dp, v)
+    v = config.parallel.virtual_stages
+    if not is_csv(config.schedule.name):
+        v = require_family(config.schedule.name).require_counts(
+            pp, config.schedule.microbatches // config.parallel.dp, v
+        )
     _require_memory(config)
     sample = config.sample
     if sample.prompt is None:

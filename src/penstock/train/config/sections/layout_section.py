@@ -13,7 +13,7 @@ class ScheduleConfig(Table):
     """``[schedule]``: the pipeline schedule.
 
     Attributes:
-        name: name of a schedule family (``penstock schedule list``), or path of a CSV file.
+        name: name of a schedule family (``penstock schedule list``), MODULE:FUNCTION that builds one, or path of a CSV file.
         microbatches: number of equal parts of a batch, divided equally among the ``parallel.dp`` replicas.
         split: ``even``, or a list with the number of blocks of every stage.
         flow: ``on`` lets a rank begin the next step while others end this one, with the same numbers; ``off`` does not, and

@@ -1,0 +1,88 @@
+"""Options that write a timeline to a file: a picture for a page or a paper, or JSON for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+
+from penstock.errors import ConfigError
+from penstock.output_files import OutputFile, kind_of_start, require_outputs
+
+if TYPE_CHECKING:
+    from penstock.show.picture import PictureStyle
+    from penstock.trace.events import Trace
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+CHROME = kind_of_start("a timeline that penstock wrote", b'{"traceEvents"')
+_KINDS = {
+    ".svg": kind_of_start("an SVG", b"<?xml", b"<svg"),
+    ".pdf": kind_of_start("a PDF", b"%PDF"),
+    ".png": kind_of_start("a PNG", b"\x89PNG"),
+    ".json": CHROME,
+}
+"""Kinds of the files that ``--out`` writes, by ending."""
+
+
+class FigureFile(NamedTuple):
+    """A figure to write, and its look."""
+
+    path: Path
+    style: PictureStyle
+
+
+def figure_options(function: Command) -> Command:
+    """Add the options of a figure."""
+    for decorate in reversed((
+        click.option(
+            "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
+            help="Write the timeline to a file: .svg, .pdf or .png, or .json for ui.perfetto.dev.",
+        ),
+        click.option("--title", metavar="TEXT", help="Title of the picture. Default: the schedule's name; '' for none."),
+        click.option("--width", type=float, metavar="INCHES", help="Width of the picture. Default: 12."),
+        click.option("--font", type=float, metavar="POINTS", help="Font size of the picture. Default: 10."),
+    )):  # fmt: skip
+        function = decorate(function)
+    return function
+
+
+def require_figure(
+    out: Path | None, title: str | None, width: float | None, font: float | None, inputs: Sequence[str]
+) -> FigureFile | None:
+    """Return the figure that the options ask for, after checking that it can be written; None if they ask for none.
+
+    Raises:
+        ConfigError: if the ending is unknown, the look is impossible or given without a picture, or the file may not be
+            replaced.
+    """
+    look = {"title": title, "width": width, "font": font}
+    given: dict[str, Any] = {name: value for name, value in look.items() if value is not None}
+    if out is None or out.suffix.lower() == ".json":
+        if given:
+            raise ConfigError(f"--{next(iter(given))} is for a picture; give --out PATH.svg, .pdf or .png")
+        if out is None:
+            return None
+    if out.suffix.lower() not in _KINDS:
+        raise ConfigError(f"--out {out}: the name must end in {', '.join(_KINDS)}")
+    require_outputs([OutputFile("--out", out, _KINDS[out.suffix.lower()])], inputs)
+    from penstock.show.picture import PictureStyle
+
+    return FigureFile(out, PictureStyle(**given))
+
+
+def write_figure(trace: Trace, figure: FigureFile) -> None:
+    """Write a figure.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    from penstock.show.chrome import write_chrome
+    from penstock.show.picture import draw_picture
+
+    if figure.path.suffix.lower() == ".json":
+        write_chrome(trace, figure.path)
+    else:
+        draw_picture(trace, figure.path, figure.style)

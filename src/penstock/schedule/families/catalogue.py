@@ -1,0 +1,170 @@
+"""The catalogue of schedule families.
+
+To add one, write its function in a file of this folder and add a line to `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from penstock.errors import ScheduleError
+from penstock.schedule.families.breadth_first import breadth_first
+from penstock.schedule.families.closed_forms import BUBBLES, PEAKS, Bubble, Peak
+from penstock.schedule.families.controllable import v_half, v_min
+from penstock.schedule.families.dualpipe import dualpipe, dualpipe_v
+from penstock.schedule.families.family import Family
+from penstock.schedule.families.gpipe import gpipe
+from penstock.schedule.families.interleaved import interleaved_1f1b
+from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b
+from penstock.schedule.families.searched import searched
+from penstock.schedule.families.slots import chimera, hanayo
+from penstock.schedule.families.zb_auto import zb_auto
+from penstock.schedule.families.zb_v import zb_v
+from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+
+_SPLIT = "split backward"
+
+
+@dataclass(frozen=True)
+class CatalogueFamily(Family):
+    """One entry of the catalogue.
+
+    Attributes:
+        rule: function that builds the schedule, ``rule(ranks, microbatches, **options)``, with ``virtual_stages`` third if
+            the user may choose it.
+        source: paper or code that the rule comes from.
+        needs: requirements on counts, model and memory, as text.
+        virtual_stages: default number of stages a rank, or the only one. If two pipes pass the ranks in opposite
+            directions, each has this many.
+        in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
+            run is bit-equal to plain accumulation.
+        least_virtual_stages: smallest number of stages a rank that the user may choose.
+        place: function of ranks and stages a rank that returns the placement of the family's stages.
+        searches: True if building a schedule is a search that takes seconds.
+    """
+
+    rule: Callable[..., Schedule]
+    source: str
+    needs: str
+    virtual_stages: int = 1
+    in_order: bool = True
+    least_virtual_stages: int = 1
+    place: Callable[[int, int], Placement] = Placement.loop
+    searches: bool = False
+
+    @property
+    def default_virtual_stages(self) -> int:
+        return self.virtual_stages
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if backwards run as two halves."""
+        return _SPLIT in self.needs
+
+    @property
+    def bubble(self) -> Bubble:
+        return BUBBLES[self.name]
+
+    @property
+    def peak(self) -> Peak:
+        return PEAKS[self.name]
+
+    def make(
+        self, ranks: int, microbatches: int, virtual_stages: int | None, options: Mapping[str, object]
+    ) -> Schedule:
+        v = self.virtual_stages if virtual_stages is None else virtual_stages
+        if self.chooses_virtual_stages:
+            return self.rule(ranks, microbatches, v, **options)
+        if v != self.virtual_stages:
+            choosing = ", ".join(f.name for f in FAMILIES.values() if f.chooses_virtual_stages)
+            fixed = "one stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
+            raise ScheduleError(
+                f"{self.name} has {fixed} a rank, got {v}; the number of virtual stages is free in {choosing}"
+            )
+        return self.rule(ranks, microbatches, **options)
+
+
+_TWICE = "two copies of every stage; even p"
+
+
+def _two_way(ranks: int, virtual_stages: int) -> Placement:
+    return Placement.two_way(ranks)
+
+
+FAMILIES: dict[str, CatalogueFamily] = {
+    family.name: family
+    for family in (
+        CatalogueFamily("gpipe", gpipe, "GPipe, 1811.06965", "any counts"),
+        CatalogueFamily("1f1b", one_f_one_b, "PipeDream-Flush, 2006.09503", "any counts"),
+        CatalogueFamily("eager-1f1b", eager_1f1b, "AlpaComm, 2211.05322", "any counts"),
+        CatalogueFamily("interleaved-1f1b", interleaved_1f1b, "Megatron-LM, 2104.04473", "any counts", 2),
+        CatalogueFamily("breadth-first", breadth_first, "Lamy-Poirier, 2211.05953", "any counts", 2),
+        CatalogueFamily("zb-h1", zb_h1, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}"),
+        CatalogueFamily("zb-h2", zb_h2, "Zero Bubble, 2401.10241", f"any counts; {_SPLIT}"),
+        CatalogueFamily(
+            "zb-auto",
+            zb_auto,
+            "Zero Bubble, 2401.10241",
+            f"any counts; {_SPLIT}; costs, memory limit",
+            searches=True,
+        ),
+        CatalogueFamily(
+            "interleaved-zb", interleaved_zb, "torch InterleavedZeroBubble", f"any counts; {_SPLIT}", 2
+        ),
+        CatalogueFamily(
+            "zb-v", zb_v, "Zero Bubble, 2401.10241", f"any p, m; V; {_SPLIT}", 2, place=Placement.waves
+        ),
+        CatalogueFamily(
+            "v-half",
+            v_half,
+            "Controllable Memory, 2405.15362",
+            f"any p, m; V; {_SPLIT}",
+            2,
+            place=Placement.waves,
+        ),
+        CatalogueFamily(
+            "v-min",
+            v_min,
+            "Controllable Memory, 2405.15362",
+            f"any p, m; V; {_SPLIT}",
+            2,
+            place=Placement.waves,
+        ),
+        CatalogueFamily(
+            "dualpipe",
+            dualpipe,
+            "deepseek-ai/DualPipe",
+            f"{_TWICE}; pairs; {_SPLIT}",
+            in_order=False,
+            place=_two_way,
+        ),
+        CatalogueFamily(
+            "dualpipe-v",
+            dualpipe_v,
+            "deepseek-ai/DualPipe",
+            f"any p, m; V; pairs; {_SPLIT}",
+            2,
+            place=Placement.waves,
+        ),
+        CatalogueFamily("chimera", chimera, "Chimera, 2107.06925", _TWICE, in_order=False, place=_two_way),
+        CatalogueFamily(
+            "hanayo",
+            hanayo,
+            "Hanayo, 2308.15762",
+            "even v (v/2 waves)",
+            2,
+            least_virtual_stages=2,
+            place=Placement.waves,
+        ),
+        CatalogueFamily(
+            "searched",
+            searched,
+            "search of Penstock",
+            f"loop, V or two pipes; {_SPLIT} unless full; costs, memory limit",
+            searches=True,
+        ),
+    )
+}

@@ -1,0 +1,126 @@
+"""Cells of schedule files as other programs write them.
+
+PyTorch (``_ComputationType`` in ``torch/distributed/pipelining/schedules.py``, torch 2.13) writes F, B, I and W; and, in
+files that it has lowered for its runtime, messages (``0SEND_F1``, ``1RECV_B0``) and what sharded data parallelism does
+(``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``). Earlier versions, and the zero-bubble paper (2401.10241), write B for the
+input gradient beside W, and BW for the full backward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ops import Kind, Op, Pair, parse_op
+
+Backward = Literal["auto", "full", "input"]
+"""Meaning of B in a file: the full backward, the input gradient, or (auto) the input gradient where a W is beside it."""
+
+_DROPPED = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_FULL = re.compile(r"([0-9]+)BW([0-9]+)")
+
+Ops = list[Op | Pair]
+
+
+class Cell(NamedTuple):
+    """A cell of a file, with its place: line and column, from 1."""
+
+    text: str
+    line: int
+    column: int
+
+
+class ReadOps(NamedTuple):
+    """Ops of every rank, and notes that say what was dropped and assumed."""
+
+    ranks: list[Ops]
+    notes: tuple[str, ...]
+
+
+def require_backward(backward: object) -> Backward:
+    """Return a meaning of B; raise `ScheduleError` if it is none."""
+    for allowed in get_args(Backward):
+        if backward == allowed:
+            return backward  # type: ignore[return-value]
+    raise ScheduleError(f"backward must be auto, full or input, got {backward!r}")
+
+
+def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
+    """Read the cells of every rank.
+
+    Args:
+        ranks: cells of every rank, none of them empty.
+        backward: meaning of B.
+
+    Raises:
+        ScheduleError: if a cell is no op; names line and column.
+    """
+    dropped: Counter[str] = Counter()
+    full: set[tuple[int, int]] = set()
+    lists = [[op for cell in cells if (op := _read(cell, dropped, full)) is not None] for cells in ranks]
+    notes = []
+    if dropped:
+        counts = ", ".join(f"{count:,} {word}" for word, count in dropped.items())
+        notes.append(f"dropped {counts}: communication follows from the compute ops")
+    kinds = {kind: _where(lists, kind) for kind in (Kind.B, Kind.I, Kind.W)}
+    halves = set() if backward == "full" else kinds[Kind.B] - full
+    if backward == "auto" and not full:
+        halves = set() if kinds[Kind.I] else kinds[Kind.B] & kinds[Kind.W]
+    if halves:
+        why = {"input": "as asked"}.get(
+            backward, "BW is the full backward" if full else "a W of the same stage and microbatch is there"
+        )
+        notes.append(f"read {len(halves):,} B as I, the input gradient: {why}")
+        whole = len(kinds[Kind.B] - full - halves)
+        if whole:
+            notes.append(
+                f"read {whole:,} B without a W as full backwards; if a W is missing instead, read the file with "
+                "backward=input"
+            )
+        lists = [[_halved(op, halves) for op in ops] for ops in lists]
+    return ReadOps(lists, tuple(notes))
+
+
+def singles(ops: Iterable[Op | Pair]) -> Iterator[Op]:
+    """Yield ops one by one, those of a pair too."""
+    for op in ops:
+        if isinstance(op, Pair):
+            yield op.forward
+            yield op.backward
+        else:
+            yield op
+
+
+def _read(cell: Cell, dropped: Counter[str], full: set[tuple[int, int]]) -> Op | Pair | None:
+    text = cell.text.strip()
+    if match := _DROPPED.fullmatch(text):
+        dropped[match[1]] += 1
+        return None
+    try:
+        if match := _FULL.fullmatch(text):
+            op = parse_op(f"{match[1]}B{match[2]}")
+            full.update((one.stage, one.microbatch) for one in singles([op]))
+            return op
+        return parse_op(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"line {cell.line}, column {cell.column}: {error}") from None
+
+
+def _where(lists: list[Ops], kind: Kind) -> set[tuple[int, int]]:
+    """Return stage and microbatch of all ops of a kind."""
+    return {(op.stage, op.microbatch) for ops in lists for op in singles(ops) if op.kind == kind}
+
+
+def _halved(op: Op | Pair, halves: set[tuple[int, int]]) -> Op | Pair:
+    """Return an op in which a B is I if its stage and microbatch are among some."""
+    if isinstance(op, Pair):
+        backward = _halved(op.backward, halves)
+        assert isinstance(backward, Op), "a pair's half is one op"
+        return Pair(op.forward, backward)
+    if op.kind == Kind.B and (op.stage, op.microbatch) in halves:
+        return replace(op, kind=Kind.I)
+    return op
