@@ -98,9 +98,9 @@ def test_options_of_a_family_are_passed_on():
 def test_check_says_what_was_proved():
     assert run("check", "zb-h1", "-p", 2, "-m", 4).output == (
         "zb-h1: 2 ranks, 2 stages, 4 microbatches: valid\n"
-        "24 ops, each once and after its inputs; the longest chain of waits has 13 ops\n"
-        "8 messages between ranks; no deadlock, with at most 2 receives posted ahead on an edge\n"
-        "peak chunks per rank: 2 2\n"
+        "24 ops (8 F, 8 I, 8 W), each once and after its inputs; the longest chain of waits has 13 ops\n"
+        "8 messages between ranks; no deadlock, even if every send blocks; at most 2 receives posted ahead on an edge\n"
+        "peak activations on every rank: 2\n"
     )
     report = json.loads(run("check", "dualpipe", "-p", 4, "-m", 8, "--json").output)
     assert report["valid"] is True
@@ -115,7 +115,7 @@ def test_check_says_what_was_proved():
 def test_check_counts_bytes_if_given_them():
     words = ("check", "zb-h2", "-p", 2, "-m", 6, "--saved", "100,200", "--waiting", 30, "--freed-at", "B")
     assert json.loads(run(*words, "--json").output)["peak"] == [300, 260]
-    assert "peak bytes per rank: 300 260" in run(*words, "--memory-limit", 300).output
+    assert "peak bytes by rank: 300 260" in run(*words, "--memory-limit", 300).output
 
 
 def test_check_refuses_what_exceeds_the_memory(capsys, monkeypatch):
@@ -186,14 +186,15 @@ def test_a_file_says_its_own_counts(tmp_path: Path, capsys, monkeypatch):
     assert run("show", path, "-p", 2, "-m", 3, "-v", 2).exit_code == 0
     said = refused(capsys, monkeypatch, "show", path, "-m", 4)
     assert "is a schedule of 3 microbatches, not 4; leave the option out" in said
-    assert "takes no --option" in refused(capsys, monkeypatch, "show", path, "-o", "a=1")
+    said = refused(capsys, monkeypatch, "show", path, "-o", "a=1")
+    assert "is a file, whose only option is backward=auto|full|input, got 'a'" in said
 
 
 def test_an_op_we_do_not_know_is_said_with_line_and_column(tmp_path: Path, capsys, monkeypatch):
     path = tmp_path / "s.csv"
-    path.write_text("0F0,0B0\n1F0,1RESHARD,1B0\n")
+    path.write_text("0F0,0B0\n1F0,1RESHAPE,1B0\n")
     said = refused(capsys, monkeypatch, "check", path)
-    assert "s.csv: line 2, column 2: '1RESHARD' is not an op" in said
+    assert "s.csv: line 2, column 2: '1RESHAPE' is not an op" in said
 
 
 @pytest.mark.parametrize("words", [(), ("list",), ("show",), ("check",), ("draw",), ("csv",)])

@@ -20,7 +20,7 @@ from penstock.schedule.ops import Kind, Op, Pair, parse_op
 Backward = Literal["auto", "full", "input"]
 """Meaning of B in a file: the full backward, the input gradient, or (auto) the input gradient where a W is beside it."""
 
-_DROPPED = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_DROPPED = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]+|[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _FULL = re.compile(r"([0-9]+)BW([0-9]+)")
 
 Ops = list[Op | Pair]
@@ -98,7 +98,7 @@ def singles(ops: Iterable[Op | Pair]) -> Iterator[Op]:
 def _read(cell: Cell, dropped: Counter[str], full: set[tuple[int, int]]) -> Op | Pair | None:
     text = cell.text.strip()
     if match := _DROPPED.fullmatch(text):
-        dropped[match[1]] += 1
+        dropped[match[1] or match[2]] += 1
         return None
     try:
         if match := _FULL.fullmatch(text):

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
 
+from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES, build_schedule
 from penstock.schedule.text import read_csv, write_csv
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.distributed.pipelining import schedules as torch_schedules
-    from torch.distributed.pipelining.stage import _PipelineStageBase
-
-
-class Stage(_PipelineStageBase):
-    """What torch's schedules ask of a stage while they plan; no process group, no module."""
-
-    def __init__(self, index: int, stages: int, ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_rank, self.group_size = index, stages, 0, ranks
-        self.has_backward, self.stage_index_to_group_rank = False, {}
-        self.submod = self.device = self.group = None
-
-    def _create_grad_recv_info(self, *_: object) -> None: ...
-    def _prepare_backward_infra(self, *_: object) -> None: ...
-    def _prepare_forward_infra(self, *_: object) -> None: ...
-
-
-def torchs(name: str, p: int, m: int, v: int, folded: bool = False):
-    """torch's schedule, or None for counts it does not take; rank 0 holds stage 0 and, folded, the last."""
-    indices = [0, 2 * p - 1] if folded else range(0, p * v, p)
-    stages = [Stage(index, p * v, p) for index in indices]
-    try:
-        return getattr(torch_schedules, name)(stages, m, loss_fn=lambda output, target: 0)
-    except ValueError:
-        return None
-
-
-def orders(schedule) -> list[str]:
-    ranks = sorted(schedule.pipeline_order)
-    return [" ".join(str(op) for op in schedule.pipeline_order[r] if op is not None) for r in ranks]
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulator import simulate
+from tests.support.torch_schedules import CLASSES, Stage, orders, torch_schedules, torchs
 
 
 @pytest.mark.parametrize(
@@ -97,19 +67,34 @@ def test_torch_loads_and_lowers_what_we_write(name: str, tmp_path: Path):
     assert any("SEND_F" in op for op in lowered)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "v", "folded"),
-    [
-        ("ScheduleInterleaved1F1B", 2, False),
-        ("ScheduleInterleavedZeroBubble", 2, False),
-        ("ScheduleLoopedBFS", 3, False),
-        ("ScheduleZBVZeroBubble", 2, True),
-        ("ScheduleDualPipeV", 2, True),
-    ],
-)
-def test_we_read_what_torch_writes_with_its_idle_slots(theirs: str, v: int, folded: bool, tmp_path: Path):
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("theirs", CLASSES)
+def test_we_read_what_torch_writes_with_its_idle_slots_and_messages(
+    theirs: str, lowered: bool, tmp_path: Path
+):
+    v, folded = CLASSES[theirs]
     other = torchs(theirs, 4, 8, v, folded)
-    other._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
+    other._dump_csv(str(tmp_path / "theirs.csv"), format="compute_comms" if lowered else "compute_only")
     schedule = read_csv(tmp_path / "theirs.csv")
     assert [schedule.text(r) for r in range(4)] == orders(other)
     assert (schedule.stages, schedule.microbatches) == (4 * v, 8)
+    assert len(schedule.notes) == lowered
+    if lowered:
+        text = (tmp_path / "theirs.csv").read_text()
+        for word in ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"):
+            assert text.count(f"{word}") == 0 or f" {word}" in schedule.notes[0]
+        assert f"{text.count('SEND_F')} SEND_F" in schedule.notes[0]
+    program = check(schedule).program
+    assert simulate(program, Costs.of(schedule.placement, 3, 3, 3)).end.max() > 0
+
+
+@pytest.mark.parametrize("theirs", CLASSES)
+def test_what_torch_wrote_and_we_wrote_again_is_read_by_torch(theirs: str, tmp_path: Path):
+    v, folded = CLASSES[theirs]
+    other = torchs(theirs, 4, 8, v, folded)
+    other._dump_csv(str(tmp_path / "lowered.csv"), format="compute_comms")
+    write_csv(read_csv(tmp_path / "lowered.csv"), tmp_path / "ours.csv")
+    again = torchs(theirs, 4, 8, v, folded)
+    again._load_csv(str(tmp_path / "ours.csv"))
+    assert orders(again) == orders(other)
+    assert again.pipeline_order_with_comms == other.pipeline_order_with_comms

@@ -121,6 +121,8 @@ class OwnFamily(Family):
             ops = [word for word in re.split(r"[\s,]+", ops) if word]
         if not isinstance(ops, list):
             raise self._wrong(f"{_described(ops)} for rank {rank}, not a list of ops or a text of ops")
+        if not ops:
+            raise self._wrong(f"no ops for rank {rank}")
         parsed = []
         for number, op in enumerate(ops):
             try:
