@@ -25,6 +25,26 @@ def test_it_prints_zeros_in_threads_and_processes():
     assert all(row["loss"] == row["weights"] == row["gradients"] == 0.0 and row["good"] for row in rows)
 
 
+def test_an_own_schedule_is_verified_with_what_its_order_allows():
+    own = "tests.support.own_schedules:"
+    words = ("-p", "2", "-m", "4", "--transport", "threads", "--json")
+    result = run(
+        *words,
+        "--schedule",
+        own + "waiting",
+        "--schedule",
+        own + "reversed_backward",
+        "--schedule",
+        own + "folded",
+    )
+    assert result.exit_code == 0, result.output
+    exact, rounded, folded = (json.loads(line) for line in result.output.splitlines())
+    assert exact["allowed"] == folded["allowed"] == [0, 0, 0]
+    assert exact["gradients"] == folded["gradients"] == 0
+    assert rounded["good"]
+    assert min(rounded["allowed"]) > 0
+
+
 class Counting(torch.nn.Module):
     """A model that never computes the same twice, which no pipeline can reproduce."""
 

@@ -43,6 +43,21 @@ def test_every_family_is_valid_for_all_small_counts(name: str):
                     assert check(family.build(p, m, v)).ops >= 2 * p * m * v
 
 
+def test_a_proof_prints_as_a_summary():
+    proof = check(build_schedule("dualpipe", 4, 8))
+    assert str(proof) == (
+        "dualpipe: 4 ranks, 4 stages, 8 microbatches: valid\n"
+        "74 ops (32 F, 22 B, 10 I, 10 W, 12 pairs), each once and after its inputs; the longest chain of waits has 16 ops\n"
+        "48 messages between ranks; no deadlock, even if every send blocks; at most 3 receives posted ahead on an edge\n"
+        "peak activations on every rank: 5\n"
+        "every copied stage is reduced once on each of its ranks\n"
+        "gradients are not summed in the order of the microbatches, so a run equals plain PyTorch to rounding only"
+    )
+    assert str(check(build_schedule("1f1b", 3, 4))).splitlines()[3:] == ["peak activations by rank: 3 2 1"]
+    assert str(check(build_schedule("1f1b", 20, 40))).endswith("by rank: 20 19 18 17 ... 3 2 1")
+    assert repr(proof).startswith("Proof(Schedule('dualpipe', 4 ranks")
+
+
 @given(schedules())
 @settings(deadline=None, derandomize=True, max_examples=100)
 def test_check_agrees_with_brute_force_on_every_family(schedule: Schedule):

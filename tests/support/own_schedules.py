@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from penstock.errors import ScheduleError
 from penstock.schedule.families import build_schedule
 from penstock.schedule.ops import Kind, Op, Pair
@@ -57,11 +55,6 @@ def reversed_backward(ranks, microbatches):
         [f"{r}F{j}" for j in range(microbatches)] + [f"{r}B{j}" for j in reversed(range(microbatches))]
         for r in range(ranks)
     ]
-
-
-def of_this_process(ranks, microbatches):
-    """Other ops in every process: a mistake."""
-    return waiting(ranks, microbatches, hold=int(os.environ.get("RANK", "0")))
 
 
 def divides_by_zero(ranks, microbatches):

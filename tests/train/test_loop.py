@@ -53,6 +53,17 @@ def test_training_in_threads_is_the_unsplit_loop(tmp_path: Path, name: str):
         assert seen["grad_norm"] == pytest.approx(norms, rel=1e-5)
 
 
+def test_training_by_an_own_schedule_is_the_unsplit_loop(tmp_path: Path):
+    own = {"name": "tests.support.own_schedules:folded"}
+    config = tiny(tmp_path, text_folder(tmp_path), schedule=own, model={"layers": 8})
+    train(config, quietly)
+    losses, norms, _, _ = unsplit(config)
+    folder = tmp_path / "runs" / "tiny"
+    seen = {key: [line[key] for line in lines(folder, "train")] for key in ("loss", "grad_norm")}
+    assert seen == {"loss": losses, "grad_norm": norms}
+    assert "virtual_stages = 2" in (folder / "config.toml").read_text()
+
+
 def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), train={"eval_every": 2, "log_every": 2})
     torch.set_num_threads(3)

@@ -152,6 +152,41 @@ def test_only_the_given_schedules_are_searched(tmp_path: Path):
     assert by_name[str(order)].step_seconds == pytest.approx(built_in.step_seconds)
 
 
+def test_own_functions_are_searched_beside_families_and_files():
+    own = "tests.support.own_schedules:waiting"
+    result = search(
+        medium(), read_cluster("h100*8"), sequence=2048, batch=32, schedules=["1f1b", own], top=50
+    )
+    by_name = {plan.layout.schedule: plan for plan in result.plans}
+    assert set(by_name) == {"1f1b", own}
+    plan = by_name[own]
+    again = predict(medium(), read_cluster("h100*8"), plan.layout, sequence=2048, batch=32)
+    assert again.step_seconds == pytest.approx(plan.step_seconds)
+
+
+def test_counts_that_an_own_function_refuses_are_left_out_and_its_mistakes_are_not(tmp_path: Path):
+    cluster = read_cluster("h100*4")
+    folded = "tests.support.own_schedules:folded"
+    result = search(medium(), cluster, sequence=2048, batch=32, schedules=[folded], top=50)
+    assert {plan.layout.v for plan in result.plans} == {2}
+    for function, says in (
+        ("divides_by_zero", "failed with ZeroDivisionError"),
+        ("without_last_weight", "is no valid schedule: .* is missing"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            search(
+                medium(),
+                cluster,
+                sequence=2048,
+                batch=32,
+                schedules=[f"tests.support.own_schedules:{function}"],
+            )
+    with pytest.raises(ConfigError, match=r"too few"):
+        _ = search(
+            medium(), cluster, sequence=2048, batch=32, schedules=["tests.support.own_schedules:refuses"]
+        ).best
+
+
 def test_devices_and_memory_are_kept():
     profile, cluster = medium(), read_cluster("h100*8")
     few = search(profile, cluster, sequence=2048, batch=32, devices=4)
