@@ -292,7 +292,25 @@ def make_space(
     space = Space(profile, cluster, sequence, batch, count, dict(fixed), names)
     if next(space.points(), None) is None:
         raise ConfigError(_why_empty(space))
+    if not any(is_csv(name) or name in FAMILIES for name in names):
+        _require_own_order(space)
     return space
+
+
+def _require_own_order(space: Space) -> None:
+    """Raise unless one of the user's families allows the counts of some layout; they are the only ones to search.
+
+    Raises:
+        ConfigError: in the words of the first family.
+    """
+    if any(space.orders(point.layout.pp, point.microbatches) for point in space.points()):
+        return
+    point, family = next(space.points()), require_family(space.schedules[0])
+    schedule = family.build(point.layout.pp, point.microbatches, space.fixed.get("v"))
+    raise ConfigError(
+        f"{family.name} has {schedule.stages} stages with pp={point.layout.pp}, and {space.profile.name} has "
+        f"{space.profile.blocks} blocks; search other schedules, too"
+    )
 
 
 def _why_empty(space: Space) -> str:
