@@ -1,0 +1,123 @@
+"""The page *Write your own schedule* runs as it is printed: files, code, commands and their output."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli import group
+from penstock.schedule.families import plugins
+
+PAGE = Path(__file__).parents[1] / "docs" / "own_schedule.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.S | re.M)
+
+
+def assert_printed(printed: str, shown: str) -> None:
+    """The output is the one on the page, in which ``...`` stands for any text."""
+    pattern = r"\.\.\.".join(re.escape(part) for part in shown.strip("\n").split("..."))
+    pattern = pattern.replace(r"\.\.\.", ".*")
+    assert re.fullmatch(pattern, printed.strip("\n"), re.S), f"{printed}\n--- and on the page:\n{shown}"
+
+
+class Reader:
+    """A reader who does what the page says, in an empty folder."""
+
+    def __init__(self, folder: Path, in_processes: bool) -> None:
+        self.folder, self.site, self.in_processes = folder, folder / "site", in_processes
+        self.names: dict[str, object] = {"__name__": "a_page"}
+        self.printed = ""
+
+    def python(self, code: str) -> None:
+        if name := re.match(r"# (\w+\.py)\n", code):
+            (self.folder / name[1]).write_text(code.removeprefix(name[0]))
+            return
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile(code, PAGE.name, "exec"), self.names)
+        self.printed = output.getvalue()
+
+    def toml(self, text: str) -> None:
+        (self.folder / "pyproject.toml").write_text(text)
+
+    def text(self, text: str) -> None:
+        first, *commands = re.split(r"^\$ ", text, flags=re.M)
+        if first:
+            assert_printed(self.printed, first)
+        for command in commands:
+            line, _, shown = command.partition("\n")
+            words = shlex.split(line)
+            assert_printed(self.run(words) if self.in_processes else self.call(words), shown)
+
+    def call(self, words: list[str]) -> str:
+        assert words[0] == "penstock"
+        done = CliRunner().invoke(group, words[1:], catch_exceptions=False, env={"COLUMNS": "160"})
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def run(self, words: list[str]) -> str:
+        environment = {
+            **os.environ,
+            "COLUMNS": "160",
+            "PYTHONPATH": os.pathsep.join([str(self.site), *filter(None, sys.path)]),
+        }
+        if words[0] == "pip":  # offline, and not into the environment of the tests
+            into = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+            words = ["-m", "pip", *words[1:], *into, "--target", str(self.site)]
+        else:
+            assert words[0] == "penstock"
+            words = ["-m", *words]
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def a_fresh_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plugins, "_registered", {})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("late", None)
+    yield
+    sys.modules.pop("late", None)
+
+
+def test_the_page_runs_until_it_publishes(tmp_path: Path):
+    reader = Reader(tmp_path, in_processes=False)
+    for language, block in BLOCK.findall(PAGE.read_text().partition("## Publish")[0]):
+        if "penstock verify" not in block:
+            getattr(reader, language)(block)
+
+
+@pytest.mark.slow
+def test_the_page_runs_from_top_to_bottom(tmp_path: Path):
+    if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("pip") is None:
+        pytest.skip("the page installs a package, which needs pip and setuptools")
+    reader = Reader(tmp_path, in_processes=True)
+    for language, block in BLOCK.findall(PAGE.read_text()):
+        getattr(reader, language)(block)
+    drawn = (tmp_path / "late.svg").read_text()
+    words = re.findall(r"<text [^>]*>([^<]*)</text>", drawn)
+    in_docs = re.findall(
+        r"<text [^>]*>([^<]*)</text>", (PAGE.parent / "schedules" / "late-weights.svg").read_text()
+    )
+    assert words == in_docs
+    assert "Late weight gradients" in words
