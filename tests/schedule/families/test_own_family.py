@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from penstock.schedule.ops import Op
 from penstock.schedule.placement import Placement
 from tests.support import own_schedules as own
 
+GOOD = build_schedule("1f1b", 2, 4)
 HERE = Path(own.__file__).name
 
 
@@ -105,7 +107,7 @@ def test_a_mistake_in_a_generator_is_the_functions_too():
         ("0F0 0B0", "returned str '0F0 0B0', not a Schedule or a list"),
         ({0: ["0F0"]}, "returned dict {0: ['0F0']}, not a Schedule or a list"),
         (7, "returned int 7, not a Schedule"),
-        ([["0F0", "0B0"]], "returned 1 lists of ops for 2 ranks; one a rank"),
+        ([["0F0", "0B0"]], "returned 1 lists of ops with ranks=2; return one for each rank"),
         ([["0F0"], 5], "returned int 5 for rank 1, not a list of ops or a text of ops"),
         ([["0F0", "0X0"], []], "returned no op at place 1 of rank 0: '0X0' is not an op"),
         ([["0F0", 3], []], "returned no op at place 1 of rank 0: int 3 is not an op; an op is an Op, a Pair, or a text"),
@@ -113,6 +115,9 @@ def test_a_mistake_in_a_generator_is_the_functions_too():
         ([[Op(0, 0, 0)], []], "must be one of Kind.F, B, I, W, R, got 0"),
         ([["0F0", "0B0"], []], "returned no ops for rank 1"),
         ([["0F0", "0B0"], ["2F0", "2B0"]], "mine: stage 1 has no op, but stage 2 has"),
+        (replace(GOOD, offsets=GOOD.offsets + 1), "returned a Schedule whose columns do not fit each other; make it by"),
+        (replace(GOOD, stage=GOOD.stage[:-1]), "a Schedule whose columns do not fit each other"),
+        (replace(GOOD, kind=GOOD.kind.astype(float)), "a Schedule whose columns do not fit each other"),
         (build_schedule("1f1b", 2, 5), "returned a schedule of 2 ranks and 5 microbatches, not of 2 and 4"),
     ],
 )  # fmt: skip

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from penstock.errors import ScheduleCodeError, ScheduleError, first_line, nearest
 from penstock.schedule.families.family import COUNTS, Family
 from penstock.schedule.ops import Kind, Op, Pair, parse_op
@@ -105,11 +107,15 @@ class OwnFamily(Family):
                     f"a schedule of {made.ranks} ranks and {made.microbatches} microbatches, not of {ranks} and "
                     f"{microbatches}"
                 )
+            if not _fits(made):
+                raise self._wrong(
+                    "a Schedule whose columns do not fit each other; make it by Schedule.from_ops or Schedule.from_columns"
+                )
             return replace(made, name=self.name)
         if not isinstance(made, list):
             raise self._wrong(f"{_described(made)}, not a Schedule or a list with the ops of every rank")
         if len(made) != ranks:
-            raise self._wrong(f"{len(made)} lists of ops for {ranks} ranks; one a rank")
+            raise self._wrong(f"{len(made)} lists of ops with ranks={ranks}; return one for each rank")
         lists = [self._ops(rank, ops) for rank, ops in enumerate(made)]
         try:
             return from_lists(self.name, lists, microbatches)
@@ -133,6 +139,21 @@ class OwnFamily(Family):
 
     def _wrong(self, returned: str) -> ScheduleCodeError:
         return ScheduleCodeError(f"{self.name} returned {returned} ({where_defined(self.rule)})")
+
+
+def _fits(schedule: Schedule) -> bool:
+    """Return whether a schedule's columns are as long as its offsets say, and of whole numbers."""
+    size, offsets = len(schedule), np.asarray(schedule.offsets)
+    columns = (schedule.stage, schedule.kind, schedule.microbatch, schedule.paired)
+    return (
+        all(isinstance(column, np.ndarray) and column.shape == (size,) for column in columns)
+        and all(column.dtype.kind in "iu" for column in columns[:3])
+        and schedule.paired.dtype.kind == "b"
+        and offsets.shape == (schedule.ranks + 1,)
+        and offsets[0] == 0
+        and offsets[-1] == size
+        and bool((np.diff(offsets) >= 0).all())
+    )
 
 
 def load_function(module: str, path: str, name: str) -> Callable[..., object]:
