@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.show.palette import BUSY, CAUSES, KINDS
+from penstock.show.picture import HATCHES
 from penstock.trace import bubbles
 from penstock.trace.events import Activity
 
@@ -58,6 +59,15 @@ def test_kinds_of_ops_differ_for_everyone(seen, shade):
         for a, b in combinations(WORK, 2)
     }
     assert min(near.values()) >= 10, near
+
+
+@pytest.mark.parametrize("shade", ["full", "light"])
+def test_kinds_of_ops_differ_on_a_grey_print_by_lightness_or_by_hatch(shade):
+    def lightness(kind: Activity) -> float:
+        return lab(linear(getattr(KINDS[kind], shade)))[0]
+
+    for a, b in combinations(WORK, 2):
+        assert HATCHES.get(a) != HATCHES.get(b) or abs(lightness(a) - lightness(b)) >= 10, (a, b)
 
 
 @pytest.mark.parametrize("seen", SEEN)

@@ -3,12 +3,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule.placement import Placement
-from penstock.show.picture import draw_picture
+from penstock.show.picture import LABELLED, PictureStyle, draw_picture
 from tests.support.measured import measured
 from tests.support.simulated import built, timed, written
 from tests.support.traces import trace_of
@@ -23,6 +24,59 @@ def test_a_vector_picture_has_a_bar_an_op_and_its_microbatch(tmp_path: Path):
     words = re.findall(r"<text [^>]*>([^<]*)</text>", text)
     assert {"forward", "backward", "rank", "time", "1f1b"} <= set(words)
     assert all(words.count(str(microbatch)) >= 4 for microbatch in range(3))
+
+
+def words_of(path: Path) -> list[str]:
+    return re.findall(r"<text [^>]*>([^<]*)</text>", path.read_text())
+
+
+def test_backwards_are_hatched_while_blocks_can_be_told_apart(tmp_path: Path):
+    draw_picture(timed(built("zb-h1", 2, 3), 1, 1, 1), tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().count("<pattern") == 2  # input and weight gradients
+    draw_picture(timed(built("zb-h1", 2, LABELLED), 1, 1, 1), tmp_path / "b.svg")
+    assert "<pattern" not in (tmp_path / "b.svg").read_text()
+    assert str(LABELLED // 2 + 1) not in words_of(tmp_path / "b.svg")
+
+
+def test_title_width_and_font_are_chosen(tmp_path: Path):
+    trace = timed(built("1f1b", 2, 3), 1, 1, 1)
+    draw_picture(trace, tmp_path / "a.svg", PictureStyle(title="Ours", width=3.3, font=7))
+    assert "Ours" in words_of(tmp_path / "a.svg")
+    assert 'width="237.6pt"' in (tmp_path / "a.svg").read_text()
+    sizes = {float(size) for size in re.findall(r"font-size: ([\d.]+)px", (tmp_path / "a.svg").read_text())}
+    assert sizes
+    assert max(sizes) <= 7 * 1.2
+    draw_picture(trace, tmp_path / "b.svg", PictureStyle(title=""))
+    assert "1f1b" not in words_of(tmp_path / "b.svg")
+
+
+def test_numbers_that_do_not_fit_a_block_are_left_out(tmp_path: Path):
+    trace = timed(built("1f1b", 2, 40), 1, 1, 1)
+    draw_picture(trace, tmp_path / "wide.svg", PictureStyle(width=20))
+    draw_picture(trace, tmp_path / "narrow.svg", PictureStyle(width=2))
+    assert "39" in words_of(tmp_path / "wide.svg")
+    assert "39" not in words_of(tmp_path / "narrow.svg")
+
+
+@pytest.mark.parametrize(
+    ("look", "says"),
+    [
+        ({"width": 0.5}, "the width of a picture must be 1 to 100 inches, got 0.5"),
+        ({"width": float("inf")}, "the width of a picture must be 1 to 100 inches, got inf"),
+        ({"font": "9"}, "the font of a picture must be 1 to 100 points, got '9'"),
+    ],
+)
+def test_an_impossible_look_is_refused(look: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        PictureStyle(**look)
+
+
+def test_a_pdf_has_fonts_that_journals_accept(tmp_path: Path):
+    draw_picture(timed(built("1f1b", 2, 3), 1, 1, 1), tmp_path / "a.pdf")
+    content = (tmp_path / "a.pdf").read_bytes()
+    assert b"/Type3" not in content
+    assert b"/TrueType" in content or b"/CIDFontType2" in content
+    assert b"CreationDate" not in content
 
 
 def test_a_measured_step_is_drawn_in_a_unit_that_suits(tmp_path: Path):

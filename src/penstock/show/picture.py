@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 LABELLED = 600
 RASTERIZED = 100_000
-HATCHES = {Activity.B: "////", Activity.I: "////", Activity.W: "\\\\\\\\", Activity.R: "xxxx"}
+HATCHES = {Activity.I: "////", Activity.W: "\\\\\\\\", Activity.B: "xxx"}
+"""Hatches of the halves of a backward; the full one has both."""
 _LABEL = 0.7
 """Size of the number on a block over the font size of the axes."""
 _LEAST_LABEL = 3.5
@@ -88,7 +89,7 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
         "pdf.fonttype": 42,
         "svg.hashsalt": "penstock",
         "font.size": style.font,
-        "hatch.linewidth": 0.4,
+        "hatch.linewidth": 0.35,
     }
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with matplotlib.rc_context(settings):
