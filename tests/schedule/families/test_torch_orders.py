@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,12 @@ def test_what_torch_wrote_and_we_wrote_again_is_read_by_torch(theirs: str, tmp_p
     again._load_csv(str(tmp_path / "ours.csv"))
     assert orders(again) == orders(other)
     assert again.pipeline_order_with_comms == other.pipeline_order_with_comms
+
+
+def test_torchs_gpipe_with_its_reductions_is_ours(tmp_path: Path):
+    other = torch_schedules.ScheduleGPipe(Stage(0, 4, 4), 8, loss_fn=lambda output, target: 0)
+    with open(tmp_path / "theirs.csv", "w", newline="") as file:
+        csv.writer(file).writerows(ops for _, ops in sorted(other._get_pipeline_order().items()))
+    schedule = read_csv(tmp_path / "theirs.csv")
+    assert schedule == build_schedule("gpipe", 4, 8)
+    assert schedule.notes == ("dropped 4 REDUCE_GRAD: communication follows from the compute ops",)

@@ -89,7 +89,7 @@ def own_names() -> list[str]:
 
 
 def own_families() -> OwnFamilies:
-    """Import all families of the user that have a name; what cannot be used is described, not raised."""
+    """Import all families of the user that have a name; those that cannot be used are described, and raise nothing."""
     families, problems = {}, []
     for name, points in _points(tuple(sys.path)).items():
         if (objection := _objection(name)) is not None:
