@@ -183,6 +183,25 @@ def test_a_broken_package_is_named_and_breaks_nothing_else(tmp_path: Path, monke
         build_schedule("gone", 2, 2)
 
 
+def test_entry_points_that_cannot_be_read_are_named_and_break_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    package(tmp_path, "good", "1", {"good": "zigzag_h:build"}, zigzag_h=own.waiting)
+    package(tmp_path, "odd", "2", {"odd": "mod attr!!", "more": "zigzag_h:build [extra]"})
+    package(tmp_path, "torn", "3", {})
+    (tmp_path / "torn-3.dist-info" / "entry_points.txt").write_text("[penstock.schedules]\nno value\n= a:b\n")
+    nameless = tmp_path / "nameless-4.dist-info"
+    nameless.mkdir()
+    (nameless / "entry_points.txt").write_text("[penstock.schedules]\nlast = zigzag_h:build\n")
+    on_path(monkeypatch, tmp_path)
+    families, problems = own_families()
+    assert {"good", "more"} <= set(families)
+    assert "package torn: its entry points cannot be read: " in "".join(problems)
+    assert "package odd 2 (mod attr!!): odd must be MODULE:FUNCTION, got 'mod attr!!'" in problems
+    with pytest.raises(ScheduleError, match=r"no schedule family '1f1c' \(did you mean '1f1b'"):
+        build_schedule("1f1c", 2, 2)
+
+
 def test_two_packages_with_one_name_are_told_apart_by_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -11,11 +11,11 @@ import re
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from penstock.errors import ScheduleCodeError, ScheduleError
+from penstock.errors import ScheduleCodeError, ScheduleError, first_line
 from penstock.schedule.families.catalogue import FAMILIES
 from penstock.schedule.families.own_family import OwnFamily, load_function, where_defined
 from penstock.schedule.text import is_csv
@@ -73,7 +73,7 @@ def find_own(name: str) -> OwnFamily | None:
     """
     if ":" in name:
         return _referenced(name)
-    registered, points = _registered.get(name), _points(tuple(sys.path)).get(name, ())
+    registered, points = _registered.get(name), _offers(tuple(sys.path)).points.get(name, ())
     offers = {point.value for point in points}
     if registered is not None:
         offers.add(_target(registered.rule))
@@ -84,14 +84,15 @@ def find_own(name: str) -> OwnFamily | None:
 
 def own_names() -> list[str]:
     """Return the names of the user's families, without importing any; some may turn out to be unusable."""
-    offered = [name for name in _points(tuple(sys.path)) if _objection(name) is None]
+    offered = [name for name in _offers(tuple(sys.path)).points if _objection(name) is None]
     return sorted({*_registered, *offered})
 
 
 def own_families() -> OwnFamilies:
     """Import all families of the user that have a name; those that cannot be used are described, and raise nothing."""
-    families, problems = {}, []
-    for name, points in _points(tuple(sys.path)).items():
+    offers = _offers(tuple(sys.path))
+    families, problems = {}, list(offers.problems)
+    for name, points in offers.points.items():
         if (objection := _objection(name)) is not None:
             problems.append(f"{' and '.join(map(_source, points))}: {objection}")
     for name in own_names():
@@ -117,15 +118,30 @@ def _objection(name: object) -> str | None:
     return None
 
 
+class _Offers(NamedTuple):
+    """Entry points of packages by name, and descriptions of packages whose entry points cannot be read."""
+
+    points: dict[str, tuple[EntryPoint, ...]]
+    problems: list[str]
+
+
 @lru_cache(maxsize=8)
-def _points(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of packages on Python's path, by name."""
+def _offers(path: tuple[str, ...]) -> _Offers:
+    """Return the entry points of packages on Python's path."""
     points: dict[str, dict[tuple[str, str], EntryPoint]] = {}
-    for point in entry_points(group=GROUP):
-        # A package that is on the path twice, as when it runs from its folder, is still one.
-        owner = point.dist.name if point.dist is not None else ""
-        points.setdefault(point.name, {}).setdefault((owner, point.value), point)
-    return {name: tuple(offers.values()) for name, offers in sorted(points.items())}
+    problems = []
+    for package in distributions():
+        name = f"in {package.locate_file('')}"
+        try:
+            if GROUP not in (package.read_text("entry_points.txt") or ""):
+                continue
+            name = package.metadata["Name"] or name
+            for point in package.entry_points.select(group=GROUP):
+                # A package that is on the path twice, as when it runs from its folder, is still one.
+                points.setdefault(point.name, {}).setdefault((name, point.value), point)
+        except Exception as error:  # whatever is in the files of others
+            problems.append(f"package {name}: its entry points cannot be read: {first_line(error)}")
+    return _Offers({name: tuple(offers.values()) for name, offers in sorted(points.items())}, problems)
 
 
 @lru_cache(maxsize=256)
@@ -135,10 +151,11 @@ def _loaded(name: str, point: EntryPoint) -> OwnFamily:
     Raises:
         ScheduleCodeError: if it cannot be used; names the package.
     """
-    if not point.attr:
+    match = _REFERENCE.fullmatch(point.value.partition("[")[0].strip())
+    if match is None:
         raise ScheduleCodeError(f"{_source(point)}: {name} must be MODULE:FUNCTION, got {point.value!r}")
     try:
-        return OwnFamily(name, load_function(point.module, point.attr, name), _source(point))
+        return OwnFamily(name, load_function(match[1], match[2], name), _source(point))
     except ScheduleCodeError as error:
         raise ScheduleCodeError(f"{_source(point)}: {error}") from error
 
