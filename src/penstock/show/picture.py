@@ -89,7 +89,7 @@ def draw_picture(trace: Trace, path: str | Path, style: PictureStyle = PLAIN) ->
         "pdf.fonttype": 42,
         "svg.hashsalt": "penstock",
         "font.size": style.font,
-        "hatch.linewidth": 0.35,
+        "hatch.linewidth": 0.3,
     }
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with matplotlib.rc_context(settings):
@@ -160,7 +160,7 @@ def _bars(axes: Axes, trace: Trace, kind: Activity, hatched: bool) -> None:
         edges = ((left, top), (right, top), (right, bottom), (left, bottom))
         corners = np.stack([np.stack(point, axis=1) for point in edges], axis=1)
         bars = PolyCollection(
-            list(corners), facecolors=shade, edgecolors=lines, linewidths=0.3,
+            list(corners), facecolors=shade, edgecolors=lines, linewidths=0.7 if hatched else 0.3,
             hatch=HATCHES.get(kind) if hatched else None,
         )  # fmt: skip
         bars.set_rasterized(len(trace) > RASTERIZED)
