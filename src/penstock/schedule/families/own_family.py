@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -26,6 +27,12 @@ from penstock.schedule.text import from_lists
 _PENSTOCK = str(Path(__file__).parents[2])
 _IMPORTLIB = str(Path(importlib.__file__).parent)
 _MOST = 10**9
+
+RankOps = str | Iterable[Op | Pair | str]
+"""Ops of one rank, in order."""
+
+ScheduleFunction = Callable[..., Schedule | Iterable[RankOps]]
+"""A function of the keywords ``ranks`` and ``microbatches``, and of options, that returns a schedule or every rank's ops."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class OwnFamily(Family):
         origin: where the function comes from, as in "package mine 1.0 (mine:zigzag)".
     """
 
+    rule: ScheduleFunction
     origin: str
 
     def __post_init__(self) -> None:
@@ -87,7 +95,7 @@ class OwnFamily(Family):
             raise ScheduleError(f"{self.name} needs the option {needed[0]}; give it, as in {needed[0]}=VALUE")
         asked = ", ".join(f"{name}={value}" for name, value in {**counts, **options}.items())
         with _user_code(f"{self.name} with {asked}", self.rule):
-            made = self.rule(**counts, **options)
+            made: object = self.rule(**counts, **options)  # the user's code may return anything
             if not isinstance(made, Schedule | str | bytes | Mapping) and isinstance(made, Iterable):
                 made = [ops if isinstance(ops, str) else _listed(ops) for ops in made]
         schedule = self._schedule(made, ranks, microbatches)
@@ -156,7 +164,7 @@ def _fits(schedule: Schedule) -> bool:
     )
 
 
-def load_function(module: str, path: str, name: str) -> Callable[..., object]:
+def load_function(module: str, path: str, name: str) -> ScheduleFunction:
     """Import a module and return a function of it.
 
     Args:
@@ -187,7 +195,7 @@ def load_function(module: str, path: str, name: str) -> Callable[..., object]:
             raise ScheduleCodeError(f"{name}: the module {module}{at} has no {path!r}{near}") from None
     if not callable(found):
         raise ScheduleCodeError(f"{name} must be a function, got {_described(found)}")
-    return found
+    return cast(ScheduleFunction, found)
 
 
 def where_defined(function: Callable[..., object]) -> str:

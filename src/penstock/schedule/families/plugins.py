@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleCodeError, ScheduleError, first_line
 from penstock.schedule.families.catalogue import FAMILIES
-from penstock.schedule.families.own_family import OwnFamily, load_function, where_defined
+from penstock.schedule.families.own_family import OwnFamily, ScheduleFunction, load_function, where_defined
 from penstock.schedule.text import is_csv
 
 GROUP = "penstock.schedules"
@@ -39,7 +39,7 @@ class OwnFamilies(NamedTuple):
     problems: list[str]
 
 
-def register_family(name: str, function: Callable[..., object]) -> None:
+def register_family(name: str, function: ScheduleFunction) -> None:
     """Give a schedule function a name, under which this process finds it wherever a schedule is named.
 
     In processes, each one registers it. Registering a function of the same module and name again replaces it, as when a
