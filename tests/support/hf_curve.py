@@ -22,7 +22,7 @@ def plain_losses(config: Config) -> list[float]:
     optimizer, scheduler = adamw(model.named_parameters(), config.optim, config.train.steps)
     losses = []
     for step in range(config.train.steps):
-        tokens, _ = training_batch(text, config, language, step)
+        tokens = training_batch(text, config, language, step).x
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)

@@ -49,9 +49,9 @@ def unsplit(
     for step in range(config.train.steps):
         if step in skipped:
             continue
-        x, y = training_batch(text, config, build_model(config), step)
+        batch = training_batch(text, config, build_model(config), step)
         parts = []
-        for a, b in zip(x.chunk(m), y.chunk(m), strict=True):
+        for a, b in zip(batch.x.chunk(m), batch.y.chunk(m), strict=True):
             loss = next_token_loss(model(a), b)
             (loss / m).backward()
             parts.append(loss.detach())
@@ -61,5 +61,5 @@ def unsplit(
         optimizer.zero_grad()
         scheduler.step()
     with torch.no_grad():
-        bits = [next_token_loss(model(x), y).item() / math.log(2) for x, y in text.held_out]
+        bits = [next_token_loss(model(b.x), b.y).item() / math.log(2) for b in text.held_out]
     return losses, norms, {name: p.detach() for name, p in named}, sum(bits) / len(bits)

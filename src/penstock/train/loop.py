@@ -34,6 +34,7 @@ from penstock.train.report.loggers import Logger, open_loggers, require_loggers
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
 from penstock.train.report.progress import Reporter
 from penstock.train.report.step_profiler import StepProfiler
+from penstock.train.report.tokenizing import tokenizing_bar
 from penstock.train.report.traces import Traces, write_page
 from penstock.train.resume import RunCheckpointer
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
@@ -105,12 +106,13 @@ def train(
     require_loggers(config)
     in_processes = world is not None
     device = choose_device(config.runtime.device, in_processes=in_processes)
-    data = open_data(config, model)
+    with tokenizing_bar() as watch:
+        data = open_data(config, model, watch)
     with (
         sharing_cores(
             shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes
         ) as threads,
-        build_pipeline(config, model, device) as pipe,
+        build_pipeline(config, model, device, masked=data.masked) as pipe,
         ExitStack() as lock_held,
     ):
         # Clipping and the optimizer are many small operations: with more threads a busy machine waits longer for the last
@@ -129,6 +131,8 @@ def train(
             if run_group.leads:
                 reporter.say(_opening(config, model, path, device, data))
                 if note := default_text_note(config, model):
+                    reporter.say(note)
+                for note in data.notes:
                     reporter.say(note)
                 if advice := host_advice():
                     reporter.say(advice)
@@ -215,13 +219,22 @@ def _save(model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup
     save_together(run_group, pipe, own_state(pipe), path)
 
 
-def build_pipeline(config: Config, model: TrainableModel, device: torch.device) -> Pipeline:
-    """Return the pipeline of a resolved config; with ``parallel.dp``, the replica of this process."""
+def build_pipeline(
+    config: Config, model: TrainableModel, device: torch.device, masked: bool = False
+) -> Pipeline:
+    """Return the pipeline of a resolved config; with ``parallel.dp``, the replica of this process.
+
+    Args:
+        config: a resolved config.
+        model: the model.
+        device: device of the stages.
+        masked: whether targets may be -100, so that the loss is the mean over the others of the whole batch (default False).
+    """
     parallel = config.parallel
     assert parallel.virtual_stages is not None, "resolved"
     return Pipeline(
         model.layers,
-        model.loss_fn,
+        model.masked_loss_fn if masked else model.loss_fn,
         microbatches=config.schedule.microbatches // parallel.dp,
         schedule=config.schedule.name,
         virtual_stages=parallel.virtual_stages,
@@ -230,6 +243,7 @@ def build_pipeline(config: Config, model: TrainableModel, device: torch.device) 
         autocast=torch.bfloat16 if config.runtime.autocast == "bf16" else None,
         device=device,
         timeout=config.runtime.timeout,
+        reduction=model.valid_tokens if masked else "mean",
         mesh=shape_of(parallel),
         parallel=ParallelOptions(
             bucket_bytes=parallel.bucket_bytes or "auto",
@@ -245,6 +259,6 @@ def _opening(config: Config, model: TrainableModel, path: Path, device: torch.de
     ranks = describe(shape_of(config.parallel))
     return (
         f"run {path}: {config.schedule.name} on {ranks} ({device.type}), "
-        f"{config.schedule.microbatches} microbatches; {len(data.training.documents)} training files with "
-        f"{len(data.training):,} {model.tokenizer.unit}s; learning rate up to {config.optim.lr:g}"
+        f"{config.schedule.microbatches} microbatches; {data.summary}; "
+        f"learning rate up to {config.optim.lr:g}"
     )

@@ -15,6 +15,7 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.config.config import Config
+from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import is_finished
 from penstock.train.report.progress import Reporter
@@ -23,7 +24,7 @@ from penstock.train.run_folder import AUTO, keep_config
 SET_ASIDE = ".set-aside"
 
 _NUMERIC_KEYS = ("seed", "batch")
-"""Keys of ``[train]`` that change the numbers, as do those of ``[model]``, ``[optim]`` and ``[data]`` except ``changed``."""
+"""Keys of ``[train]`` that change the numbers, as do those of ``[model]``, ``[optim]`` and ``[data]`` except two."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,12 @@ class RunCheckpointer:
         keep_config(self._run, self._config)
 
     def _require_same(self, loaded: Loaded) -> None:
-        before, now = read_manifest(loaded.path).config, asdict(self._config)
+        before, now = _with_defaults(read_manifest(loaded.path).config), asdict(self._config)
         if "data" in loaded.extra:  # data may have moved: the digest tells whether it is the same
             del now["data"]["path"]
+            for config in (before, now):
+                for source in _sources(config):
+                    source.pop("path", None)
         changed = [
             f"{section}.{key} was {_shown(before, section, key)} and is {value!r}"
             for section in ("model", "data", "optim", "train")
@@ -230,7 +234,21 @@ class RunCheckpointer:
 
 
 def _changes_numbers(section: str, key: str) -> bool:
-    return key in _NUMERIC_KEYS if section == "train" else (section, key) != ("data", "changed")
+    if section == "data":
+        return key not in ("changed", "cache")
+    return key in _NUMERIC_KEYS if section == "train" else True
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's config with the defaults of keys of ``[data]`` that Penstock had not yet when it was written."""
+    data = config.get("data")
+    return config if not isinstance(data, dict) else {**config, "data": {**asdict(DataConfig()), **data}}
+
+
+def _sources(config: dict[str, Any]) -> list[dict[str, Any]]:
+    data = config.get("data")
+    sources = data.get("sources") if isinstance(data, dict) else None
+    return [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
 
 
 def _shown(config: dict[str, Any], section: str, key: str) -> str:

@@ -168,10 +168,10 @@ class Trainer:
     def _launch(self, step: int) -> _Launched | None:
         """Do a step and its update; None if it was skipped."""
         run = self._run
-        x, y = training_batch(run.data, run.config, run.model, step)
+        batch = training_batch(run.data, run.config, run.model, step)
         before = perf_counter()
         try:
-            result = run.pipe.step(x, y)
+            result = run.pipe.step(batch.x, batch.y, **batch.named)
             in_pipe = perf_counter() - before
             self._votes.append(self._begin_vote())
             return _Launched(step + 1, result, run.optimizer.step(), in_pipe)

@@ -11,7 +11,9 @@ import pytest
 from penstock.errors import DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data import corpus
-from penstock.train.data.corpus import Corpus, Document, open_corpora
+from penstock.train.data.corpus import Corpus, Document
+from penstock.train.data.tokenizer import HFTokenizer
+from tests.support.corpora import open_corpora
 
 
 def names(found: Corpus) -> list[str]:
@@ -82,13 +84,11 @@ def test_of_a_large_numpy_file_only_what_is_asked_for_is_read(tmp_path: Path):
     assert held_out.read(count // 2 - 3, 3).tolist() == [0, 998 * 50, 999 * 50]
 
 
-class Letters:
+class Letters(HFTokenizer):
     """Every letter is a token, a as 10, b as 11 and so on."""
 
-    end: int | None = 99
-
     def encode_batch(self, texts: Iterable[str]) -> list[np.ndarray]:
-        return [np.array([ord(c) - ord("a") + 10 for c in text], np.uint16) for text in texts]
+        return [np.array([ord(c) - ord("a") + 10 for c in text], np.uint32) for text in texts]
 
 
 def test_text_goes_through_the_tokenizer_and_numbers_do_not(tmp_path: Path):
@@ -96,25 +96,25 @@ def test_text_goes_through_the_tokenizer_and_numbers_do_not(tmp_path: Path):
     (tmp_path / "two.txt").write_text("de")
     np.save(tmp_path / "three.npy", np.array([7, 8, 9]))
     config = DataConfig(path=str(tmp_path), held_out=0.01)
-    training, held_out = open_corpora(config, Letters())
+    training, held_out = open_corpora(config, Letters(None, 100, 99, 99))
     found = [c.read(0, len(c)).tolist() for c in (training, held_out)]
     assert sorted(found[0] + found[1]) == [7, 8, 9, 10, 11, 12, 13, 14, 99, 99]
     assert [7, 8, 9] in (found[1], found[0][:3], found[0][-3:])
 
 
-def test_without_an_end_token_texts_follow_one_another_bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Letters, "end", None)
+def test_without_an_end_token_texts_follow_one_another_bare(tmp_path: Path):
     (tmp_path / "one.txt").write_text("abcdefghij")
-    training, held_out = open_corpora(DataConfig(path=str(tmp_path / "one.txt"), held_out=0.2), Letters())
+    letters = Letters(None, 100, None, 0)
+    training, held_out = open_corpora(DataConfig(path=str(tmp_path / "one.txt"), held_out=0.2), letters)
     assert training.read(0, len(training)).tolist() == list(range(10, 18))
     assert held_out.read(0, len(held_out)).tolist() == [18, 19]
 
 
 def test_a_file_that_is_no_text_is_refused_by_the_tokenizer(tmp_path: Path):
     (tmp_path / "one.txt").write_text("abc")
-    (tmp_path / "two.bin").write_bytes(b"ab\xff")
-    with pytest.raises(DataError, match=r"two.bin is no UTF-8 text \(invalid start byte at byte 2\)"):
-        open_corpora(DataConfig(path=str(tmp_path)), Letters())
+    (tmp_path / "two.dat").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match=r"two.dat is no UTF-8 text \(invalid start byte at byte 2\)"):
+        open_corpora(DataConfig(path=str(tmp_path)), Letters(None, 100, 99, 99))
 
 
 def test_a_pattern_chooses_files_at_any_depth_and_hidden_ones_are_passed_over(tmp_path: Path):
@@ -234,15 +234,3 @@ def test_a_damaged_numpy_file_is_an_error(tmp_path: Path, damage, said: str):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=said):
         open_corpora(DataConfig(path=str(path)))
-
-
-@pytest.mark.parametrize(
-    "name", ["chat.jsonl", "chat.JSON", "rows.parquet", "table.csv", "texts.zst", "weights.safetensors"]
-)
-def test_files_of_records_are_refused_by_name(tmp_path, name):
-    (tmp_path / name).write_text('{"messages": []}\n' * 50)
-    for path in (tmp_path / name, tmp_path):
-        with pytest.raises(DataError, match=rf"{name} is a .* file, which is not understood.*\.txt"):
-            open_corpora(DataConfig(path=str(path)))
-    (tmp_path / "a.txt").write_text("text " * 50)
-    assert len(open_corpora(DataConfig(path=str(tmp_path), pattern="*.txt"))[0]) > 0

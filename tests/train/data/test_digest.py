@@ -12,12 +12,13 @@ import pytest
 from penstock.errors import DataError
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data import digest as data_digest
-from penstock.train.data.corpus import Corpus, open_corpora
+from penstock.train.data.corpus import Corpus
 from penstock.train.data.digest import PIECE, PIECES, DataDigest
+from tests.support.corpora import open_corpora
 
 
 def digest(path: Path) -> DataDigest:
-    return DataDigest.of(*open_corpora(DataConfig(path=str(path), held_out=0.2)))
+    return DataDigest.of(*open_corpora(DataConfig(path=str(path), held_out=0.2, format="text")))
 
 
 def folder(path: Path, files: int = 10) -> Path:

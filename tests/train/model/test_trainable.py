@@ -56,8 +56,10 @@ def test_the_target_is_the_text_in_the_tokenizers_tokens(tmp_path: Path):
     )
     language = build_model(config)
     text = open_data(config, language)
-    x, y = training_batch(text, config, language, 0)
-    assert x is y
+    batch = training_batch(text, config, language, 0)
+    x = batch.x
+    assert torch.equal(x, batch.y)
+    assert not batch.named
     assert x.shape == (8, 12)
     everything = " ".join(
         p.read_text().replace("\n", " ") for p in sorted(Path(config.data.path).iterdir())
@@ -65,8 +67,8 @@ def test_the_target_is_the_text_in_the_tokenizers_tokens(tmp_path: Path):
     for row in x.tolist():
         words = [word for word in language.tokenizer.decode(row).split() if word in WORDS]
         assert " ".join(words) in " ".join(everything)
-    files = [d.path.read_text().split() for d in text.training.documents]
-    assert len(text.training) == sum(map(len, files)) + len(files)
+    files = [d.path.read_text().split() for d in text.corpus.documents]
+    assert len(text.corpus) == sum(map(len, files)) + len(files)
 
 
 def test_a_config_starts_from_weights_of_the_seed(tmp_path: Path):

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.errors import ConfigError, nearest
 from penstock.train.config.fields import Table
-from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections.data_section import DataConfig, SourceConfig
 from penstock.train.config.sections.layout_section import ParallelConfig, ScheduleConfig
 from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.config.sections.optim_section import OptimConfig
@@ -49,6 +49,7 @@ _EXPECTED = {
     "string_pattern_mismatch": _PLAIN,
     "string_type": "text in quotes",
     "string_unicode": _PLAIN,
+    "missing": "given",
 }
 """Allowed values by the type of pydantic's error, where its own text does not say how to write them in TOML."""
 _SHOWN = 200
@@ -77,10 +78,12 @@ def _explain(error: ErrorDetails) -> str:
     section, *keys = map(str, error["loc"])
     name = ".".join((section, *keys))
     if error["type"] == "unexpected_keyword_argument":
-        table = getattr(Config(), section) if keys else Config
+        nested = section == "data" and len(keys) > 1
+        table = SourceConfig if nested else getattr(Config(), section) if keys else Config
         known = [each.name for each in dataclasses.fields(table)]
         if keys:
-            return f"no key {name}{nearest(keys[0], known)}; [{section}] has {', '.join(known)}"
+            header = "[[data.sources]]" if nested else f"[{section}]"
+            return f"no key {name}{nearest(keys[-1], known)}; {header} has {', '.join(known)}"
         return f"no section [{section}]{nearest(section, known)}; the sections are {', '.join(known)}"
     allowed = _EXPECTED.get(error["type"]) or re.sub("^(Input should be|Value error,) ", "", error["msg"])
     try:
@@ -122,6 +125,15 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"schedule.microbatches {m} do not divide over parallel.dp {parallel.dp}: every replica does an equal share of "
             f"the batch; take a multiple of {parallel.dp}, or parallel.dp = {math.gcd(m, parallel.dp)}"
+        )
+    if config.data.sources and config.data.path:
+        raise ConfigError(
+            "data.path and data.sources are both given; put the path into [[data.sources]], too"
+        )
+    if config.data.packing and parallel.sequence_parallel:
+        raise ConfigError(
+            "data.packing needs each sample's positions on every rank, which parallel.sequence_parallel does not give; set "
+            "one of them to false"
         )
     if parallel.zero and not parallel.bucket_bytes and parallel.dp > 1:
         raise ConfigError(

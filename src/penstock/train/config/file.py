@@ -60,11 +60,15 @@ def _split(override: str) -> tuple[str, str, Any]:
 
 def dump(config: Config) -> str:
     """Return the config as TOML that `load` reads back as an equal config; unset keys are left out."""
-    tables = {
-        section: {key: value for key, value in table.items() if value is not None}
-        for section, table in asdict(config).items()
-    }
+    tables = _without_unset(asdict(config))
     # The sizes of a Hugging Face model are in its own config.
     sizes = tables["model"]
     tables["model"] = {key: path for key in ("path", "config") if (path := sizes.pop(key))} or sizes
     return tomli_w.dumps(tables)
+
+
+def _without_unset(value: Any) -> Any:
+    """Return nested tables without their keys that are None, which TOML cannot write."""
+    if isinstance(value, dict):
+        return {key: _without_unset(inner) for key, inner in value.items() if inner is not None}
+    return [_without_unset(inner) for inner in value] if isinstance(value, list | tuple) else value

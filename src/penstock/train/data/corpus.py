@@ -1,34 +1,41 @@
 """Files as one long sequence of tokens, read from disk on demand.
 
 The tokens of a text file are its bytes and a 0 that marks its end; those of a ``.npy`` file are its integers. With a
-tokenizer, text is encoded once at the start, and its tokens stay in memory.
+tokenizer, text is encoded once, and its tokens are in a cache on disk.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
-import os
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.bounded_io import require_regular
 from penstock.errors import DataError
-from penstock.train.config.sections.data_section import DataConfig
-from penstock.train.data.token_file import TokenFile, token_files
-from penstock.train.data.tokenizer import END, HFTokenizer
+from penstock.train.data.file_formats import DataFiles
+from penstock.train.data.records.record_store import RecordStore
+from penstock.train.data.token_cache import TokenCache
+from penstock.train.data.token_file import token_files
+from penstock.train.data.tokenizer import END, HFTokenizer, Tokenizer
 
 Tokens = npt.NDArray[np.int64]
-TokensOf = Callable[[Path], TokenFile | npt.NDArray[np.generic]]
 
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+class StoredTokens(Protocol):
+    """Tokens of one file: `len` counts them, and a slice reads some."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, tokens: slice) -> npt.NDArray[np.generic]: ...
+
+
+TokensOf = Callable[[Path], StoredTokens]
+
 _CHUNK = 1 << 20
-_TEXTS_PER_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Corpus:
         documents: the documents, in order.
         tokens_of: function from a path to the file's tokens, one dimension of integers (default: a `TokenFile`).
         end: end token (default 0).
-        root: folder that the files' names are relative to; None for the names alone.
+        files: the files, which say how a document is called (default: by the name alone).
 
     Attributes:
         documents: the documents, in order.
@@ -69,23 +76,32 @@ class Corpus:
         documents: Sequence[Document],
         tokens_of: TokensOf | None = None,
         end: int = END,
-        root: Path | None = None,
+        files: DataFiles | None = None,
     ) -> None:
         self.documents = tuple(documents)
         self._tokens_of = tokens_of or token_files()
         self._end = end
-        self._root = root
+        self._files = files
         self.offsets = np.zeros(len(self.documents) + 1, np.int64)
         np.cumsum([len(document) for document in self.documents], out=self.offsets[1:])
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    def name_of(self, document: Document) -> str:
-        """Return the file's name relative to the root; bytes that are no UTF-8 are written as ``\\xNN``."""
-        path = document.path
-        name = path.name if self._root in (None, path) else path.relative_to(self._root or "").as_posix()
-        return os.fsencode(name).decode("utf-8", "backslashreplace")
+    def of(self, documents: Iterable[Document]) -> Corpus:
+        """Return a corpus of some of the documents."""
+        return Corpus(tuple(documents), self._tokens_of, self._end, self._files)
+
+    def listing(self) -> list[tuple[str, int, str]]:
+        """Return name, number of tokens and range of every document."""
+        return [
+            (
+                document.path.name if self._files is None else self._files.name_of(document.path),
+                len(document),
+                f"{document.start}:{document.stop}:{document.end_mark}",
+            )
+            for document in self.documents
+        ]
 
     def read(self, start: int, length: int) -> Tokens:
         """Return tokens start..start+length-1, int64 of shape (length,).
@@ -117,73 +133,53 @@ class Corpus:
             yield self.read(start, min(_CHUNK, len(self) - start))
 
 
-def open_corpora(config: DataConfig, tokenizer: HFTokenizer | None = None) -> tuple[Corpus, Corpus]:
-    """Find the files and divide them into a training and a held-out corpus.
+def open_corpus(files: DataFiles, tokenizer: Tokenizer, cache: TokenCache) -> Corpus:
+    """Return files as one corpus.
+
+    Args:
+        files: files of text and of tokens.
+        tokenizer: tokenizer of text files; those of another kind than `HFTokenizer` have their bytes as tokens.
+        cache: cache of tokenized files.
+
+    Raises:
+        DataError: if a file cannot be read, is no list of tokens, or all are empty.
+    """
+    end: int | None = END
+    tokens_of: TokensOf = token_files()
+    if isinstance(tokenizer, HFTokenizer):
+        end, tokens_of = tokenizer.end, _stored_texts(files, tokenizer, cache)
+    documents = [
+        Document(path, 0, tokens, 0 if path.suffix == ".npy" or end is None else 1)
+        for path in files.paths
+        if (tokens := len(tokens_of(path)))
+    ]
+    if not documents:
+        raise DataError(f"every file in {files.root} is empty; data.path must name text or .npy token files")
+    return Corpus(documents, tokens_of, END if end is None else end, files)
+
+
+def divide(corpus: Corpus, files: DataFiles, held_out: float) -> tuple[Corpus, Corpus]:
+    """Divide a corpus into a training and a held-out one.
 
     Of several files, those with the smallest hashes of their names (within the folder) are held out, so the division
     depends on nothing else. Of a single file, the end is held out.
 
     Args:
-        config: the ``[data]`` section.
-        tokenizer: tokenizer of text files; None where a text's tokens are its bytes.
-
-    Returns:
-        The training and the held-out corpus.
-
-    Raises:
-        DataError: if there are no files, or one cannot be read, is no list of tokens, or is in a format of records.
+        corpus: corpus of all files.
+        files: the files.
+        held_out: share of the files that is held out, or of the tokens of a single one.
     """
-    if config.path:
-        root = Path(config.path).expanduser()
-        paths = _files_below(root, config.pattern)
-        _reject_records(paths)
-    else:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [p for p in _files_below(root, "*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts)]
-    tokens_of: TokensOf = token_files() if tokenizer is None else _encode_texts(paths, tokenizer)
-    end = END if tokenizer is None else tokenizer.end
-    documents = [
-        Document(path, 0, tokens, 0 if path.suffix == ".npy" or end is None else 1)
-        for path in paths
-        if (tokens := len(tokens_of(path)))
-    ]
-    if not documents:
-        raise DataError(f"every file in {root} is empty; data.path must name text or .npy token files")
-
-    def corpus(chosen: Iterable[Document]) -> Corpus:
-        return Corpus(list(chosen), tokens_of, END if end is None else end, root)
-
+    documents = corpus.documents
     if len(documents) == 1:
-        training, held_out = _divide_one(documents[0], config.held_out)
-        return corpus([training]), corpus([held_out])
-    count = min(max(1, round(config.held_out * len(documents))), len(documents) - 1)
-    by_hash = sorted(documents, key=lambda document: _name_hash(document.path.relative_to(root)))
+        training, rest = _divide_one(documents[0], held_out)
+        return corpus.of([training]), corpus.of([rest])
+    count = min(max(1, round(held_out * len(documents))), len(documents) - 1)
+    by_hash = sorted(documents, key=lambda document: _name_hash(document.path.relative_to(files.root)))
     held_out_paths = {document.path for document in by_hash[:count]}
     return (
-        corpus(document for document in documents if document.path not in held_out_paths),
-        corpus(document for document in documents if document.path in held_out_paths),
+        corpus.of(document for document in documents if document.path not in held_out_paths),
+        corpus.of(document for document in documents if document.path in held_out_paths),
     )
-
-
-_RECORD_SUFFIXES = (
-    "json jsonl ndjson geojson ipynb parquet arrow feather avro orc tfrecord csv tsv xls xlsx ods db sqlite npz pkl "
-    "pickle pt pth safetensors h5 hdf5 zip tar tgz gz bz2 xz zst 7z pdf doc docx odt epub png jpg jpeg gif webp "
-    "mp3 wav mp4"
-)
-"""Suffixes of files whose bytes are no plain text: records, archives, documents, pictures."""
-
-
-def _reject_records(paths: Sequence[Path]) -> None:
-    """Raise if a file wraps its text in another format, whose syntax would be trained on as well."""
-    suffixes = {f".{suffix}" for suffix in _RECORD_SUFFIXES.split()}
-    records = [path for path in paths if path.suffix.lower() in suffixes]
-    if records:
-        more = f" (and {len(records) - 1} more such files)" if len(records) > 1 else ""
-        raise DataError(
-            f"{records[0]} is a {records[0].suffix} file{more}, which is not understood: its braces, keys or bytes would be "
-            "trained on as text. Write the text itself, as the model is to see it, into .txt files, or its tokens into .npy "
-            "files; data.pattern chooses files of a folder"
-        )
 
 
 def _divide_one(document: Document, share: float) -> tuple[Document, Document]:
@@ -199,46 +195,33 @@ def _name_hash(name: Path) -> bytes:
     return hashlib.sha256(name.as_posix().encode("utf-8", "surrogateescape")).digest()
 
 
-def _files_below(root: Path, pattern: str) -> list[Path]:
-    """Return the file `root` itself, or the matching files below it, sorted by name and without hidden ones."""
-    if os.path.isfile(root):
-        return [root]
-    if not os.path.isdir(root):
-        raise DataError(f"there is no file or folder {root}; data.path must name one")
-    paths = []
-    for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(folder, n) for n in fnmatch.filter(names, pattern) if not n.startswith(".")]
-    if not paths:
-        raise DataError(f"no file in {root} matches {pattern!r}; see data.path and data.pattern")
-    return sorted(paths)
+@dataclass(frozen=True)
+class _StoredText:
+    """Tokens of one text file in a store."""
+
+    store: RecordStore
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, tokens: slice) -> npt.NDArray[np.generic]:
+        start, stop, _ = tokens.indices(self.count)
+        return self.store.read(self.first + start, max(0, stop - start))
 
 
-def _raise_unreadable(error: OSError) -> None:
-    raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
-
-
-def _encode_texts(paths: Sequence[Path], tokenizer: HFTokenizer) -> TokensOf:
-    """Return a function from a path to its tokens: of text files in memory, of ``.npy`` files on disk."""
-    encoded: dict[Path, npt.NDArray[np.generic]] = {}
-    texts = [path for path in paths if path.suffix != ".npy"]
-    for start in range(0, len(texts), _TEXTS_PER_BATCH):
-        batch = texts[start : start + _TEXTS_PER_BATCH]
-        encoded.update(zip(batch, tokenizer.encode_batch(map(_read_text, batch)), strict=True))
+def _stored_texts(files: DataFiles, tokenizer: HFTokenizer, cache: TokenCache) -> TokensOf:
+    """Return a function from a path to its tokens: of text files in the cache, of ``.npy`` files in the file itself."""
+    texts = DataFiles(files.root, tuple(path for path in files.paths if path.suffix != ".npy"), files.format)
     on_disk = token_files()
-    return lambda path: encoded[path] if path in encoded else on_disk(path)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        require_regular(path)
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except MemoryError as error:
-        raise DataError(f"{path} does not fit into memory as one text; divide it") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}), which the tokenizer reads; data.pattern "
-            "chooses files"
-        ) from error
+    if not texts.paths:
+        return on_disk
+    store = cache.texts(texts, tokenizer)
+    stored: dict[Path, _StoredText] = {}
+    record = 0
+    for path, file in zip(texts.paths, store.files, strict=True):
+        first, stop = (int(store.starts[n]) for n in (record, record + file.records))
+        stored[path] = _StoredText(store, first, stop - first)
+        record += file.records
+    return lambda path: stored[path] if path in stored else on_disk(path)

@@ -15,16 +15,57 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import DataError
-from penstock.train.data.corpus import Corpus
 
 PIECES, PIECE = 512, 16_384
 _LISTED = 1024
 _SHOWN = 5
 _AT_ONCE = 1 << 20
 _HEX = 16  # digits of a piece's digest
+
+
+class Digestible(Protocol):
+    """Tokens of files, one after the other; `len` counts them."""
+
+    def __len__(self) -> int: ...
+
+    def listing(self) -> list[tuple[str, int, str]]:
+        """Return of every file its name, its number of tokens, and details that must not change."""
+
+    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """Return tokens start..start+length-1; raise DataError if they cannot be read."""
+
+
+class Joined:
+    """Tokens of several sources, one after the other; see `Digestible`."""
+
+    def __init__(self, parts: Sequence[Digestible]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def listing(self) -> list[tuple[str, int, str]]:
+        return [
+            (f"{n}:{name}", tokens, detail)
+            for n, part in enumerate(self._parts, 1)
+            for name, tokens, detail in part.listing()
+        ]
+
+    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        pieces = []
+        while length:
+            n = bisect_right(self._ends, start)
+            take = min(length, self._ends[n] - start)
+            pieces.append(self._parts[n].read(start - self._ends[n] + len(self._parts[n]), take))
+            start, length = start + take, length - take
+        return np.concatenate(pieces)
 
 
 @dataclass(frozen=True)
@@ -53,8 +94,8 @@ class DataDigest:
     held_out: CorpusDigest
 
     @staticmethod
-    def of(training: Corpus, held_out: Corpus) -> DataDigest:
-        """Hash both corpora; raise DataError if a file cannot be read."""
+    def of(training: Digestible, held_out: Digestible) -> DataDigest:
+        """Hash the data of both roles; raise DataError if a file cannot be read."""
         return DataDigest(_digest(training), _digest(held_out))
 
     def values(self) -> dict[str, Any]:
@@ -93,17 +134,18 @@ class DataDigest:
         return {"training": self.training, "held_out": self.held_out}
 
 
-def _digest(corpus: Corpus) -> CorpusDigest:
-    files = [(corpus.name_of(document), len(document)) for document in corpus.documents]
+def _digest(corpus: Digestible) -> CorpusDigest:
+    listing = corpus.listing()
+    files = [(name, tokens) for name, tokens, _ in listing]
     names = hashlib.blake2b(digest_size=16)
-    for (name, _), document in zip(files, corpus.documents, strict=True):
-        names.update(f"{len(name)}:{name}:{document.start}:{document.stop}:{document.end_mark};".encode())
+    for name, _, detail in listing:
+        names.update(f"{len(name)}:{name}:{detail};".encode())
     listed = tuple(files) if len(files) <= _LISTED else ()
     pieces = [_hash(corpus, *place) for place in _places(len(corpus), listed)]
     return CorpusDigest(len(files), len(corpus), names.hexdigest(), "".join(pieces), listed)
 
 
-def _hash(corpus: Corpus, start: int, length: int) -> str:
+def _hash(corpus: Digestible, start: int, length: int) -> str:
     digest = hashlib.blake2b(digest_size=_HEX // 2)
     for at in range(start, start + length, _AT_ONCE):
         digest.update(corpus.read(at, min(_AT_ONCE, start + length - at)).astype("<i8").data)

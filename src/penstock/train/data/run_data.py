@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
-from penstock.train.data.batches import check_tokens, held_out_positions, train_batch, windows
 from penstock.train.data.bigram import bigram_bits, bigram_counts
-from penstock.train.data.corpus import Corpus, open_corpora
+from penstock.train.data.corpus import Corpus
 from penstock.train.data.digest import DataDigest
-from penstock.train.data.tokenizer import BYTES, ByteTokenizer, HFTokenizer
+from penstock.train.data.samples.batches import Batch, Row, Samples, batch_of, blank
+from penstock.train.data.sources import open_sources
+from penstock.train.data.token_cache import TokenCache, Watch
+from penstock.train.data.tokenizer import BYTES, ByteTokenizer
 from penstock.train.model.trainable import TrainableModel, require_readable
+
+CACHE = ".tokens"
+"""Folder of tokenized files in ``train.folder``, unless ``data.cache`` names another."""
 
 
 @dataclass(frozen=True)
@@ -23,63 +31,101 @@ class RunData:
     """Training and held-out data of a run.
 
     Attributes:
-        training: the training corpus.
-        held_out: the held-out batches, (x, y) of shape (batch, sequence) each.
-        digest: a digest of both corpora.
+        training: the training samples.
+        held_out: the held-out batches.
+        digest: a digest of the tokens of both.
+        corpus: the training corpus, of a single source of text or tokens; else None.
+        summary: sizes, for the first line of a run.
+        notes: what was left out or cut, a sentence each.
     """
 
-    training: Corpus
-    held_out: tuple[tuple[Tensor, Tensor], ...]
+    training: Samples
+    held_out: tuple[Batch, ...]
     digest: DataDigest
+    corpus: Corpus | None
+    summary: str
+    notes: tuple[str, ...]
+
+    @property
+    def masked(self) -> bool:
+        """True if labels may be -100, so that losses are weighed by the others."""
+        return self.training.masked
 
 
-def open_data(config: Config, model: TrainableModel) -> RunData:
-    """Find the files, read the held-out batches, and check that the first training batch can be read.
+def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name, share: None) -> RunData:
+    """Find the files, tokenize them, read the held-out batches, and check that the first training batch can be read.
+
+    Args:
+        config: a checked config.
+        model: the model to train.
+        watch: receiver of the progress of tokenizing (default none).
 
     Raises:
-        DataError: if the data cannot be read, is too short, or has tokens outside the vocabulary.
+        DataError: if the data cannot be read, is not understood, is too short, or has tokens outside the vocabulary.
+        ConfigError: if the data does not suit the model.
     """
-    sequence, size = config.data.sequence, config.train.batch
-    tokenizer = model.tokenizer if isinstance(model.tokenizer, HFTokenizer) else None
-    training, held_out = open_corpora(config.data, tokenizer)
-    require_readable(config, model, [d.path for d in (*training.documents, *held_out.documents)])
-    check_tokens(training, "training", sequence)
-    check_tokens(held_out, "held-out", sequence)
-    positions = held_out_positions(len(held_out), config.train.eval_batches * size, sequence)
-    x, y = windows(held_out, positions, sequence, model.vocabulary)
-    if model.target_is_input:
-        y = x
-    batches = tuple(zip(torch.split(x, size), torch.split(y, size), strict=True))
-    data = RunData(training, batches, DataDigest.of(training, held_out))
+    train = config.train
+    folder = Path(config.data.cache or Path(train.folder) / CACHE).expanduser()
+    cache = TokenCache(folder, model.tokenizer, model.source, watch)
+    sources = open_sources(config.data, model.tokenizer, cache, train.seed)
+    require_readable(config, model, [] if sources.text is None else [sources.text])
+    rows = sources.held_out.spread(train.eval_batches * train.batch)
+    data = RunData(
+        sources.training,
+        tuple(batches_of(rows, config, model, train.batch)),
+        DataDigest.of(*sources.tokens),
+        sources.corpus,
+        sources.summary,
+        sources.notes,
+    )
     training_batch(data, config, model, 0)
     return data
 
 
-def training_batch(data: RunData, config: Config, model: TrainableModel, step: int) -> tuple[Tensor, Tensor]:
-    """Return the training batch of a step: x and y of shape (batch, sequence)."""
-    x, y = train_batch(
-        data.training,
-        seed=config.train.seed,
-        step=step,
-        batch=config.train.batch,
-        sequence=config.data.sequence,
-        vocabulary=model.vocabulary,
-    )
-    return x, x if model.target_is_input else y
+def training_batch(data: RunData, config: Config, model: TrainableModel, step: int) -> Batch:
+    """Return the training batch of a step."""
+    size = config.train.batch
+    rows = data.training.read(np.arange(step * size, (step + 1) * size, dtype=np.int64))
+    return _batch(rows, config, model)
+
+
+def batches_of(rows: Iterable[Row], config: Config, model: TrainableModel, size: int) -> Iterator[Batch]:
+    """Yield batches of `size` rows; the last one is filled up with rows that count for nothing."""
+    remaining = iter(rows)
+    while some := list(islice(remaining, size)):
+        some += [blank(config.data.sequence)] * (size - len(some))
+        yield _batch(some, config, model)
+
+
+def _batch(rows: Sequence[Row], config: Config, model: TrainableModel) -> Batch:
+    return batch_of(rows, model.vocabulary, target_is_input=model.target_is_input, packed=config.data.packing)
 
 
 def bigram_baseline(data: RunData, model: TrainableModel) -> float | None:
     """Return the bits a byte of a bigram table of the training files on the held-out samples; None for other tokens."""
-    if not isinstance(model.tokenizer, ByteTokenizer):
+    if not isinstance(model.tokenizer, ByteTokenizer) or data.corpus is None:
         return None
-    x = torch.cat([x for x, _ in data.held_out]).numpy()
-    y = torch.cat([y for _, y in data.held_out]).numpy()
+    x = torch.cat([batch.x for batch in data.held_out]).numpy()
+    y = torch.cat([batch.y for batch in data.held_out]).numpy()
     if model.target_is_input:
         x, y = x[:, :-1], x[:, 1:]
-    return bigram_bits(bigram_counts(data.training, BYTES), x, y)
+    return bigram_bits(bigram_counts(data.corpus, BYTES), x, y)
 
 
 def held_out_bits(pipe: Pipeline, data: RunData) -> float:
     """Return the model's mean bits a token on the held-out samples."""
-    losses = [pipe.evaluate(x, y).loss for x, y in data.held_out]
-    return sum(float(loss) for loss in losses if loss is not None) / len(losses) / math.log(2)
+    nats, tokens = total_loss(pipe, data.held_out)
+    return nats / tokens / math.log(2)
+
+
+def total_loss(pipe: Pipeline, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Return the loss of all tokens of some batches in nats, and their number.
+
+    Each batch's loss is the mean over its tokens; every process of the pipeline calls this with the same batches.
+    """
+    nats, tokens = 0.0, 0
+    for batch in batches:
+        loss = pipe.evaluate(batch.x, batch.y, **batch.named).loss
+        assert loss is not None, "an evaluation with a target has a loss"
+        nats, tokens = nats + float(loss) * batch.valid, tokens + batch.valid
+    return nats, tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,12 +97,16 @@ class HFTokenizer:
         vocabulary: number of tokens of the model.
         end: end-of-text token, which also follows every training file; None where the model has none.
         start: the token of an empty prompt.
+        prefix: tokens that the tokenizer puts before every text by itself, such as a start token.
+        digest: digest of the file, and of the tokens around a text.
     """
 
     tokenizer: Any
     vocabulary: int
     end: int | None
     start: int
+    prefix: tuple[int, ...] = ()
+    digest: str = ""
     unit: str = "token"
 
     def encode(self, prompt: str) -> list[int]:
@@ -111,12 +116,22 @@ class HFTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def encode_batch(self, texts: Iterable[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
-        """Return the tokens of several texts, in the smallest dtype that fits the vocabulary."""
-        dtype = np.uint16 if self.vocabulary <= 1 << 16 else np.uint32
+    def encode_batch(self, texts: Iterable[str]) -> list[npt.NDArray[np.uint32]]:
+        """Return the tokens of several texts."""
         with _encoding_errors():
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype) for encoding in encodings]
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode_with_offsets(
+        self, texts: Iterable[str]
+    ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]:
+        """Return the tokens of several texts, and the character of the text where each begins."""
+        with _encoding_errors():
+            encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(e.ids, np.uint32), np.array([start for start, _ in e.offsets], np.int64))
+            for e in encodings
+        ]
 
 
 @contextlib.contextmanager
@@ -147,7 +162,8 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
             f"{path} needs the tokenizers package: pip install 'penstock[transformers]'"
         ) from error
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(path, _MAX_FILE_BYTES))
+        content = read_bytes(path, _MAX_FILE_BYTES)
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
     except Exception as error:  # the library raises nothing more specific
@@ -159,4 +175,15 @@ def read_tokenizer(path: Path, vocabulary: int, end: int | None, start: int | No
         raise ConfigError(
             f"{path} has tokens up to {largest}, but the model's vocab_size is {vocabulary}; they do not belong together"
         )
-    return HFTokenizer(tokenizer, vocabulary, end, next((t for t in (start, end) if t is not None), END))
+    first = next((t for t in (start, end) if t is not None), END)
+    digest = hashlib.blake2b(content + f"{end}".encode(), digest_size=16).hexdigest()
+    return HFTokenizer(tokenizer, vocabulary, end, first, _prefix(tokenizer), digest)
+
+
+def _prefix(tokenizer: Any) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer puts before every text."""
+    with _encoding_errors():
+        encoding = tokenizer.encode("a", add_special_tokens=True)
+    special = encoding.special_tokens_mask
+    first = next((n for n, is_special in enumerate(special) if not is_special), 0)
+    return tuple(encoding.ids[:first])

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.huggingface.loss import IGNORED
 from penstock.stage.layers import Layer, Role
 from penstock.stage.rng.initial import build_with_weights
 from penstock.train.config.sections.model_section import ModelConfig
@@ -45,6 +46,17 @@ def next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def masked_next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy over the targets that are not -100, in nats; 0 if all are. Shapes: `next_token_loss`."""
+    total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (target != IGNORED).sum().clamp(min=1)
+
+
+def valid_targets(target: torch.Tensor) -> int:
+    """Return the number of targets that are not -100."""
+    return int((target != IGNORED).sum())
+
+
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, blocks: int) -> None:
     """Fill norms with ones and matrices with normal numbers of variance 1/columns.
 
@@ -61,7 +73,11 @@ def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator, *, blo
 
 
 class LlamaBlock(nn.Module):
-    """Attention and feed-forward, each added to the residual stream of shape (batch, sequence, width)."""
+    """Attention and feed-forward, each added to the residual stream of shape (batch, sequence, width).
+
+    The forward also takes position_ids, int64 (batch, sequence), which restart at 0 where another document begins; by
+    default a row is one document.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -70,14 +86,16 @@ class LlamaBlock(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.width, config.norm_epsilon)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        # Sequence parallelism knows attention by its one input.
+        named = {} if position_ids is None else {"position_ids": position_ids}
+        x = x + self.attention(self.attention_norm(x), **named)
         out: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
 
 class Attention(nn.Module):
-    """Causal self-attention; every ``heads / kv_heads`` query heads share a key and a value head."""
+    """Causal self-attention within documents; every ``heads / kv_heads`` query heads share a key and a value head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -88,14 +106,20 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.kv_heads * self.head_size, bias=False)
         self.output = nn.Linear(config.heads * self.head_size, config.width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         batch, sequence, _ = x.shape
         by_head = (batch, sequence, -1, self.head_size)
         turn = rotary_table(sequence, self.head_size, self.rotary_base, x.device)
+        mask = None
+        if position_ids is not None:
+            turn = (turn[0][position_ids], turn[1][position_ids])
+            mask = document_mask(position_ids)
         query = rotate(self.query(x).view(by_head), *turn).transpose(1, 2)
         key = rotate(self.key(x).view(by_head), *turn).transpose(1, 2)
         value = self.value(x).view(by_head).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
         out: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, sequence, -1))
         return out
 
@@ -125,6 +149,13 @@ class Head(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.output(self.norm(x))
         return out
+
+
+def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return which earlier tokens of its own document each token attends to; bool (batch, 1, sequence, sequence)."""
+    document = (position_ids == 0).cumsum(1)
+    same = document[:, :, None] == document[:, None, :]
+    return same.tril()[:, None]
 
 
 def rotary_table(

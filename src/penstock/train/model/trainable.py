@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
-from penstock.huggingface.loss import causal_lm_loss
+from penstock.huggingface.loss import causal_lm_loss, valid_tokens
 from penstock.huggingface.model_folder import CONFIG
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
@@ -33,6 +33,8 @@ class TrainableModel:
     Attributes:
         layers: layers from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
         loss_fn: function of logits and target that returns the mean loss in nats.
+        masked_loss_fn: the same where targets may be -100, which are not counted.
+        valid_tokens: function of a target that returns the number of tokens which `masked_loss_fn` counts.
         vocabulary: number of tokens.
         tokenizer: conversion between text and tokens.
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
@@ -45,6 +47,8 @@ class TrainableModel:
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     vocabulary: int
     tokenizer: Tokenizer
+    masked_loss_fn: Callable[[Tensor, Tensor], Tensor] = llama.masked_next_token_loss
+    valid_tokens: Callable[[Any], int] = llama.valid_targets
     target_is_input: bool = False
     source: Path | None = None
     family: str = "penstock"
@@ -87,6 +91,8 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
         causal_lm_loss,
         hf_config.vocab_size,
         _tokenizer_of(hf_config, source if source.is_dir() else source.parent),
+        causal_lm_loss,
+        valid_tokens,
         target_is_input=True,
         source=source,
         family=hf_config.model_type,
@@ -114,7 +120,7 @@ def require_readable(config: Config, model: TrainableModel, paths: list[Path]) -
     texts = [path for path in paths if path.suffix != ".npy"]
     if not texts or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
         return
-    if config.data.path or config.model.path or model.vocabulary < BYTES:
+    if config.data.path or config.data.sources or config.model.path or model.vocabulary < BYTES:
         raise DataError(
             f"{texts[0]} is text, but there is no {TOKENIZER_FILE} beside {model.source}; data.path must then name .npy "
             "files of tokens"
@@ -123,7 +129,8 @@ def require_readable(config: Config, model: TrainableModel, paths: list[Path]) -
 
 def default_text_note(config: Config, model: TrainableModel) -> str | None:
     """Return a sentence for a run of a Hugging Face config that trains on the bytes of the default text; else None."""
-    if config.data.path or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
+    given = config.data.path or config.data.sources
+    if given or model.source is None or not isinstance(model.tokenizer, NumberTokenizer):
         return None
     return (
         f"there is no {TOKENIZER_FILE} beside {model.source}, so the tokens are the bytes of the source of Python's "

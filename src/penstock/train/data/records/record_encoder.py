@@ -1,0 +1,128 @@
+"""Tokens of records, each marked as trained on or as context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import DataError
+from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.data.records.chat_template import ChatTemplate
+from penstock.train.data.records.record_files import Place, ReadRecord
+from penstock.train.data.records.record_text import Messages, RecordText, kind_of, text_of
+from penstock.train.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+
+CONTEXT = np.uint32(1 << 31)
+"""Bit of a stored token that is never a target: part of a prompt, or of another's turn in a chat."""
+
+FlaggedTokens = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class EncodedRecord:
+    """Tokens of a record, uint32 of shape (tokens,), with `CONTEXT` where they are; and the bytes of its trained text."""
+
+    tokens: FlaggedTokens
+    trained_bytes: int
+
+
+class RecordEncoder:
+    """Encoder of the records of one source, which are all of one kind.
+
+    Args:
+        config: the ``[data]`` section.
+        tokenizer: tokenizer of the model.
+        folder: Hugging Face folder with the chat template; None for a model of Penstock's own.
+
+    Attributes:
+        kind: kind of the records: ``text``, ``completion`` or ``chat``; None before the first one.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, folder: Path | None) -> None:
+        self.kind: str | None = None
+        self._config = config
+        self._tokenizer = tokenizer
+        self._folder = folder
+        self._template: ChatTemplate | None = None
+
+    def encode(self, records: Sequence[ReadRecord]) -> list[EncodedRecord]:
+        """Return the tokens of some records; empty ones have none.
+
+        Raises:
+            DataError: if a record is malformed, or the tokenizer cannot encode it; names its line or row.
+            ConfigError: if chats cannot be rendered for this model.
+        """
+        if not records:
+            return []
+        if self.kind is None:
+            self.kind = kind_of(records[0].values, self._config, records[0].place)
+        texts = [
+            text_of(record.values, self.kind, self._config, record.place, self._render) for record in records
+        ]
+        encode = self._encode_bytes if isinstance(self._tokenizer, ByteTokenizer) else self._encode_texts
+        return [
+            EncodedRecord(tokens, sum(len(text.text[a:b].encode()) for a, b in text.trained))
+            for text, tokens in zip(texts, encode(texts, records[0].place), strict=True)
+        ]
+
+    def _render(self, messages: Messages, tools: Any, place: Place) -> RecordText:
+        if self._template is None:
+            if self._folder is None:
+                raise DataError(
+                    f"{place} is a chat, and Penstock's own model has no chat template; set model.path to a Hugging Face "
+                    "chat model, or write the chats as prompt and completion"
+                )
+            self._template = ChatTemplate(self._folder, self._config.train_on)
+        return self._template.render(messages, tools, place)
+
+    def _encode_bytes(self, texts: Sequence[RecordText], first: Place) -> list[FlaggedTokens]:
+        """Return the bytes of UTF-8, and the end token."""
+        encoded = []
+        for text in texts:
+            if not text.text:
+                encoded.append(np.zeros(0, np.uint32))
+                continue
+            flagged = np.frombuffer(text.text.encode(), np.uint8).astype(np.uint32)
+            trained = np.zeros(len(flagged), bool)
+            for start, stop in text.trained:
+                before = len(text.text[:start].encode())
+                trained[before : before + len(text.text[start:stop].encode())] = True
+            flagged[~trained] |= CONTEXT
+            encoded.append(np.append(flagged, np.uint32(self._tokenizer.end or 0)))
+        return encoded
+
+    def _encode_texts(self, texts: Sequence[RecordText], first: Place) -> list[FlaggedTokens]:
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, HFTokenizer):
+            raise DataError(
+                f"{first} is text, but the model has no tokenizer.json; data.path must then name .npy files of tokens"
+            )
+        encode = tokenizer.encode_with_offsets if self._template is None else self._encode_chats
+        prefix = np.array(tokenizer.prefix, np.uint32) | CONTEXT
+        end = np.array([] if tokenizer.end is None else [tokenizer.end], np.uint32)
+        encoded = []
+        for text, (tokens, starts) in zip(texts, encode([text.text for text in texts]), strict=True):
+            if not len(tokens):
+                encoded.append(np.zeros(0, np.uint32))
+                continue
+            if tokens.max() >= tokenizer.vocabulary:
+                raise DataError(f"the chat template writes a token {tokens.max()}, which the model lacks")
+            trained = np.zeros(len(tokens), bool)
+            for start, stop in text.trained:
+                trained |= (starts >= start) & (starts < stop)
+            flagged = np.where(trained, tokens, tokens | CONTEXT)
+            encoded.append(flagged if text.complete else np.concatenate((prefix, flagged, end)))
+        return encoded
+
+    def _encode_chats(self, texts: list[str]) -> list[tuple[FlaggedTokens, npt.NDArray[np.int64]]]:
+        assert self._template is not None, "it has rendered the texts"
+        batch = self._template.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        return [
+            (np.array(ids, np.uint32), np.array([start for start, _ in offsets], np.int64))
+            for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True)
+        ]

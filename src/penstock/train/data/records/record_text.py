@@ -1,0 +1,128 @@
+"""Text of a record: pieces that are trained on, and pieces that are only context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import DataError
+from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.data.records.record_files import Place
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RecordText:
+    """Text of a record.
+
+    Attributes:
+        text: the whole text.
+        trained: ranges of its characters that are trained on, in order.
+        complete: whether a template has written the tokens of start and end into the text.
+    """
+
+    text: str
+    trained: tuple[tuple[int, int], ...]
+    complete: bool = False
+
+
+RenderChat = Callable[[Messages, Any, Place], RecordText]
+"""Function from messages, tools and place to the text of a chat."""
+
+
+def kind_of(record: dict[str, Any], config: DataConfig, place: Place) -> str:
+    """Return the kind of a record: ``text``, ``completion`` or ``chat``.
+
+    Raises:
+        DataError: if its fields are of no kind or of several, and ``data.record`` does not say which; says what to set.
+    """
+    if config.record != "auto":
+        return config.record
+    fields = _fields(config)
+    kinds = [kind for kind, names in fields.items() if all(name in record for name in names)]
+    if len(kinds) == 1:
+        return kinds[0]
+    if kinds:
+        raise DataError(
+            f"{place} could be of kind {' or '.join(kinds)} by its fields {_names(record)}; set data.record to one of them"
+        )
+    raise DataError(
+        f"{place} has the fields {_names(record)}, and none of {_wanted(fields)}; set data.text_field, "
+        "data.prompt_field and data.completion_field, or data.messages_field to the names that it has"
+    )
+
+
+def text_of(
+    record: dict[str, Any], kind: str, config: DataConfig, place: Place, render: RenderChat
+) -> RecordText:
+    """Return the text of a record of a kind.
+
+    Args:
+        record: the record.
+        kind: ``text``, ``completion`` or ``chat``.
+        config: the ``[data]`` section.
+        place: place of the record.
+        render: renders a chat.
+
+    Raises:
+        DataError: if a field is missing or has another type; names the place.
+    """
+    for name in _fields(config)[kind]:
+        if name not in record:
+            raise DataError(
+                f"{place} has no field {name!r}, only {_names(record)}; every record of a source must be of kind {kind}, as "
+                "the first one (or data.record) says"
+            )
+    if kind == "chat":
+        return render(_messages(record[config.messages_field], place), record.get("tools"), place)
+    texts = [_text(record, name, place) for name in _fields(config)[kind]]
+    whole = "".join(texts)
+    begins = len(texts[0]) if kind == "completion" and config.train_on != "all" else 0
+    return RecordText(whole, ((begins, len(whole)),))
+
+
+def _fields(config: DataConfig) -> dict[str, tuple[str, ...]]:
+    return {
+        "chat": (config.messages_field,),
+        "completion": (config.prompt_field, config.completion_field),
+        "text": (config.text_field,),
+    }
+
+
+def _names(record: dict[str, Any]) -> str:
+    return ", ".join(map(repr, list(record)[:12])) or "none"
+
+
+def _wanted(fields: dict[str, tuple[str, ...]]) -> str:
+    return ", ".join(" with ".join(map(repr, names)) for names in fields.values())
+
+
+def _text(record: dict[str, Any], name: str, place: Place) -> str:
+    value = record[name]
+    if not isinstance(value, str):
+        raise DataError(f"{place}: {name!r} must be text, got {_shown(value)}")
+    return value
+
+
+def _messages(value: Any, place: Place) -> Messages:
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise DataError(
+            f"{place}: the messages must be a list of objects with 'role' and 'content', got {_shown(value)}"
+        )
+    # Tables have every field in every row, null where a message has none.
+    messages = [{key: inner for key, inner in message.items() if inner is not None} for message in value]
+    for n, message in enumerate(messages, 1):
+        role, content = message.get("role"), message.get("content", "" if "tool_calls" in message else None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DataError(
+                f"{place}: message {n} must have 'role' and 'content', both text, got {_shown(message)}"
+            )
+        message["content"] = content
+    return messages
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
