@@ -30,6 +30,7 @@ from penstock.launch.parent_death import record_failure
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",
     "doctor": "check a machine or cluster before a run",
+    "eval": "print the loss of a trained model on files",
     "plan": "choose a layout for a model and machines",
     "sample": "generate text from a trained run",
     "schedule": "list, show, check, draw, convert and search schedules",

@@ -112,7 +112,7 @@ def train(
         sharing_cores(
             shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes
         ) as threads,
-        build_pipeline(config, model, device, masked=data.masked) as pipe,
+        build_pipeline(config, model, device, data) as pipe,
         ExitStack() as lock_held,
     ):
         # Clipping and the optimizer are many small operations: with more threads a busy machine waits longer for the last
@@ -220,16 +220,18 @@ def _save(model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup
 
 
 def build_pipeline(
-    config: Config, model: TrainableModel, device: torch.device, masked: bool = False
+    config: Config, model: TrainableModel, device: torch.device, data: RunData | None
 ) -> Pipeline:
     """Return the pipeline of a resolved config; with ``parallel.dp``, the replica of this process.
 
     Args:
-        config: a resolved config.
+        config: the config.
         model: the model.
         device: device of the stages.
-        masked: whether targets may be -100, so that the loss is the mean over the others of the whole batch (default False).
+        data: data of the run; where targets may be -100, the loss is the mean over the others of the whole batch. None for
+            data that is not known yet.
     """
+    masked = data is None or data.masked
     parallel = config.parallel
     assert parallel.virtual_stages is not None, "resolved"
     return Pipeline(

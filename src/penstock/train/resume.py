@@ -15,7 +15,6 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.config.config import Config
-from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import is_finished
 from penstock.train.report.progress import Reporter
@@ -135,7 +134,7 @@ class RunCheckpointer:
         keep_config(self._run, self._config)
 
     def _require_same(self, loaded: Loaded) -> None:
-        before, now = _with_defaults(read_manifest(loaded.path).config), asdict(self._config)
+        before, now = read_manifest(loaded.path).config, asdict(self._config)
         if "data" in loaded.extra:  # data may have moved: the digest tells whether it is the same
             del now["data"]["path"]
             for config in (before, now):
@@ -239,12 +238,6 @@ def _changes_numbers(section: str, key: str) -> bool:
     return key in _NUMERIC_KEYS if section == "train" else True
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's config with the defaults of keys of ``[data]`` that Penstock had not yet when it was written."""
-    data = config.get("data")
-    return config if not isinstance(data, dict) else {**config, "data": {**asdict(DataConfig()), **data}}
-
-
 def _sources(config: dict[str, Any]) -> list[dict[str, Any]]:
     data = config.get("data")
     sources = data.get("sources") if isinstance(data, dict) else None
@@ -252,8 +245,13 @@ def _sources(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shown(config: dict[str, Any], section: str, key: str) -> str:
+    """Return a value of a checkpoint's config; its default, if the key is newer than the checkpoint."""
     table = config.get(section)
-    return repr(table.get(key)) if isinstance(table, dict) else "not known"
+    return repr(table.get(key, _default(section, key))) if isinstance(table, dict) else "not known"
+
+
+def _default(section: str, key: str) -> Any:
+    return getattr(getattr(Config(), section), key)
 
 
 def _progress_of(loaded: Loaded) -> RunProgress:

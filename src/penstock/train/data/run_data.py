@@ -47,6 +47,11 @@ class RunData:
     notes: tuple[str, ...]
 
     @property
+    def per_epoch(self) -> int:
+        """Number of training samples of an epoch."""
+        return self.training.per_epoch
+
+    @property
     def masked(self) -> bool:
         """True if labels may be -100, so that losses are weighed by the others."""
         return self.training.masked
@@ -93,7 +98,7 @@ def batches_of(rows: Iterable[Row], config: Config, model: TrainableModel, size:
     """Yield batches of `size` rows; the last one is filled up with rows that count for nothing."""
     remaining = iter(rows)
     while some := list(islice(remaining, size)):
-        some += [blank(config.data.sequence)] * (size - len(some))
+        some += [blank(len(some[0].tokens))] * (size - len(some))
         yield _batch(some, config, model)
 
 

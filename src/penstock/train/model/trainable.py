@@ -33,10 +33,10 @@ class TrainableModel:
     Attributes:
         layers: layers from tokens, int64 (batch, sequence), to logits, (batch, sequence, vocabulary).
         loss_fn: function of logits and target that returns the mean loss in nats.
-        masked_loss_fn: the same where targets may be -100, which are not counted.
-        valid_tokens: function of a target that returns the number of tokens which `masked_loss_fn` counts.
         vocabulary: number of tokens.
         tokenizer: conversion between text and tokens.
+        valid_tokens: function of a target that returns the number of its tokens that `masked_loss_fn` counts.
+        masked_loss_fn: `loss_fn` where targets may be -100, which are not counted.
         target_is_input: True if the target is the input itself, which `loss_fn` shifts (the labels of Hugging Face); False
             if it is the tokens that follow.
         source: folder or ``config.json`` of a Hugging Face model; None for Penstock's own.
@@ -47,8 +47,8 @@ class TrainableModel:
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     vocabulary: int
     tokenizer: Tokenizer
-    masked_loss_fn: Callable[[Tensor, Tensor], Tensor] = llama.masked_next_token_loss
-    valid_tokens: Callable[[Any], int] = llama.valid_targets
+    valid_tokens: Callable[[Any], int]
+    masked_loss_fn: Callable[[Tensor, Tensor], Tensor]
     target_is_input: bool = False
     source: Path | None = None
     family: str = "penstock"
@@ -69,7 +69,14 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     model = config.model
     if not (model.path or model.config):
         layers, tokenizer = llama.layers(model, config.train.seed), _plain_tokenizer(model.vocabulary)
-        return TrainableModel(layers, llama.next_token_loss, model.vocabulary, tokenizer)
+        return TrainableModel(
+            layers,
+            llama.next_token_loss,
+            model.vocabulary,
+            tokenizer,
+            llama.valid_targets,
+            llama.masked_next_token_loss,
+        )
     # Here, since it loads torch's compiler, which takes a second.
     from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
 
@@ -91,8 +98,8 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
         causal_lm_loss,
         hf_config.vocab_size,
         _tokenizer_of(hf_config, source if source.is_dir() else source.parent),
-        causal_lm_loss,
         valid_tokens,
+        causal_lm_loss,
         target_is_input=True,
         source=source,
         family=hf_config.model_type,

@@ -60,8 +60,7 @@ class ChosenRecords:
 
     @cached_property
     def _ends(self) -> npt.NDArray[np.int64]:
-        ends: npt.NDArray[np.int64] = np.cumsum(self.store.lengths()[self.numbers])
-        return ends
+        return np.cumsum(self.store.lengths()[self.numbers])
 
     def listing(self) -> list[tuple[str, int, str]]:
         listing, first = [], 0
@@ -131,7 +130,8 @@ class RecordStore:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each record."""
-        return np.diff(self.starts)
+        lengths: npt.NDArray[np.int64] = np.diff(self.starts)
+        return lengths
 
     def read(self, start: int, length: int) -> FlaggedTokens:
         """Return stored tokens start..start+length-1; shape (length,).
