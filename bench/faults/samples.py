@@ -79,10 +79,10 @@ def _toml(rng: Random) -> str:
 
 
 def _prepare_data(folder: Path) -> Read:
+    from penstock.train.data.batches import check_tokens, train_batch
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from penstock.train.config.sections.data_section import DataConfig
-    from penstock.train.data.batches import check_tokens, train_batch
     from penstock.train.data.corpus import open_corpora
     from penstock.train.data.tokenizer import read_tokenizer
 

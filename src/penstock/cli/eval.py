@@ -31,8 +31,8 @@ def command(
     """Print the loss of a model on files.
 
     MODEL is the folder of a run, a checkpoint in one (RUN/checkpoints/step-NUMBER), or a local Hugging Face folder. Each
-    FILE is a file or folder of any format of data.path, all of which is read. Without a FILE, the held-out data of the run
-    is. Of completions and chats only the tokens count that are trained on.
+    FILE is a file or folder of any format of data.path, and is read from beginning to end. Without a FILE, the held-out
+    data of the run is read. Completions and chats count with their trained tokens alone.
 
     The loss is in nats a token, and the perplexity its exponential. Bits a byte can be compared between tokenizers.
     """

@@ -74,7 +74,7 @@ def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | Non
         vocabulary: number of tokens of the model.
     """
     source = config["model"].get("path") or config["model"].get("config")
-    if config["data"].get("path") or not source:
+    if config["data"].get("path") or config["data"].get("sources") or not source:
         return None
     path = Path(source)
     folder = path if path.is_dir() else path.parent

@@ -78,6 +78,7 @@ def command(
 
     Without a config, a small model learns the source of Python's standard library on two ranks, in a few minutes. Set
     model.path=FOLDER to train a Hugging Face model from a local folder, or model.config=FILE to train one from scratch.
+    Set data.path to text files, tokens (.npy), JSON lines, Parquet, or a folder that `datasets` saved.
     The ranks are threads of one process; under torchrun, srun or mpirun every process is a rank. The run's folder gets
     the config with all defaults, metrics.jsonl, the weights as safetensors, a sample of generated text, and report.html,
     which shows where the time of the steps went.
