@@ -12,7 +12,7 @@ from penstock.bounded_io import MEGABYTE, open_regular, parse_json
 from penstock.errors import ConfigError, DataError, nearest
 
 DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
-"""Files of which one is in every folder that ``datasets`` saved: a data set, or several splits."""
+"""Files that tell a folder of ``datasets``: a data set has the first, several splits have the second."""
 _MAX_LINE = 256 * MEGABYTE
 _ROWS = 256
 

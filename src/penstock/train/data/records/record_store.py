@@ -34,7 +34,7 @@ _COLUMNS = {"starts": np.int64, "targets": np.uint32, "sizes": np.uint32, "hashe
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class TokenizedFile:
     """A file of a store: its name, its number of records that are kept, and how many were empty or had no target."""
 
     name: str
@@ -114,7 +114,7 @@ class RecordStore:
         self._keep = keep
         try:
             about: dict[str, Any] = parse_json(read_bytes(folder / _ABOUT, 256 * MEGABYTE))
-            self.files = tuple(StoredFile(**entry) for entry in about["files"])
+            self.files = tuple(TokenizedFile(**entry) for entry in about["files"])
             self.kind = str(about["kind"])
             self.starts, self.targets, self.sizes, self.hashes = (
                 np.load(folder / f"{name}.npy", allow_pickle=False) for name in _COLUMNS
@@ -224,7 +224,7 @@ class _Writer:
         header = {"descr": "<u4", "fortran_order": False, "shape": (tokens,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
-    def add(self, name: str, batches: Iterable[Sequence[EncodedRecord]]) -> StoredFile:
+    def add(self, name: str, batches: Iterable[Sequence[EncodedRecord]]) -> TokenizedFile:
         records = empty = untrained = 0
         columns = self._columns
         for batch in batches:
@@ -243,7 +243,7 @@ class _Writer:
                     columns["sizes"].append(record.trained_bytes)
                     digest = hashlib.blake2b(data, digest_size=8).digest()
                     columns["hashes"].append(int.from_bytes(digest, "little"))
-        return StoredFile(name, records, empty, untrained)
+        return TokenizedFile(name, records, empty, untrained)
 
     def finish(self, folder: Path) -> None:
         for name, dtype in _COLUMNS.items():
