@@ -46,6 +46,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "float_type": "a finite number",
     "int_type": "a whole number",
+    "list_type": "a list",
     "string_pattern_mismatch": _PLAIN,
     "string_type": "text in quotes",
     "string_unicode": _PLAIN,

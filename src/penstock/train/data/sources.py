@@ -108,10 +108,10 @@ def _open(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int
         return _of_corpora(corpora, files, config, tokenizer, seed)
     store = _open_store(files, config, cache)
     # By content, so that equal records are never on both sides.
-    if len(np.unique(store.hashes)) < 2:
+    if (different := len(np.unique(store.hashes))) < 2:
         raise DataError(
-            f"{files.root} has {len(store)} records to train on, at least two different ones are needed: some for training, "
-            "some held out"
+            f"{files.root} has {different} different record to train on; at least two are needed, one to train on and one "
+            "held out"
         )
     count = min(max(1, round(config.held_out * len(store))), len(store) - 1)
     last = np.sort(store.hashes)[count - 1]

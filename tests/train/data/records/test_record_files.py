@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path
             '{"body": "a"}',
             r"line 3 has no field 'text', only 'body'; every record of a source must be of kind text",
         ),
+        ('{"text": "a\\ud800b"}', r"line 3 has half a character"),
         (b'{"text": "\xff"}', r"line 3 is no JSON object: 'utf-8' codec can't decode"),
     ],
 )
@@ -76,6 +78,27 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, said: str):
     )
     with pytest.raises(DataError, match=f"a.jsonl, {said}"):
         stored(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(b'{"text": "abc"}'), "packed by gzip: unpack it first"),
+        (json.dumps([{"text": "abc"}]).encode(), r"jq -c '\.\[\]' FILE.json > FILE.jsonl"),
+        (json.dumps({"text": "abc"}, indent=1).encode(), r"each line must be one object of its own"),
+    ],
+)
+def test_another_format_under_this_name_is_refused_with_advice(tmp_path: Path, content: bytes, said: str):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=f"a.jsonl, line 1 .*{said}"):
+        stored(tmp_path / "a.jsonl")
+
+
+def test_marks_of_other_systems_are_read(tmp_path: Path):
+    plain = stored(records.write_lines(tmp_path / "a.jsonl", records.texts(5)))
+    content = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n").rstrip())
+    assert tokens(stored(tmp_path / "b.jsonl")) == tokens(plain)
 
 
 def test_unknown_fields_are_refused_with_what_to_set(tmp_path: Path):

@@ -10,6 +10,7 @@ from penstock.train.config.fields import (
     DataFormat,
     Flag,
     Fraction,
+    Given,
     Overlong,
     Positive,
     RecordKind,
@@ -30,7 +31,7 @@ class SourceConfig(Table):
         text_field, prompt_field, completion_field, messages_field: as in ``[data]``.
     """
 
-    path: Text
+    path: Given
     weight: Positive = 1.0
     pattern: Text | None = None
     format: DataFormat | None = None

@@ -74,17 +74,23 @@ def _read_lines(path: Path) -> Iterator[ReadRecord]:
 
 def _parse_line(line: bytes, place: Place) -> dict[str, Any]:
     try:
-        text = line.decode("utf-8-sig" if place.number == 1 else "utf-8")
-        record = parse_json(text)
+        record = parse_json(line.decode("utf-8-sig" if place.number == 1 else "utf-8"))
     except ValueError as error:  # also of the encoding
-        hint = (
-            "; a file that is one JSON list must be written with one object a line"
-            * line.lstrip().startswith(b"[")
-        )
-        raise DataError(f"{place} is no JSON object: {error}{hint}") from error
+        raise DataError(f"{place} is no JSON object: {error}{_hint(line, place)}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place} must be a JSON object, got {str(record)[:60]!r}")
+        raise DataError(f"{place} must be a JSON object, got {str(record)[:60]!r}{_hint(line, place)}")
     return record
+
+
+def _hint(line: bytes, place: Place) -> str:
+    """Return advice for a file whose first line shows that it is in another format."""
+    if place.number > 1:
+        return ""
+    if line.startswith(b"\x1f\x8b"):
+        return "; the file is packed by gzip: unpack it first"
+    if line.lstrip().startswith((b"[", b"{")):
+        return "; each line must be one object of its own (jq -c '.[]' FILE.json > FILE.jsonl)"
+    return ""
 
 
 def _read_parquet(path: Path) -> Iterator[ReadRecord]:

@@ -76,11 +76,12 @@ def text_of(
                 "the first one (or data.record) says"
             )
     if kind == "chat":
-        return render(_messages(record[config.messages_field], place), record.get("tools"), place)
+        messages = _messages(record[config.messages_field], place)
+        return _require_characters(render(messages, record.get("tools"), place), place)
     texts = [_text(record, name, place) for name in _fields(config)[kind]]
     whole = "".join(texts)
     begins = len(texts[0]) if kind == "completion" and config.train_on != "all" else 0
-    return RecordText(whole, ((begins, len(whole)),))
+    return _require_characters(RecordText(whole, ((begins, len(whole)),)), place)
 
 
 def _fields(config: DataConfig) -> dict[str, tuple[str, ...]]:
@@ -104,6 +105,14 @@ def _text(record: dict[str, Any], name: str, place: Place) -> str:
     if not isinstance(value, str):
         raise DataError(f"{place}: {name!r} must be text, got {_shown(value)}")
     return value
+
+
+def _require_characters(text: RecordText, place: Place) -> RecordText:
+    try:
+        text.text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place} has half a character, which no text may have: {error}") from error
+    return text
 
 
 def _messages(value: Any, place: Place) -> Messages:
