@@ -22,8 +22,8 @@ def plain_losses(config: Config) -> list[float]:
     optimizer, scheduler = adamw(model.named_parameters(), config.optim, config.train.steps)
     losses = []
     for step in range(config.train.steps):
-        tokens = training_batch(text, config, language, step).x
-        loss = model(input_ids=tokens, labels=tokens).loss
+        batch = training_batch(text, config, language, step)
+        loss = model(input_ids=batch.x, labels=batch.y).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
         optimizer.step()

@@ -30,7 +30,7 @@ def train(config: Config, bad: Collection[int]) -> list[str]:
     """Train with a loss that is NaN in some steps, counted from 0."""
     build = loop.build_pipeline
 
-    def built(config: Config, language: Any, device: torch.device) -> Pipeline:
+    def built(config: Config, language: Any, *rest: Any) -> Pipeline:
         made: list[Pipeline] = []
 
         def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def train(config: Config, bad: Collection[int]) -> list[str]:
             loss: Tensor = language.loss_fn(logits, target)
             return loss * math.nan if spoiled else loss
 
-        made.append(build(config, replace(language, loss_fn=loss_fn), device))
+        made.append(build(config, replace(language, loss_fn=loss_fn), *rest))
         return made[0]
 
     said = Said()
