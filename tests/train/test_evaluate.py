@@ -69,6 +69,16 @@ def test_a_chat_file_is_evaluated_on_its_masked_tokens(chatty: Path, packing: bo
     assert result.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
+def test_cut_records_are_counted_once(chatty: Path):
+    (result,) = evaluate(chatty / "llama-chat", [str(chatty / "chats.jsonl")], ["data.sequence=60"]) or [None]
+    assert result is not None
+    (note,) = (note for note in result.notes if "more than" in note)
+    assert 0 < int(note.split()[0]) <= 20
+    assert note.split()[1:3] == ["of", "20"]
+    assert not any("padding" in note for note in result.notes)
+    assert result.bits_per_byte is None
+
+
 def in_a_process(rank: int, folder: Path, data: Path) -> float | None:
     torch.set_num_threads(1)
     results = evaluate(folder, [str(data)], ["parallel.dp=2", "parallel.pp=1", "data.sequence=256"])

@@ -94,7 +94,8 @@ def open_whole(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache) -> O
     files = find_files(config)
     if files.format in RECORDS:
         store = _open_store(files, config, cache)
-        return _of_records(store, files, config, 0, [np.arange(len(store))] * 2)
+        # Padding costs an evaluation little; that it could be packed is no news.
+        return _of_records(store, files, config, 0, [np.arange(len(store))], wasteful=0.0)
     corpus = open_corpus(files, tokenizer, cache)
     texts = [path for path in files.paths if path.suffix != ".npy"]
     size = sum(path.stat().st_size for path in texts) if len(texts) == len(files.paths) else None
@@ -159,13 +160,18 @@ def _open_store(files: DataFiles, config: DataConfig, cache: TokenCache) -> Reco
 
 
 def _of_records(
-    store: RecordStore, files: DataFiles, config: DataConfig, seed: int, chosen: list[Numbers]
+    store: RecordStore,
+    files: DataFiles,
+    config: DataConfig,
+    seed: int,
+    chosen: list[Numbers],
+    wasteful: float = _WASTEFUL,
 ) -> OpenData:
-    training, held_out = (
-        RecordSamples(store, numbers, config.sequence, seed, config.packing) for numbers in chosen
-    )
-    tokens = tuple(ChosenRecords(store, numbers) for numbers in chosen)
-    notes = _notes(store, files, config, training, held_out)
+    """Return the samples of some records for training, and of others for evaluations; of the same, if there is one list."""
+    both = [RecordSamples(store, numbers, config.sequence, seed, config.packing) for numbers in chosen]
+    notes = _notes(store, files, config, both, wasteful)
+    training, held_out = both[0], both[-1]
+    tokens = [ChosenRecords(store, numbers) for numbers in chosen]
     for samples, role in ((training, "training"), (held_out, "held-out")):
         if not samples.per_epoch:
             raise DataError(
@@ -175,7 +181,7 @@ def _of_records(
     return OpenData(
         training,
         held_out,
-        (tokens[0], tokens[1]),
+        (tokens[0], tokens[-1]),
         None,
         None,
         f"{len(chosen[0]):,} training {_KINDS[store.kind]} with {len(tokens[0]):,} tokens in {training.per_epoch:,} samples",
@@ -187,14 +193,14 @@ def _notes(
     store: RecordStore,
     files: DataFiles,
     config: DataConfig,
-    training: RecordSamples,
-    held_out: RecordSamples,
+    parts: list[RecordSamples],
+    wasteful: float,
 ) -> tuple[str, ...]:
     """Return sentences about records that are left out or cut; raise DataError if they may not be cut."""
     notes = []
-    cut, sequence = training.cut + held_out.cut, config.sequence
+    cut, sequence = sum(part.cut for part in parts), config.sequence
     if cut:
-        longest = max(training.longest, held_out.longest)
+        longest = max(part.longest for part in parts)
         count = f"{cut:,} of {len(store):,} records in {files.root} have more than data.sequence = {sequence:,} tokens"
         if config.overlong == "refuse":
             raise DataError(
@@ -205,14 +211,14 @@ def _notes(
     left_out = {
         "empty": sum(file.empty for file in store.files),
         "without a trained token": sum(file.untrained for file in store.files),
-        "whose trained tokens are all beyond data.sequence": training.unreached + held_out.unreached,
+        "whose trained tokens are all beyond data.sequence": sum(part.unreached for part in parts),
     }
     if any(left_out.values()):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count)
         notes.append(f"left out of {files.root}: records {reasons}")
-    if not config.packing and training.used < _WASTEFUL:
+    if not config.packing and parts[0].used < wasteful:
         notes.append(
-            f"{1 - training.used:.0%} of the samples' tokens are padding; data.packing=true puts several records "
+            f"{1 - parts[0].used:.0%} of the samples' tokens are padding; data.packing=true puts several records "
             "into a sample"
         )
     return tuple(notes)
