@@ -36,7 +36,11 @@ def gradients(
     return total, {name: p.grad for name, p in net.whole_model_parameters()}, valid
 
 
-FAMILIES = ["own", *sorted(hf_models.FAMILIES)]
+FAST = ("own", "llama", "gemma3_text", "gpt2")
+FAMILIES = [
+    pytest.param(family, marks=() if family in FAST else pytest.mark.slow)
+    for family in ("own", *sorted(hf_models.FAMILIES))
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,7 +97,9 @@ def straight(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "straight"
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 1}, {"pp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"pp": 4}, *(pytest.param({"pp": n}, marks=pytest.mark.slow) for n in (1, 2))], ids=str
+)
 def test_a_run_resumes_in_the_middle_of_packed_weighted_data_bit_for_bit(
     tmp_path: Path, straight: Path, layout: dict[str, int]
 ):
@@ -109,6 +115,7 @@ def in_a_process(rank: int, config: Config) -> None:
     train(config, lambda steps, leads: Reporter())
 
 
+@pytest.mark.slow
 def test_replicas_resume_on_the_same_samples(tmp_path: Path, straight: Path, processes: LocalProcesses):
     folder = tmp_path / "runs" / "again"
     run(mixed(tmp_path, "again", 6))
