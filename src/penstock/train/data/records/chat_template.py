@@ -66,9 +66,8 @@ class ChatTemplate:
         text = self._text(messages, tools, place)
         if self._train_on == "all":
             return RecordText(text, ((0, len(text)),), complete=True)
-        turns = self._marked_turns(messages, tools, place, text) if self._marked else None
-        if turns is None:
-            turns = self._added_turns(messages, tools, place, text)
+        find_turns = self._marked_turns if self._marked else self._added_turns
+        turns = find_turns(messages, tools, place, text)
         return RecordText(text, tuple(turns[-1:] if self._train_on == "last" else turns), complete=True)
 
     def _text(self, messages: Messages, tools: Any, place: Place, asks: bool = False) -> str:
@@ -83,9 +82,7 @@ class ChatTemplate:
                 f"{place}: the chat template of {self._folder} refuses the chat: {error}"
             ) from error
 
-    def _marked_turns(
-        self, messages: Messages, tools: Any, place: Place, text: str
-    ) -> list[tuple[int, int]] | None:
+    def _marked_turns(self, messages: Messages, tools: Any, place: Place, text: str) -> list[tuple[int, int]]:
         """Return the ranges of characters that the template marks."""
         try:
             rendered = self.tokenizer.apply_chat_template(
@@ -101,13 +98,13 @@ class ChatTemplate:
                 f"{place}: the chat template of {self._folder} refuses the chat: {error}"
             ) from error
         turns: list[tuple[int, int]] = []
-        before = 0
+        before = False
         for marked, (start, stop) in zip(rendered["assistant_masks"], offsets["offset_mapping"], strict=True):
-            if marked and before and turns:
+            if marked and before:
                 turns[-1] = (turns[-1][0], stop)
             elif marked:
                 turns.append((start, stop))
-            before = marked
+            before = bool(marked)
         return turns
 
     def _added_turns(self, messages: Messages, tools: Any, place: Place, text: str) -> list[tuple[int, int]]:

@@ -164,6 +164,8 @@ def make_store(
         DataError: if the records cannot be read, the store cannot be written, or it is damaged.
     """
     folder = cache / key
+    if folder.is_dir():  # it is complete, and its cache may be read-only
+        return RecordStore(folder, keep)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{key}.lock"):
