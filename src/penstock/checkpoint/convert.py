@@ -18,6 +18,7 @@ from penstock.checkpoint.snapshot import layer_of
 from penstock.checkpoint.write import finish, write_stages
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface import weights
+from penstock.stage.layers import prefixes
 
 
 def open_sound(path: Path) -> Manifest:
@@ -83,7 +84,7 @@ def rewrite(
     Raises:
         ConfigError: if the folder cannot be written.
     """
-    stage_of = {name: s for s, run in enumerate(manifest.layers) for name in run}
+    stage_of = {start: s for s, run in enumerate(manifest.layers) for name in run for start in prefixes(name)}
     by_stage: list[list[str]] = [[] for _ in manifest.layers]
     for name in names:
         by_stage[_stage(name, stage_of)].append(name)
