@@ -57,8 +57,8 @@ class Pipeline(PipelineModel):
     Slurm), or ``torch.distributed`` is initialized, every process is a rank, and builds and holds its own stages only.
 
     Args:
-        model: an ``nn.Sequential``; a list of layers as `penstock.stage.layers.as_layers` takes it; a model with a forward of
-            its own, as `penstock.split` takes it; or a causal language model of Hugging Face transformers.
+        model: an ``nn.Sequential``; a list of layers as `penstock.stage.layers.as_layers` takes it; a model with a forward
+            of its own, as `penstock.split` takes it; or a causal language model of Hugging Face transformers.
         loss_fn: ``loss_fn(output, target)``; returns a scalar tensor, the mean over its microbatch, or a dictionary of
             several. None for the loss that the model's own ``forward(x, target)`` returns (default).
         microbatches: number of microbatches that a batch is split into along dimension 0.

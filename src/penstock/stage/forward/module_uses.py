@@ -56,17 +56,19 @@ class Frame:
 
 @dataclass
 class Uses:
-    """What statements use of a model.
+    """Modules, weights and attributes of a model that some statements use.
 
     Attributes:
         paths: names of modules, parameters and buffers in the model.
         attributes: (name of the module, name of the attribute) of plain attributes.
         objects: attributes among them that are objects with a state, by id, with the expression.
+        members: names of modules whose attributes or methods they use, with the expression.
     """
 
     paths: set[str] = field(default_factory=set)
     attributes: set[tuple[str, str]] = field(default_factory=set)
     objects: dict[int, tuple[str, ast.AST]] = field(default_factory=dict)
+    members: dict[str, ast.AST] = field(default_factory=dict)
 
 
 class _Link(NamedTuple):
@@ -77,7 +79,7 @@ class _Link(NamedTuple):
 
 
 def analyse(frame: Frame, statements: list[ast.stmt]) -> tuple[list[ast.stmt], Uses]:
-    """Return statements in the form in which a layer runs them, and what they use.
+    """Return statements in the form in which a layer runs them, and their uses of the model.
 
     A layer has only the modules that it uses. So items of a container, as in ``self.blocks[3]``, become attributes, and the
     length of a container becomes a number.
@@ -146,6 +148,7 @@ class _Chains(ast.NodeTransformer):
             ):
                 return _Link(ast.copy_location(ast.Constant(getattr(module, name)), node), "constant")
             self._use(link, node)
+            self.uses.members[link.path] = node
             return _Link(new, "")
         return self._own_attribute(new, name, module, link.path)
 
@@ -210,7 +213,7 @@ class _Chains(ast.NodeTransformer):
 
     def _plain(self, value: object, path: str, node: ast.AST) -> None:
         if isinstance(value, (*_PLAIN, *_CODE)) or (
-            isinstance(value, list | tuple | dict) and _is_constant(value)
+            isinstance(value, list | tuple | dict) and is_constant(value)
         ):
             return
         if isinstance(value, Tensor):
@@ -231,18 +234,37 @@ class _Chains(ast.NodeTransformer):
         return self.source.refusal(node, f"it {problem}", fix)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        link = self.walk(node)
-        if link is None:
-            self.generic_visit(node)
-            return node
-        if not isinstance(node.ctx, ast.Load):
+        if not isinstance(node.ctx, ast.Load) and self._begins_with_model(node):
             raise self._refuse(
                 node,
                 f"sets {ast.unparse(node)}, which a layer on another rank would not see",
                 "use a variable",
             )
+        if isinstance(node.value, ast.Name) and node.attr == "random":
+            self._require_no_random(node, self._global(node.value.id), "numpy")
+        link = self.walk(node)
+        if link is None:
+            self.generic_visit(node)
+            return node
         self._use(link, node)
         return link.node  # type: ignore[no-any-return]
+
+    def _begins_with_model(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id == self.self_name
+
+    def _global(self, name: str) -> Any:
+        known = name in self.frame.names and not self.verbatim
+        return None if known else self.source.function.__globals__.get(name)
+
+    def _require_no_random(self, node: ast.AST, value: Any, library: str) -> None:
+        if isinstance(value, types.ModuleType) and value.__name__ == library:
+            raise self._refuse(
+                node,
+                f"draws from the generator of {library}, in an order that ranks do not share",
+                "use torch.rand(())",
+            )
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         link = self.walk(node) if isinstance(node.ctx, ast.Load) else None
@@ -255,6 +277,7 @@ class _Chains(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id == self.self_name:
             raise self._refuse(node, "hands on the model itself", "use its modules by name (self.NAME)")
+        self._require_no_random(node, self._global(node.id), "random")
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -309,10 +332,10 @@ def _child_name(container: nn.Module, key: int | str | None) -> str | None:
     return names[key]
 
 
-def _is_constant(value: Any) -> bool:
+def is_constant(value: Any) -> bool:
     """Return whether a container has something in it, and only values that never change."""
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
     return bool(items) and all(
-        _is_constant(i) if isinstance(i, list | tuple | dict) else isinstance(i, (*_PLAIN, *_CODE))
+        is_constant(i) if isinstance(i, list | tuple | dict) else isinstance(i, (*_PLAIN, *_CODE))
         for i in items
     )

@@ -221,6 +221,8 @@ def _lines(of_piece: list[Flow]) -> str:
         numbers = [s.lineno for s in flow.step.statements] + [
             s.end_lineno or s.lineno for s in flow.step.statements
         ]
-        span = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)}-{max(numbers)}"
-        spans.append(f"{flow.step.frame.source.owner} line {span}")
+        span = (
+            f"line {min(numbers)}" if min(numbers) == max(numbers) else f"lines {min(numbers)}-{max(numbers)}"
+        )
+        spans.append(f"{flow.step.frame.source.owner} {span}")
     return ", ".join(dict.fromkeys(spans))

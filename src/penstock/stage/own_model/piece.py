@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.stage.forward.fragments import Fragment
+from penstock.stage.values import leaves_of
 
-_INTERNAL = frozenset(vars(nn.Module()))
+INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,59 @@ class PieceCode:
             named: keyword inputs.
 
         Raises:
-            PenstockError: if a variable that the next layer takes is a weight, a module or a function.
+            PenstockError: if a variable that the next layer takes cannot travel, or the steps write in place into one of
+                several variables.
         """
         values = dict(named)
         values.update({self.takes[0]: value} if len(self.takes) == 1 else value)
+        versions = _versions(values, self.takes)
         for fragment in self.fragments:
             owner = module.get_submodule(fragment.path) if fragment.path else module
             result = fragment.function(owner, *[values[key] for key in fragment.takes])
             if fragment.returns:
                 return result
             values.update(zip(fragment.gives, result, strict=True))
-        for key in self.gives:
-            if isinstance(values[key], nn.Parameter | nn.Module) or callable(values[key]):
+        for key, leaf, version in versions:
+            if leaf._version != version:
                 raise PenstockError(
-                    f"the variable {key!r} is a {type(values[key]).__name__}, which cannot go from layer to layer; use it "
-                    "by its own name (self.NAME) in each place"
+                    f"a layer writes in place into the variable {key!r}, which may share memory with another variable that "
+                    f"comes with it ({', '.join(k for k in self.takes if k != key)}); write into a copy ({key}.clone())"
                 )
+        _require_travels(values, self.gives)
         return values[self.gives[0]] if len(self.gives) == 1 else {key: values[key] for key in self.gives}
+
+
+def _versions(values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, Tensor, int]]:
+    """Return the version counters of the tensors in variables that travel together: they may share memory."""
+    if len(keys) < 2 or torch.compiler.is_compiling():
+        return []
+    leaves = [(key, leaf) for key in keys for leaf in leaves_of(values[key])]
+    return [
+        (key, leaf, leaf._version)
+        for key, leaf in leaves
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
+
+
+def _require_travels(values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    containers: dict[int, str] = {}
+    for key in keys:
+        value = values[key]
+        if type(value) is Tensor:
+            continue
+        for leaf in leaves_of(value):
+            if isinstance(leaf, nn.Parameter) or not isinstance(
+                leaf, Tensor | None | bool | int | float | str
+            ):
+                raise PenstockError(
+                    f"the variable {key!r} is or has a {type(leaf).__name__}, which cannot go on to a layer; compute it "
+                    "again where it is used, as with x.device, and use weights and modules by their names (self.NAME)"
+                )
+        if isinstance(value, list | dict | set) and containers.setdefault(id(value), key) != key:
+            raise PenstockError(
+                f"the variables {containers[id(value)]!r} and {key!r} are one {type(value).__name__}, and would be two in "
+                "the next layer; make a copy of it, or use one variable"
+            )
 
 
 def make_piece(
@@ -103,9 +142,9 @@ def trimmed(
     copied = kind.__new__(kind)
     of_torch = type(module).__module__.startswith("torch.")
     for name, value in vars(module).items():
-        if name in _INTERNAL or of_torch or (path, name) in attributes:
+        if name in INTERNAL or of_torch or (path, name) in attributes:
             copied.__dict__[name] = (
-                value.copy() if name in _INTERNAL and isinstance(value, dict | set) else value
+                value.copy() if name in INTERNAL and isinstance(value, dict | set) else value
             )
     start = f"{path}." if path else ""
     inner = [p.removeprefix(start) for p in paths if p.startswith(start)]

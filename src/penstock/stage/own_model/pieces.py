@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from penstock.errors import SplitError
 from penstock.stage.forward.fragments import Flow, compiled
+from penstock.stage.forward.module_uses import is_constant
 from penstock.stage.layers import Layer, Role, joint_name
 from penstock.stage.named import names_taken
-from penstock.stage.own_model.piece import PieceCode, make_piece
+from penstock.stage.own_model.piece import INTERNAL, PieceCode, make_piece
 
 
 @dataclass
@@ -63,13 +65,24 @@ def assign_owners(model: nn.Module, pieces: Sequence[Piece]) -> None:
     """
     _widen(pieces)
     _require_separate_objects(pieces)
+    _require_separate_containers(model, pieces)
     owned: set[str] = set()
+    place = {name: n for n, name in enumerate(_names(model))}
     for piece in pieces:
-        piece.owned = sorted(p for p in piece.paths if not _within(p, owned))
+        piece.owned = sorted((p for p in piece.paths if not _within(p, owned)), key=lambda p: place[p])
         owned |= {*piece.owned}
     rest = _unused(model, owned)
     pieces[-1].owned += rest
     pieces[-1].paths |= {*rest}
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Return the names of all modules, parameters and buffers, in the model's order."""
+    return [
+        f"{name}.{inner}" if name and inner else name or inner
+        for name, module in model.named_modules(remove_duplicate=False)
+        for inner in ("", *module._parameters, *module._buffers)
+    ]
 
 
 def _within(path: str, others: set[str]) -> bool:
@@ -101,6 +114,14 @@ def _require_separate_objects(pieces: Sequence[Piece]) -> None:
     seen: dict[int, Piece] = {}
     for piece in pieces:
         for flow in piece.flows:
+            for path, node in flow.step.uses.members.items():
+                if any(path in other.paths for other in pieces if other is not piece):
+                    raise flow.step.frame.source.refusal(
+                        node,
+                        f"it uses an attribute or a method of self.{path}, which other layers call: what a call changes "
+                        "in it would not be seen here",
+                        f"let self.{path} return what is needed, and pass it on in a variable",
+                    )
             for key, (path, node) in flow.step.uses.objects.items():
                 if seen.setdefault(key, piece) is not piece:
                     raise flow.step.frame.source.refusal(
@@ -108,6 +129,27 @@ def _require_separate_objects(pieces: Sequence[Piece]) -> None:
                         f"it hands on self.{path}, an object whose state layers on other ranks would not see",
                         "take single values out of it (self.NAME.VALUE)",
                     )
+
+
+def _require_separate_containers(model: nn.Module, pieces: Sequence[Piece]) -> None:
+    """Refuse modules of different layers that hold one list, dictionary or set, through which values could pass."""
+    seen: dict[int, tuple[Piece, str]] = {}
+    for piece in pieces:
+        for path in sorted(piece.paths):
+            owner, _, last = path.rpartition(".")
+            top = model.get_submodule(owner)._modules.get(last)
+            for inner, module in () if top is None else top.named_modules(prefix=path):
+                for name, value in vars(module).items():
+                    mutable = isinstance(value, list | dict | set) and name not in INTERNAL
+                    if not mutable or is_constant(value):
+                        continue
+                    first, other = seen.setdefault(id(value), (piece, f"{inner}.{name}"))
+                    if first is not piece and other != f"{inner}.{name}":
+                        raise SplitError(
+                            f"cannot split a {type(model).__name__}: {other} and {inner}.{name} are one "
+                            f"{type(value).__name__}, which layers on other ranks could not share; pass values on as "
+                            "arguments and results"
+                        )
 
 
 def _unused(model: nn.Module, owned: set[str]) -> list[str]:
