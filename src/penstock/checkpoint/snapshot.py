@@ -99,7 +99,7 @@ def take_snapshot(
     def stage_for(name: str) -> int | None:
         return stage_of.get(layer_of(name, stage_of))
 
-    values: dict[str, Any] = {"model": {}, "optimizer": None, "extra": {}}
+    values: dict[str, Any] = {"model": {}, "optimizer": None, "extra": {}, "tied": pipe.tied_names}
     for name, value in model.items():
         stage = stage_for(name)
         encoded = encode(value, f"model/{name}", put_for(stage))

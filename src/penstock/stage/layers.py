@@ -186,6 +186,8 @@ def _instead(model: object) -> str:
             "a causal language model of Hugging Face is cut by penstock.from_transformers: "
             "Pipeline(from_transformers(model), ...)"
         )
+    if isinstance(model, nn.Module):
+        return "a model with a forward of its own becomes layers by penstock.split(model)"
     return (
         "give an nn.Sequential or nn.ModuleList, or a list of layers, of functions that build them, or of (name, layer) "
         "pairs"

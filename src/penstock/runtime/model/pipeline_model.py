@@ -92,6 +92,11 @@ class PipelineModel:
         state = own if self._world is None else gather_state(own, self._world, keeps)
         return self._parameters.with_all_names(state, self._given) if keeps else {}
 
+    @property
+    def tied_names(self) -> dict[str, str]:
+        """Names of tied weights in the model, with the name under which `state_dict` has each."""
+        return self._parameters.tied_names
+
     def unsplit(self) -> nn.Module:
         """Close the pipeline, and return the model that was given, with its weights up to date; its ranks must be threads.
 

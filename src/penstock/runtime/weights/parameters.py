@@ -104,6 +104,11 @@ class LocalParameters:
         }
         return {name: value for name, value in self.state_dict().items() if begins_in(name, held)}
 
+    @property
+    def tied_names(self) -> dict[str, str]:
+        """Names of tied weights in the model, with the first name of each."""
+        return {name: first for name, first in self.ties.first.items() if not is_second_name(name)}
+
     def with_all_names(self, state: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
         """Return the state of the whole model with all names of tied weights, in the model's order.
 
@@ -111,7 +116,7 @@ class LocalParameters:
             state: state by the first names.
             model: the model; None for the order of the layers.
         """
-        tied = {name: state[first] for name, first in self.ties.first.items() if not is_second_name(name)}
+        tied = {name: state[first] for name, first in self.tied_names.items()}
         everything = {**state, **tied}
         order = (
             [] if model is None else [name for name in model.state_dict(keep_vars=True) if name in everything]
