@@ -63,7 +63,6 @@ def test_convert_to_other_files_loads_as_the_same(tmp_path: Path):
     assert equal(*states)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
 def test_export_writes_all_names_of_the_model_given(tmp_path: Path, name: str):
     net = own_models.made(own_models.NanoGPT)
@@ -84,6 +83,7 @@ def test_export_writes_all_names_of_the_model_given(tmp_path: Path, name: str):
     assert ".safetensors or .pt" in other.output or ".safetensors or .pt" in str(other.exception)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_convert_to_dcp_is_what_torch_loads_and_comes_back(tmp_path: Path):
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -99,6 +99,27 @@ def test_replicas_and_zero_give_it_too(processes: LocalProcesses):
             assert_close(state, expected if not case[3] or rank == 0 else {})
 
 
+def with_shared_buffer(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the state, after a state was loaded whose shared buffer has other values."""
+    net = own_models.made(own_models.SharedRotary)
+    x, y = own_models.batch()
+    with penstock.Pipeline(net, lambda output, target: output.square().mean(), microbatches=2) as pipe:
+        state = pipe.full_state_dict()
+        pipe.load_state_dict({name: value * 1.5 for name, value in state.items()})
+        return pipe.step(x, y).loss, pipe.full_state_dict()
+
+
+def test_a_buffer_that_several_ranks_have_is_one_in_the_state(processes: LocalProcesses):
+    net = own_models.made(own_models.SharedRotary)
+    net.load_state_dict({name: value * 1.5 for name, value in net.state_dict().items()})
+    x, _ = own_models.batch()
+    loss = torch.stack([net(part).square().mean() for part in x.chunk(2)]).mean()
+    for found, state in processes.run(2, with_shared_buffer):
+        assert torch.allclose(found, loss, rtol=1e-6)
+        assert list(state) == list(net.state_dict())
+        assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
+
+
 def sharded(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     from tests.support import hf_models
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PenstockError, SplitError
+from penstock.errors import ConfigError, PenstockError, SplitError
 from penstock.stage.own_model.loss_piece import loss_in
 from tests.support import own_models, unsplittable
 
@@ -171,6 +171,27 @@ def test_a_sample_shows_values_that_pass_through_attributes_of_blocks():
     x, _ = own_models.batch()
     with pytest.raises(SplitError, match="another gradient"):
         penstock.split(net, x)
+
+
+def test_a_target_by_its_name_is_the_target():
+    x, y = own_models.batch()
+    assert penstock.split(own_models.NanoGPT(), x, targets=y).loss_fn is not None
+    assert penstock.split(own_models.NanoGPT(), x).loss_fn is None
+
+
+def test_samples_that_say_nothing_are_refused():
+    x, y = own_models.batch()
+    for sample, named in (((x, y), {"loss": False}), ((x, y, y), {}), ((), {"mask": y})):
+        with pytest.raises(ConfigError, match="sample"):
+            penstock.split(own_models.NanoGPT(), *sample, **named)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_models_within_wrappers_are_named():
+    with pytest.raises(SplitError, match=r"model\.module"):
+        penstock.split(nn.DataParallel(own_models.NanoGPT()))
+    with pytest.raises(SplitError, match="ExecutionOptions"):
+        penstock.split(torch.compile(own_models.NanoGPT()))
 
 
 def test_a_class_without_source_is_refused():

@@ -23,6 +23,9 @@ LEAST_SHARE = 0.25
 """Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
 
 
+_Parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
+
+
 @dataclass
 class Step:
     """Statements of one forward that run one after another.
@@ -81,8 +84,13 @@ def new_frame(module: nn.Module, path: str = "", call: int = 0) -> Frame:
     }
     if has := [name for name, there in extras.items() if there]:
         raise SplitError(
-            f"cannot split a {kind.__name__} that has {' and '.join(has)}, which would be lost; give the plain model, and "
+            f"cannot split {kind.__name__}: it has {' and '.join(has)}, which would be lost; give the plain model, and "
             "compile by execution=ExecutionOptions(compile='block')"
+        )
+    if issubclass(kind, _Parallel):
+        raise SplitError(
+            f"cannot split {kind.__name__}: it makes a model parallel in another way; give the model in it (model.module), "
+            "and data parallelism by mesh=MeshShape(pp, dp)"
         )
     source = read_source(kind.forward, owner)
     for node in ast.walk(source.tree):

@@ -93,6 +93,14 @@ def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any
             "penstock.from_transformers"
         )
     require_initialized(type(model).__name__, model)
+    second = _second_input(model)
+    if len(sample) == 1 and second in named and loss is not False:
+        sample = (*sample, named.pop(second))
+    if len(sample) > 2 or (len(sample) == 2 and loss is False):
+        raise ConfigError(
+            "a sample is split(model, x), or split(model, x, target) for a model that computes its own loss; give others "
+            "by keyword"
+        )
     own_loss = len(sample) == 2 if loss is None else loss
     layers = _split(model, own_loss)
     if sample:
@@ -100,6 +108,13 @@ def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any
     elif named:
         raise ConfigError("keyword arguments are part of a sample; give split(model, x, ...) the batch, too")
     return layers
+
+
+def _second_input(model: nn.Module) -> str:
+    """Return the name of the forward's second argument; empty if it has none."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    known = len(parameters) > 1 and parameters[1].kind is parameters[1].POSITIONAL_OR_KEYWORD
+    return parameters[1].name if known else ""
 
 
 def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
