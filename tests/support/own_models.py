@@ -429,6 +429,17 @@ def with_free_variables() -> nn.Module:
     return Free()
 
 
+class NumbersWithin(Parts):
+    """The number of a block, and inner functions and comprehensions that call something else by its name."""
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for i, block in enumerate(self.blocks):
+            double = lambda i: i * 2  # noqa: E731
+            x = block(x) * (1 + i / 10) + double(0.01) + sum(i for i in range(3)) / 100
+        return self.head(self.norm(x)) * i
+
+
 class Random(Parts):
     """Blocks left out at random, and dropout of the forward's own."""
 
@@ -445,7 +456,7 @@ class Random(Parts):
 
 WITH_OUTPUT: list[Callable[[], nn.Module]] = [
     OneLine, FromTheEmbedding, Masked, ByIndex, UNet, OneBlockFourTimes, OneBlockInThreePlaces, TiedByUse, Wrapped,
-    Methods, WithAdapters, ByValue, AllOutputs, Switch, Dictionaries, Statistics, WithUnused, SharedRotary,
+    NumbersWithin, Methods, WithAdapters, ByValue, AllOutputs, Switch, Dictionaries, Statistics, WithUnused, SharedRotary,
     with_free_variables,
 ]  # fmt: skip
 """Models whose ``model(x)`` is compared."""

@@ -286,6 +286,16 @@ class HeadBesideTheTarget(Parts):
         return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
 
+class LossByMode(Parts):
+    def forward(self, x, y):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return loss if self.training else loss / 2
+
+
 class NoTarget(Parts):
     def forward(self, x):
         x = self.embedding(x)
@@ -332,6 +342,40 @@ class OneListTwoNames(Parts):
         return self.head(x + sum(second))
 
 
+GATHERED = []
+
+
+class GathersGlobally(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+            GATHERED.append(x.mean())
+        return self.head(x)
+
+
+class GathersInItsClass(Parts):
+    gathered = []  # noqa: RUF012
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * len(self.gathered)
+
+
+class Cached(Parts):
+    @functools.cached_property
+    def scale(self):
+        return self.head.weight.mean()
+
+    def forward(self, x):
+        x = self.embedding(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Sly(Block):
     """A block that uses another block's weight without owning it."""
 
@@ -368,12 +412,16 @@ REFUSED = {
     PythonsRandom: r"the generator of random",
     NumpysRandom: r"the generator of numpy",
     Hooked: r"has hooks",
+    GathersGlobally: r"uses GATHERED, a list outside of it",
+    GathersInItsClass: r"uses self\.gathered, a list",
+    Cached: r"uses self\.scale, a cached_property",
 }
 """Models that are refused by their source, with the reason."""
 
 REFUSED_WITH_LOSS = {
     TargetBeforeTheBlocks: r"uses y before the last block",
     HeadBesideTheTarget: r"logits = self\.head\(x\)",
+    LossByMode: r"the loss depends on the mode",
     NoTarget: r"takes no target",
 }
 REFUSED_WHEN_RUN = {

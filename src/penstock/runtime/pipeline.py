@@ -41,7 +41,6 @@ from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.layers import Container
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -180,7 +179,7 @@ class Pipeline(PipelineModel):
         local_replicas = [self.replica] if self.in_processes else range(self.replicas)
         common = (self.device, self.reduction, self._local.routes, self.holds_first, self.holds_last)
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
-        self._container = Container(model)
+        self._container = given.container
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
         super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world)

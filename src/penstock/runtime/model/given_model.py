@@ -9,8 +9,9 @@ from torch import nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.layers import Layer, as_layers
+from penstock.stage.layers import Container, Layer, as_layers
 from penstock.stage.own_model.own_layers import ModelLayers, split
+from penstock.stage.own_model.unchanged import UnchangedModel
 
 
 class GivenModel(NamedTuple):
@@ -20,11 +21,13 @@ class GivenModel(NamedTuple):
         layers: its layers.
         loss_fn: loss of the last layer's output.
         module: the module that the layers are of; None if the model was given as a list.
+        container: check that the module still has these layers.
     """
 
     layers: list[Layer]
     loss_fn: LossFunction
     module: nn.Module | None
+    container: Container | UnchangedModel
 
 
 def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
@@ -46,7 +49,8 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
         raise ConfigError(
             "loss_fn must be given as loss_fn(output, target), unless the model's own forward(x, target) returns the loss"
         )
-    return GivenModel(layers, loss, module)
+    unchanged = layers.unchanged if isinstance(layers, ModelLayers) else None
+    return GivenModel(layers, loss, module, unchanged or Container(model))
 
 
 def _layers(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction | None, nn.Module | None]:

@@ -8,6 +8,7 @@ import inspect
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -32,6 +33,15 @@ class ForwardSource:
     function: FunctionType
     tree: ast.FunctionDef
     owner: str
+
+    @cached_property
+    def local_names(self) -> set[str]:
+        """Names of the method's parameters and variables, and of those of functions within it."""
+        arguments = {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
+        stored = {
+            n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
+        }
+        return arguments | stored
 
     def refusal(self, node: ast.AST, problem: str, fix: str) -> SplitError:
         """Return the error for a statement that cannot be split.

@@ -65,8 +65,14 @@ class _Candidate:
         return self.parameters / max(1, len(self.bodies))
 
 
-def new_frame(module: nn.Module, path: str = "", call: int = 0) -> Frame:
+def new_frame(module: nn.Module, path: str = "", call: int = 0, outer: Frame | None = None) -> Frame:
     """Return the frame of a module's forward.
+
+    Args:
+        module: the module.
+        path: name of the module in the model.
+        call: number of the frame.
+        outer: frame that calls it (default none).
 
     Raises:
         SplitError: if calling the module does more than its class's forward, or the forward has no usable source.
@@ -106,7 +112,15 @@ def new_frame(module: nn.Module, path: str = "", call: int = 0) -> Frame:
     names_of = {a.arg for a in (*every, *extra)} | assigned(source.tree.body)
     if not arguments.args or len(every) < 2:
         raise source.refusal(source.tree, "it takes no input", "let it take the batch as its first argument")
-    return Frame(source, module, path, arguments.args[0].arg, frozenset(names_of), call)
+    return Frame(
+        source,
+        module,
+        path,
+        arguments.args[0].arg,
+        frozenset(names_of),
+        call,
+        set() if outer is None else outer.decided,
+    )
 
 
 class Planner:
@@ -199,7 +213,7 @@ class Planner:
         """Append the steps of a module whose forward has the blocks."""
         assert candidate.inner is not None
         assert candidate.call is not None
-        inner = new_frame(candidate.inner, candidate.inner_path, number)
+        inner = new_frame(candidate.inner, candidate.inner_path, number, frame)
         arguments = _arguments(frame, inner, candidate.call)
         values = {name: static_value(frame, node, facts) for name, node in arguments.items()}
         names = {name: f"_penstock_argument_{number}_{name}" for name in arguments}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from typing import Any
+
+from penstock.stage.forward.liveness import inner_names
 
 
 def first_call(statement: ast.stmt, wanted: Callable[[ast.Call], bool]) -> ast.Call | None:
@@ -84,6 +87,12 @@ class Numbered(ast.NodeTransformer):
 
     def __init__(self, values: dict[str, int]) -> None:
         self.values = values
+
+    def visit(self, node: ast.AST) -> Any:
+        hidden = inner_names(node) & self.values.keys()
+        if hidden:
+            return Numbered({n: v for n, v in self.values.items() if n not in hidden}).generic_visit(node)
+        return super().visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id in self.values and isinstance(node.ctx, ast.Load):

@@ -10,6 +10,16 @@ _Assignment = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.FunctionDef | ast
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
+def inner_names(node: ast.AST) -> set[str]:
+    """Return the names that an inner function or a comprehension binds for itself; empty for any other node."""
+    if isinstance(node, _Comprehension):
+        return {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
+    if isinstance(node, _Function):
+        body = assigned(node.body) if isinstance(node.body, list) else set()
+        return {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)} | body
+    return set()
+
+
 def reads(*nodes: ast.AST | None) -> set[str]:
     """Return the names whose values some nodes read, those of inner functions included."""
     names: set[str] = set()
@@ -18,9 +28,8 @@ def reads(*nodes: ast.AST | None) -> set[str]:
             if isinstance(node.ctx, ast.Load):
                 names.add(node.id)
         elif isinstance(node, _Comprehension):
-            bound = {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
             names |= reads(node.generators[0].iter)
-            names |= reads(*ast.iter_child_nodes(node)) - bound
+            names |= reads(*ast.iter_child_nodes(node)) - inner_names(node)
         elif isinstance(node, _Function):
             arguments = [a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)]
             names |= reads(node.args)

@@ -34,6 +34,7 @@ class Frame:
         self_name: name of the forward's first parameter.
         names: names of the forward's parameters and variables.
         call: number that makes the frame's values unique among those of all frames.
+        decided: (name of the module, name of the attribute) of attributes by which a test or a loop was decided.
     """
 
     source: ForwardSource
@@ -42,6 +43,7 @@ class Frame:
     self_name: str
     names: frozenset[str]
     call: int = 0
+    decided: set[tuple[str, str]] = field(default_factory=set, compare=False)
 
     def key(self, name: str) -> str:
         """Return the name of a variable among those of all frames."""
@@ -98,8 +100,11 @@ def chain_value(frame: Frame, node: ast.expr) -> tuple[Any, str] | None:
     Returns:
         The value and its name in the model; None if the expression is another one.
     """
-    chains = _Chains(frame, Uses(), frame.source)
+    uses = Uses()
+    chains = _Chains(frame, uses, frame.source)
     link = chains.walk(node) if isinstance(node, ast.Attribute | ast.Subscript) else None
+    if link is not None and link.kind == "plain":
+        frame.decided.update(uses.attributes)
     return None if link is None or link.kind not in ("module", "plain") else (link.value, link.path)
 
 
@@ -172,7 +177,13 @@ class _Chains(ast.NodeTransformer):
         if isinstance(member, types.FunctionType):
             self._method(member, f"{type(module).__name__}.{name}")
             return _Link(node, "method")
-        return _Link(node, "")
+        if hasattr(type(member), "__get__"):
+            if isinstance(member, staticmethod | classmethod | types.BuiltinFunctionType):
+                return _Link(node, "")
+            raise self._refuse(
+                node, f"uses self.{name}, a {type(member).__name__}", "write a property or a method"
+            )
+        return _Link(node, "plain", member, f"{path}.{name}")
 
     def _method(self, function: Any, owner: str, is_property: bool = False) -> None:
         if owner in self.methods:
@@ -255,8 +266,12 @@ class _Chains(ast.NodeTransformer):
         return isinstance(node, ast.Name) and node.id == self.self_name
 
     def _global(self, name: str) -> Any:
-        known = name in self.frame.names and not self.verbatim
-        return None if known else self.source.function.__globals__.get(name)
+        """Return the value of a global or free variable; None for another name."""
+        function = self.source.function
+        free = function.__code__.co_freevars
+        if name in free and function.__closure__ is not None:
+            return function.__closure__[free.index(name)].cell_contents
+        return None if name in self.source.local_names else function.__globals__.get(name)
 
     def _require_no_random(self, node: ast.AST, value: Any, library: str) -> None:
         if isinstance(value, types.ModuleType) and value.__name__ == library:
@@ -277,7 +292,14 @@ class _Chains(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id == self.self_name:
             raise self._refuse(node, "hands on the model itself", "use its modules by name (self.NAME)")
-        self._require_no_random(node, self._global(node.id), "random")
+        value = self._global(node.id)
+        self._require_no_random(node, value, "random")
+        if isinstance(value, list | dict | set) and not is_constant(value):
+            raise self._refuse(
+                node,
+                f"uses {node.id}, a {type(value).__name__} outside of it that layers on other ranks could not share",
+                "pass values on in variables of the forward",
+            )
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -334,6 +356,8 @@ def _child_name(container: nn.Module, key: int | str | None) -> str | None:
 
 def is_constant(value: Any) -> bool:
     """Return whether a container has something in it, and only values that never change."""
+    if isinstance(value, set):
+        value = list(value)
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
     return bool(items) and all(
         is_constant(i) if isinstance(i, list | tuple | dict) else isinstance(i, (*_PLAIN, *_CODE))

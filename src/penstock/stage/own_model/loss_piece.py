@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,18 +67,25 @@ def loss_in(returned: Any) -> Tensor:
 
 
 def _require_no_state(model: nn.Module, flow: Flow) -> None:
+    """Refuse statements whose weights, buffers or mode a loss function would not have."""
     step = flow.step
+    for statement in step.statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and node.attr == "training":
+                raise step.frame.source.refusal(
+                    node, "the loss depends on the mode", "compute what depends on it in a statement before"
+                )
     for path in sorted(step.uses.paths):
         owner, _, last = path.rpartition(".")
         module = model.get_submodule(owner)._modules.get(last)
-        has_state = module is None or any(True for _ in (*module.parameters(), *module.buffers()))
-        if has_state or any(
-            isinstance(m, nn.Module) and "Drop" in type(m).__name__ for m in (module or nn.Module()).modules()
-        ):
+        if module is None or any(map(_has_state, module.modules())):
             raise step.frame.source.refusal(
                 step.statements[0],
-                f"self.{path} is used together with the target {flow.step.frame.key('')!r}".replace(
-                    " ''", ""
-                ),
+                f"self.{path} is used in a statement with the target or after it, which becomes the loss function",
                 f"compute what needs self.{path} in a statement of its own before, as `logits = self.{path}(x)`",
             )
+
+
+def _has_state(module: nn.Module) -> bool:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None for t in tensors) or isinstance(module, nn.Dropout | nn.AlphaDropout)

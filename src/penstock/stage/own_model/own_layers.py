@@ -25,6 +25,7 @@ from penstock.stage.layers import Layer, as_layers, require_initialized
 from penstock.stage.own_model.loss_piece import OwnLoss
 from penstock.stage.own_model.pieces import Piece, as_layer, assign_owners, carried, changed_before, grouped
 from penstock.stage.own_model.sample_check import check_sample
+from penstock.stage.own_model.unchanged import UnchangedModel
 
 
 class ModelLayers(list[Layer]):
@@ -35,6 +36,7 @@ class ModelLayers(list[Layer]):
         model: model that they are of.
         loss_fn: loss that the model's own forward computes; None if the layers end in the output of ``model(x)``.
         rows: description of each layer.
+        unchanged: check that the model is as it was when it was split; None if its layers are its own modules.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class ModelLayers(list[Layer]):
         model: nn.Module,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         rows: tuple[str, ...] = (),
+        unchanged: UnchangedModel | None = None,
     ) -> None:
         super().__init__(layers)
         self.model, self.loss_fn, self.rows = model, loss_fn, rows
+        self.unchanged = unchanged
 
     def __str__(self) -> str:
         return "\n".join([f"{type(self.model).__name__}: {len(self)} layers", *self.rows])
@@ -153,7 +157,10 @@ def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
     )
     if of_loss is not None:
         rows += (f"  loss_fn: {_lines([of_loss])}",)
-    return ModelLayers(layers, model, loss_fn, rows)
+    used = [*every, *([] if of_loss is None else [of_loss])]
+    attributes = frame.decided.union(*(flow.step.uses.attributes for flow in used))
+    paths = {path for piece in pieces for path in piece.paths}
+    return ModelLayers(layers, model, loss_fn, rows, UnchangedModel(model, paths, attributes))
 
 
 def _inputs(frame: Frame, own_loss: bool) -> _Inputs:
