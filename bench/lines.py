@@ -60,7 +60,7 @@ def run(name: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
         cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"{file} failed: {done.stderr[-2000:]}")
+        raise SystemExit(f"{file} failed: {done.stderr[:2000]}\n...\n{done.stderr[-1000:]}")
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d{4})", done.stdout)]
     return losses, torch.load(folder / "gpt.pt", weights_only=True)
 

@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import SplitError
+from penstock.stage.forward.candidates import VALUE, Candidate, assign, candidate_in
 from penstock.stage.forward.forward_source import read_source
-from penstock.stage.forward.hoisting import Numbered, Replaced, first_call
-from penstock.stage.forward.iteration import UNKNOWN, rounds, specialised, static_value
+from penstock.stage.forward.hoisting import Replaced
+from penstock.stage.forward.iteration import UNKNOWN, specialised, static_value
 from penstock.stage.forward.liveness import assigned, own_returns
-from penstock.stage.forward.module_uses import Frame, Uses, analyse, chain_value
+from penstock.stage.forward.module_uses import Frame, Uses, analyse
 
 LEAST_SHARE = 0.25
 """Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
@@ -47,22 +48,6 @@ class Step:
     def key(self, name: str) -> str:
         """Return the name of a variable among those of all frames."""
         return self.keys.get(name) or self.frame.key(name)
-
-
-@dataclass
-class _Candidate:
-    """Blocks that were found: by a loop, a call of an ``nn.Sequential``, or a call of a module that has them."""
-
-    position: int
-    parameters: int
-    bodies: list[list[ast.stmt]]
-    call: ast.Call | None = None
-    inner: nn.Module | None = None
-    inner_path: str = ""
-
-    @property
-    def mean(self) -> float:
-        return self.parameters / max(1, len(self.bodies))
 
 
 def new_frame(module: nn.Module, path: str = "", call: int = 0, outer: Frame | None = None) -> Frame:
@@ -159,8 +144,8 @@ class Planner:
     def _glue(self, frame: Frame, statements: list[ast.stmt]) -> list[Step]:
         return [Step(frame, *analyse(frame, statements))] if statements else []
 
-    def _chosen(self, frame: Frame, statements: list[ast.stmt], facts: Mapping[str, Any]) -> list[_Candidate]:
-        found = [c for n, s in enumerate(statements) if (c := _candidate(frame, n, s, facts)) is not None]
+    def _chosen(self, frame: Frame, statements: list[ast.stmt], facts: Mapping[str, Any]) -> list[Candidate]:
+        found = [c for n, s in enumerate(statements) if (c := candidate_in(frame, n, s, facts)) is not None]
         found = [c for c in found if c.parameters]
         if not found:
             raise frame.source.refusal(
@@ -178,7 +163,7 @@ class Planner:
         self,
         frame: Frame,
         statement: ast.stmt,
-        candidate: _Candidate,
+        candidate: Candidate,
         steps: list[Step],
         facts: Mapping[str, Any],
     ) -> list[ast.stmt]:
@@ -192,9 +177,9 @@ class Planner:
         value = f"_penstock_value_{number}"
         if candidate.inner is None:
             (argument,) = call.args
-            steps += self._glue(frame, [_assign(value, argument, statement)])
+            steps += self._glue(frame, [assign(value, argument, statement)])
             for body in candidate.bodies:
-                bound = [_renamed(s, _VALUE, value) for s in body]
+                bound = [_renamed(s, VALUE, value) for s in body]
                 steps.append(Step(frame, *analyse(frame, bound), element=True))
         else:
             self._enter(frame, statement, candidate, steps, facts, number)
@@ -205,7 +190,7 @@ class Planner:
         self,
         frame: Frame,
         statement: ast.stmt,
-        candidate: _Candidate,
+        candidate: Candidate,
         steps: list[Step],
         facts: Mapping[str, Any],
         number: int,
@@ -217,7 +202,7 @@ class Planner:
         arguments = _arguments(frame, inner, candidate.call)
         values = {name: static_value(frame, node, facts) for name, node in arguments.items()}
         names = {name: f"_penstock_argument_{number}_{name}" for name in arguments}
-        passed, uses = analyse(frame, [_assign(names[n], node, statement) for n, node in arguments.items()])
+        passed, uses = analyse(frame, [assign(names[n], node, statement) for n, node in arguments.items()])
         steps.append(Step(frame, passed, uses, keys={names[n]: inner.key(n) for n in arguments}))
         inside = self.steps(inner, {n: v for n, v in values.items() if v is not UNKNOWN})
         result, last = f"_penstock_value_{number}", inside[-1]
@@ -226,13 +211,10 @@ class Planner:
             inside.append(last)
         returned = last.statements[-1]
         assert isinstance(returned, ast.Return)
-        last.statements[-1] = _assign(result, returned.value or ast.Constant(None), statement)
+        last.statements[-1] = assign(result, returned.value or ast.Constant(None), statement)
         last.keys[result] = frame.key(result)
         require_no_return(inside)
         steps += inside
-
-
-_VALUE = "_penstock_value"
 
 
 def _renamed(statement: ast.stmt, name: str, by: str) -> ast.stmt:
@@ -259,11 +241,6 @@ def require_no_return(steps: Sequence[Step]) -> None:
             )
 
 
-def _assign(name: str, value: ast.expr, like: ast.AST) -> ast.stmt:
-    statement = ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value), like)
-    return ast.fix_missing_locations(statement)
-
-
 def _arguments(frame: Frame, inner: Frame, call: ast.Call) -> dict[str, ast.expr]:
     """Return the expression of every parameter of an inner forward."""
     if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
@@ -288,117 +265,3 @@ def _arguments(frame: Frame, inner: Frame, call: ast.Call) -> dict[str, ast.expr
         else:
             raise frame.source.refusal(call, f"it leaves {name} to its default", "pass it")
     return arguments
-
-
-def _candidate(
-    frame: Frame, position: int, statement: ast.stmt, facts: Mapping[str, Any]
-) -> _Candidate | None:
-    if isinstance(statement, ast.For):
-        bodies = _bodies(frame, statement, facts)
-        if bodies is None:
-            return None
-        return _Candidate(position, _parameters(frame, bodies), bodies)
-    modules: dict[int, tuple[nn.Module, str]] = {}
-
-    def wanted(call: ast.Call) -> bool:
-        known = chain_value(frame, call.func)
-        if (
-            known is None
-            or not isinstance(known[0], nn.Module)
-            or type(known[0]).__module__.startswith("torch.")
-        ):
-            plain = known is not None and type(known[0]) is nn.Sequential
-            if not plain or known is None or len(known[0]) < 2 or len(call.args) != 1 or call.keywords:
-                return False
-        modules[id(call)] = known
-        return any(True for _ in known[0].parameters())
-
-    call = first_call(statement, wanted)
-    if call is None:
-        return None
-    module, path = modules[id(call)]
-    count_of = sum(p.numel() for p in {id(p): p for p in module.parameters()}.values())
-    if type(module) is not nn.Sequential:
-        return _Candidate(position, count_of if _has_blocks(module) else 0, [], call, module, path)
-    new_hooks = any(
-        getattr(module, f"_{n}") for n in ("forward_hooks", "forward_pre_hooks", "backward_hooks")
-    )
-    if new_hooks:
-        raise frame.source.refusal(
-            call, "it calls an nn.Sequential with hooks, which would be lost", "remove them"
-        )
-    bodies = [
-        [
-            _assign(
-                _VALUE,
-                ast.Call(ast.Attribute(call.func, name, ast.Load()), [ast.Name(_VALUE, ast.Load())], []),
-                call,
-            )
-        ]
-        for name in module._modules
-    ]
-    return _Candidate(position, count_of, bodies, call)
-
-
-def _has_blocks(module: nn.Module) -> bool:
-    """Return whether a module may have blocks in its forward: a container, at some depth outside of torch's own modules."""
-    return any(isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 for m in module.children()) or any(
-        _has_blocks(m) for m in module.children()
-    )
-
-
-def _bodies(frame: Frame, loop: ast.For, facts: Mapping[str, Any]) -> list[list[ast.stmt]] | None:
-    """Return the statements of each round of a loop over modules; None if its rounds are not known."""
-    values = rounds(frame, loop.iter, facts)
-    if not values:
-        return None
-    bodies = []
-    changed = assigned(loop.body)
-    for value in values:
-        value = copy.deepcopy(value)
-        numbers = {n: v for n, v in _numbers(loop.target, value).items() if n not in changed}
-        bind = ast.copy_location(ast.Assign([copy.deepcopy(loop.target)], value), loop)
-        body = [Numbered(numbers).visit(copy.deepcopy(s)) for s in loop.body]
-        bodies.append([ast.fix_missing_locations(bind), *specialised(frame, body, facts)])
-    if not _parameters(frame, bodies[:1]) and not _parameters(frame, bodies):
-        return None
-    for node in ast.walk(ast.Module([*loop.body], [])):
-        if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not _in_inner_loop(loop, node)):
-            word = "return" if isinstance(node, ast.Return) else "break"
-            raise frame.source.refusal(
-                node, f"a {word} leaves its loop over the blocks", "let every block run, and skip within it"
-            )
-    if loop.orelse:
-        raise frame.source.refusal(loop, "its loop over the blocks has an else", "put that after the loop")
-    return bodies
-
-
-def _in_inner_loop(loop: ast.For, node: ast.AST) -> bool:
-    inner = [n for s in loop.body for n in ast.walk(s) if isinstance(n, ast.For | ast.While)]
-    return any(node is below for n in inner for below in ast.walk(n))
-
-
-def _numbers(target: ast.expr, value: ast.expr) -> dict[str, int]:
-    if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, int):
-        return {target.id: value.value}
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        parts = [_numbers(t, v) for t, v in zip(target.elts, value.elts, strict=True)]
-        return {name: number for part in parts for name, number in part.items()}
-    return {}
-
-
-def _parameters(frame: Frame, bodies: list[list[ast.stmt]]) -> int:
-    """Return the number of parameters that some rounds use."""
-    paths = {p for body in bodies for p in analyse(frame, copy.deepcopy(body))[1].paths}
-    root = {id(p): p for path in paths for p in _tensors(frame, path)}
-    return sum(p.numel() for p in root.values())
-
-
-def _tensors(frame: Frame, path: str) -> list[nn.Parameter]:
-    inner = path.removeprefix(f"{frame.path}.") if frame.path else path
-    owner, _, last = inner.rpartition(".")
-    module = frame.module.get_submodule(owner)
-    if last in module._modules:
-        return list(module.get_submodule(last).parameters())
-    parameter = module._parameters.get(last)
-    return [] if parameter is None else [parameter]
