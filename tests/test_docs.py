@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from pathlib import Path
 
@@ -18,5 +19,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M)
     assert blocks
     names: dict[str, object] = {"__name__": "a_page"}
-    for block in blocks:
-        exec(compile(block, page, "exec"), names)
+    for number, block in enumerate(blocks):
+        name = f"{page}-{number}"
+        linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
+        exec(compile(block, name, "exec"), names)

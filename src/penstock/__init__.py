@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.stage.layers import Layer as Layer
     from penstock.stage.named import add_loss as add_loss
     from penstock.stage.named import give as give
+    from penstock.stage.own_model.own_layers import split as split
     from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
 
@@ -89,6 +90,7 @@ _HOME = {
     "read_dcp": "penstock.checkpoint.dcp.dcp_read",
     "register_family": "penstock.schedule.families",
     "save_transformers": "penstock.huggingface.save",
+    "split": "penstock.stage.own_model.own_layers",
     "tensor_parallel": "penstock.parallel.tensor.plan",
     "thread_reducers": "penstock.parallel.data.thread_reducer",
     "valid_tokens": "penstock.huggingface.loss",

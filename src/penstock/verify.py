@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.model.given_model import given_model
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.validation import resolve_schedule
 from penstock.runtime.workers.pool import LocalProcesses, require_processes
 from penstock.schedule.families import FAMILIES, require_family
 from penstock.schedule.text import is_csv
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.layers import as_layers
 from penstock.stage.module import StageModule
 from penstock.stage.values import split_batch
 
@@ -37,12 +37,12 @@ class VerifyTarget:
 
     Attributes:
         model: anything that `Pipeline` takes; it must be the same each time it is made.
-        loss_fn: ``loss_fn(output, target)``, the mean over its microbatch.
+        loss_fn: ``loss_fn(output, target)``, the mean over its microbatch; None for the loss that the model computes.
         batch: ``batch(step, microbatches)`` → (x, y), the same each time, of a size divisible by the microbatches.
     """
 
     model: object
-    loss_fn: LossFunction
+    loss_fn: LossFunction | None
     batch: Callable[[int, int], tuple[object, object]]
 
 
@@ -163,7 +163,8 @@ def _in_order(name: str, ranks: int, microbatches: int, virtual: int) -> bool:
 
 
 def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dtype | None = None) -> _Outcome:
-    model = StageModule(as_layers(target.model)).to(dtype)
+    given = given_model(target.model, target.loss_fn)
+    model = StageModule(given.layers).to(dtype)
     parameters = [p for _, p in model.whole_model_parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
     losses = []
@@ -173,7 +174,7 @@ def _plain(target: VerifyTarget, microbatches: int, steps: int, dtype: torch.dty
         for inputs, labels in zip(
             *(split_batch(_as(v, dtype), microbatches, "a batch")[0] for v in (x, y)), strict=True
         ):
-            losses_by_name = target.loss_fn(model(inputs), labels)
+            losses_by_name = given.loss_fn(model(inputs), labels)
             loss = (
                 losses_by_name
                 if isinstance(losses_by_name, Tensor)

@@ -107,6 +107,10 @@ LINES = {
     ],
     "bench.zoo --count 2000": [r"linear +N +N +N +0", r"24 cases: N bit-equal, N bounded, N refused, 0 FAILED; N s"],
     "bench.zoo --count 2000 --seed 700000": [r"24 cases: N bit-equal, N bounded, N refused, 0 FAILED; N s"],
+    "bench.lines": [
+        r"plain loop +11 +N +N +N", r"Penstock, threads +11 +N +N +N", r"Penstock, processes +11 +N +N +N",
+        r"torch.distributed.pipelining +43 +N +N +N",
+    ],
     "bench.advice": [r"largest difference N; of the wrong sign N of N"],
 }  # fmt: skip
 

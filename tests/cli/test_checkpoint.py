@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import steps_in
 from penstock.cli import group
+from penstock.runtime.pipeline import Pipeline
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
-from tests.support import hf_folders
+from tests.support import hf_folders, own_models
 from tests.support.checkpoint_runs import adamw, equal, pipeline, state_of, steps
 from tests.support.tiny_run import text_folder, tiny
 
@@ -60,6 +61,26 @@ def test_convert_to_other_files_loads_as_the_same(tmp_path: Path):
                 assert checkpoints.load_newest().step == 2
             states.append(state_of(pipe, optimizer))
     assert equal(*states)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_export_writes_all_names_of_the_model_given(tmp_path: Path, name: str):
+    net = own_models.made(own_models.NanoGPT)
+    with Pipeline(net, ranks=2, microbatches=2) as pipe, Checkpoints(tmp_path / "run", pipe) as checkpoints:
+        pipe.step(*own_models.batch())
+        checkpoints.save()
+        path = checkpoints.wait()
+        expected = pipe.full_state_dict()
+    result = call("export", path, tmp_path / name)
+    assert result.exit_code == 0, result.output
+    state = load_file(tmp_path / name) if name.endswith("safetensors") else torch.load(tmp_path / name)
+    assert state.keys() == expected.keys()
+    own_models.NanoGPT().load_state_dict(state, strict=True)
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+    again = call("export", path, tmp_path / name)
+    assert "already exists" in again.output or "already exists" in str(again.exception)
+    other = call("export", path, tmp_path / "model.bin")
+    assert ".safetensors or .pt" in other.output or ".safetensors or .pt" in str(other.exception)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to another split, or to a Hugging Face folder; no model is built."""
+"""Conversion of checkpoints to another split, a file of weights, or a Hugging Face folder; no model is built."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from penstock.atomic import replacing
 from penstock.checkpoint.find import damage, is_checkpoint, read_manifest
 from penstock.checkpoint.format import files
 from penstock.checkpoint.format.manifest import Manifest
@@ -18,6 +20,8 @@ from penstock.checkpoint.snapshot import layer_of
 from penstock.checkpoint.write import finish, write_stages
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface import weights
+from penstock.stage.layers import prefixes
+from penstock.tensor_file import write_tensors
 
 
 def open_sound(path: Path) -> Manifest:
@@ -83,7 +87,7 @@ def rewrite(
     Raises:
         ConfigError: if the folder cannot be written.
     """
-    stage_of = {name: s for s, run in enumerate(manifest.layers) for name in run}
+    stage_of = {start: s for s, run in enumerate(manifest.layers) for name in run for start in prefixes(name)}
     by_stage: list[list[str]] = [[] for _ in manifest.layers]
     for name in names:
         by_stage[_stage(name, stage_of)].append(name)
@@ -113,6 +117,36 @@ def model_weights(source: Path, manifest: Manifest) -> dict[str, Tensor]:
             for name in manifest.tensors
             if name.startswith("model/")
         }
+
+
+def export_weights(source: Path, target: Path) -> None:
+    """Write the weights of a checkpoint as one file, with all names that ``model.load_state_dict`` takes.
+
+    Args:
+        source: folder of a checkpoint.
+        target: file to create: ``.safetensors``, or ``.pt`` for ``torch.load``; it must not exist.
+
+    Raises:
+        ConfigError: if `target` has another ending, exists or cannot be written.
+        DataError: if the checkpoint is damaged.
+    """
+    require_new(target)
+    if target.suffix not in (".safetensors", ".pt"):
+        raise ConfigError(f"{target} must end in .safetensors or .pt, so that it is known what to write")
+    manifest = open_sound(source)
+    state = model_weights(source, manifest)
+    tied = manifest.values.get("tied", {})
+    if not isinstance(tied, dict) or not all(isinstance(f, str) and f in state for f in tied.values()):
+        raise DataError(f"{source}: 'tied' must name weights of the checkpoint, got {tied!r:.80}")
+    state |= {name: state[first] for name, first in tied.items()}
+    try:
+        with replacing(target) as unfinished:
+            if target.suffix == ".pt":
+                torch.save(state, unfinished)
+            else:
+                write_tensors(unfinished, state, {"format": "pt"})
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
 
 
 def export_transformers(source: Path, target: Path) -> None:

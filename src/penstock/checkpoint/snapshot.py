@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
+from penstock.stage.layers import prefixes
 from penstock.tensor_file import dtype_name
 
 BY_NAME = ("parameters", "state", "main_weights")
@@ -80,7 +81,7 @@ def take_snapshot(
     state = optimizer.state_dict() if optimizer is not None else None
     model = pipe.state_dict()
     held = _own_layers(pipe)
-    stage_of = {name: s for s, names in held.items() for name in names}
+    stage_of = {start: s for s, names in held.items() for name in names for start in prefixes(name)}
     tensors: dict[int, dict[str, Tensor]] = {s: {} for s in held}
     keeps = pipe.is_first  # of several processes with the same state, the first writes it
 
@@ -98,7 +99,7 @@ def take_snapshot(
     def stage_for(name: str) -> int | None:
         return stage_of.get(layer_of(name, stage_of))
 
-    values: dict[str, Any] = {"model": {}, "optimizer": None, "extra": {}}
+    values: dict[str, Any] = {"model": {}, "optimizer": None, "extra": {}, "tied": pipe.tied_names}
     for name, value in model.items():
         stage = stage_for(name)
         encoded = encode(value, f"model/{name}", put_for(stage))
@@ -172,9 +173,9 @@ def _own_layers(pipe: Pipeline) -> dict[int, tuple[str, ...]]:
 
 
 def layer_of(name: str, layers: Mapping[str, Any]) -> str:
-    """Return the layer whose name begins a parameter's name; empty if there is none."""
-    prefixes = (name[:at] for at, letter in enumerate(name) if letter == ".")
-    return next((prefix for prefix in prefixes if prefix in layers), "")
+    """Return the beginning of a parameter's name that is a key of `layers`; empty if there is none."""
+    beginnings = (name[:at] for at, letter in enumerate(f"{name}.") if letter == ".")
+    return next((beginning for beginning in beginnings if beginning in layers), "")
 
 
 def _generators() -> dict[str, Tensor]:

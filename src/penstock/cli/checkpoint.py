@@ -128,6 +128,23 @@ def convert(
 
 
 @command.command(
+    epilog="Example:  penstock checkpoint export runs/first/checkpoints/step-00000100 model.safetensors",
+)
+@click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("target", metavar="FILE", type=click.Path(path_type=Path))
+def export(source: Path, target: Path) -> None:
+    """Export the weights as one file.
+
+    Writes those of a CHECKPOINT to FILE, which ends in .safetensors or .pt, by the names of the model. A tied weight has all
+    its names, so that model.load_state_dict takes the file's contents.
+    """
+    from penstock.checkpoint.convert import export_weights
+
+    export_weights(source, target)
+    click.echo(f"written: {target}")
+
+
+@command.command(
     "export-hf",
     epilog="Example:  penstock checkpoint export-hf runs/llama/checkpoints/step-00000100 exported",
 )

@@ -19,6 +19,7 @@ from penstock.errors import PenstockError
 from penstock.huggingface.model_folder import INDEX, WEIGHTS, read_tensors, stored_tensors
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
+from penstock.stage.layers import begins_in, prefixes
 from penstock.tensor_file import TensorFile, write_tensors
 
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -26,8 +27,8 @@ _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 def own_state(pipe: Pipeline) -> dict[str, Any]:
     """Return the pipeline's state without tied weights whose first layer is on another process, which writes them."""
-    here = tuple(f"{name}." for stage in pipe.stages.values() for name in stage.module.names)
-    return {name: value for name, value in pipe.state_dict().items() if name.startswith(here)}
+    here = {p for stage in pipe.stages.values() for name in stage.module.names for p in prefixes(name)}
+    return {name: value for name, value in pipe.state_dict().items() if begins_in(name, here)}
 
 
 def save_part(folder: Path, state: Mapping[str, Tensor], part: int, parts: int) -> Path:

@@ -19,6 +19,8 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.flow.step_flow import StepFlow, Update
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
+from penstock.runtime.model.given_model import given_model
+from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.start.same_schedule import require_same_schedule
@@ -27,21 +29,18 @@ from penstock.runtime.validation import (
     local_device,
     make_settings,
     require_count,
-    require_loss,
     require_loss_without_parameters,
     require_seed,
     resolve_mesh,
     resolve_schedule,
 )
 from penstock.runtime.weights.parameters import LocalParameters
-from penstock.runtime.weights.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.workers.timeout import Timeout, require_timeout
 from penstock.runtime.workers.world import current_world
 from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.layers import Container, as_layers
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -57,9 +56,10 @@ class Pipeline(PipelineModel):
     Slurm), or ``torch.distributed`` is initialized, every process is a rank, and builds and holds its own stages only.
 
     Args:
-        model: an ``nn.Sequential``, or a list of layers as `penstock.stage.layers.as_layers` takes it.
+        model: an ``nn.Sequential``; a list of layers as `penstock.stage.layers.as_layers` takes it; a model with a forward
+            of its own, as `penstock.split` takes it; or a causal language model of Hugging Face transformers.
         loss_fn: ``loss_fn(output, target)``; returns a scalar tensor, the mean over its microbatch, or a dictionary of
-            several.
+            several. None for the loss that the model's own ``forward(x, target)`` returns (default).
         microbatches: number of microbatches that a batch is split into along dimension 0.
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, a `Schedule`, or path of a CSV file (default
             "1f1b"). In processes, each must find the same schedule.
@@ -101,7 +101,7 @@ class Pipeline(PipelineModel):
     def __init__(
         self,
         model: object,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None = None,
         *,
         microbatches: int,
         schedule: str | Path | Schedule = "1f1b",
@@ -122,7 +122,8 @@ class Pipeline(PipelineModel):
         require_count("virtual_stages", 1 if virtual_stages is None else virtual_stages)
         require_count("ranks", 1 if ranks is None else ranks)
         self.timeout = require_timeout(timeout)
-        require_loss(loss_fn)
+        given = given_model(model, loss_fn)
+        loss_fn = given.loss_fn
         self.seed = require_seed(seed)
         self.mesh, self.parallel, self.execution = mesh, parallel, execution
         self._random = RandomState(self.seed)
@@ -137,7 +138,7 @@ class Pipeline(PipelineModel):
         self.reduce_gradients = True
         self.scaler: LossScale | None = None
         program = check(self.schedule).program
-        self.layers = as_layers(model)
+        self.layers = given.layers
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
         waits = Timeout(self.timeout, execution.first_timeout)
@@ -178,9 +179,10 @@ class Pipeline(PipelineModel):
         local_replicas = [self.replica] if self.in_processes else range(self.replicas)
         common = (self.device, self.reduction, self._local.routes, self.holds_first, self.holds_last)
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
-        self._container = Container(model)
+        self._container = given.container
         self._memory = execution.memory
-        super().__init__(parameters, self._engine.stage_modules, self._engine.wait_for_parameters)
+        wait = self._engine.wait_for_parameters
+        super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world)
         self.global_norm = GlobalNorm(parameters, self.world)
 
     def step(

@@ -27,12 +27,6 @@ def require_count(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def require_loss(loss_fn: object) -> None:
-    """Raise a `ConfigError` unless the loss function is callable."""
-    if not callable(loss_fn):
-        raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r}")
-
-
 def require_loss_without_parameters(loss_fn: object, schedule: Schedule, mesh: MeshShape | None) -> None:
     """Check that a loss function which several ranks call has no parameters to train: their gradients are not reduced.
 

@@ -8,7 +8,7 @@ layer, whatever the split.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -40,6 +40,66 @@ class Layer:
     role: Role = "block"
     tied: Mapping[str, str] = field(default_factory=dict)
     module: nn.Module | None = None
+
+
+JOINT = "+"
+"""Joins the names of several modules to that of the one layer which has them; see `whole_name`."""
+
+
+def is_joint(layer: str) -> bool:
+    """Return whether a layer has modules of several places of the model; their names in it are those in the model."""
+    return JOINT in layer
+
+
+def joint_name(paths: Sequence[str], number: int) -> str:
+    """Return the name of a layer that has modules, parameters or buffers of several places of the model.
+
+    Args:
+        paths: their names in the model.
+        number: index of the layer, by which it is called if it has none.
+    """
+    return (
+        f"code:{number}{JOINT}"
+        if not paths
+        else JOINT.join(paths)
+        if len(paths) > 1
+        else f"{paths[0]}{JOINT}"
+    )
+
+
+def prefixes(layer: str) -> list[str]:
+    """Return the beginnings of the names of a layer's parameters and buffers in the whole model."""
+    return [layer, *(path for path in layer.split(JOINT) if path)] if is_joint(layer) else [layer]
+
+
+def whole_name(layer: str, inner: str, parameter: bool = True) -> str:
+    """Return the name in the whole model of a parameter or buffer of a layer.
+
+    Args:
+        layer: name of the layer.
+        inner: name within the layer.
+        parameter: whether it is a parameter: one that an earlier layer has, too, gets a second name (default True).
+    """
+    if is_joint(layer) and (not parameter or begins_in(inner, prefixes(layer)[1:])):
+        return inner
+    return f"{layer}.{inner}" if inner else layer
+
+
+def is_second_name(name: str) -> bool:
+    """Return whether a name in the whole model is that of a parameter which an earlier layer has by its own name."""
+    return JOINT in name
+
+
+def inner_name(layer: str, name: str) -> str | None:
+    """Return the name within a layer of a parameter, by its name in the whole model; None if the layer does not have it."""
+    if name.startswith(f"{layer}."):
+        return name[len(layer) + 1 :]
+    return name if is_joint(layer) and begins_in(name, prefixes(layer)[1:]) else None
+
+
+def begins_in(name: str, starts: Collection[str]) -> bool:
+    """Return whether a name is one of some names, or of something within them."""
+    return name in starts or any(name[:at] in starts for at, letter in enumerate(name) if letter == ".")
 
 
 def as_layers(model: object) -> list[Layer]:
@@ -126,6 +186,8 @@ def _instead(model: object) -> str:
             "a causal language model of Hugging Face is cut by penstock.from_transformers: "
             "Pipeline(from_transformers(model), ...)"
         )
+    if isinstance(model, nn.Module):
+        return "a model with a forward of its own becomes layers by penstock.split(model)"
     return (
         "give an nn.Sequential or nn.ModuleList, or a list of layers, of functions that build them, or of (name, layer) "
         "pairs"
@@ -141,6 +203,8 @@ def _element(position: int, item: object) -> Layer:
 
 
 def _layer(name: str, item: object) -> Layer:
+    if is_joint(name):
+        raise SplitError(f"layer name {name!r} must not contain {JOINT!r}; give the layer another name")
     if isinstance(item, nn.Module):
         require_initialized(name, item)
         return Layer(name, lambda: item, module=item)

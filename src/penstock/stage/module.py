@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError, SplitError
-from penstock.stage.layers import Layer, require_initialized
+from penstock.stage.layers import Layer, inner_name, require_initialized, whole_name
 from penstock.stage.named import Context, IsolatedCall, names_given, names_taken, set_context
 from penstock.stage.rng.initial import build_seeded
 
@@ -103,13 +103,13 @@ class StageModule(nn.Module):
         """Yield (name in the whole model, parameter) pairs."""
         for name, layer in self.named_layers():
             for inner, parameter in layer.named_parameters():
-                yield f"{name}.{inner}" if inner else name, parameter
+                yield whole_name(name, inner), parameter
 
     def whole_model_state(self) -> dict[str, Any]:
         """Return parameters and buffers by their names in the whole model."""
         state: dict[str, Any] = {}
         for name, layer in self.named_layers():
-            state.update(layer.state_dict(prefix=f"{name}."))
+            state |= {whole: value for _, whole, value in layer_state(name, layer)}
         return state
 
     def has(self, name: str) -> bool:
@@ -129,11 +129,18 @@ class StageModule(nn.Module):
 
     def _owner(self, name: str) -> tuple[nn.Module, str] | None:
         for prefix, layer in self.named_layers():
-            inner = name.removeprefix(f"{prefix}.")
-            if inner != name and inner in dict(layer.named_parameters(remove_duplicate=False)):
+            inner = inner_name(prefix, name)
+            if inner is not None and inner in dict(layer.named_parameters(remove_duplicate=False)):
                 path, _, last = inner.rpartition(".")
                 return layer.get_submodule(path), last
         return None
+
+
+def layer_state(name: str, layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield (name in the layer, name in the whole model, value) of a layer's parameters and buffers."""
+    parameters = {inner for inner, _ in layer.named_parameters(remove_duplicate=False)}
+    for inner, value in layer.state_dict().items():
+        yield inner, whole_name(name, inner, inner in parameters), value
 
 
 class _CompiledLayers(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from penstock.errors import SplitError
-from penstock.stage.layers import Layer
+from penstock.stage.layers import Layer, prefixes, whole_name
 from penstock.stage.module import StageModule
 
 
@@ -32,7 +32,7 @@ def find_ties(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     for layer in layers:
         if layer.module is not None:
             for inner, parameter in layer.module.named_parameters(remove_duplicate=False):
-                name = f"{layer.name}.{inner}"
+                name = whole_name(layer.name, inner)
                 join(names.setdefault(id(parameter), name), name)
     for layer in layers:
         for inner, other in layer.tied.items():
@@ -48,8 +48,9 @@ def find_ties(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
 
 def owner_of(name: str, layers: Sequence[Layer]) -> str | None:
     """Return the name of the layer that owns a parameter, by its whole-model name: the longest that fits."""
-    fitting = [layer.name for layer in layers if name == layer.name or name.startswith(f"{layer.name}.")]
-    return max(fitting, key=len, default=None)
+    starts = {start: layer.name for layer in layers for start in prefixes(layer.name)}
+    fitting = [start for start in starts if name == start or name.startswith(f"{start}.")]
+    return starts[max(fitting, key=len)] if fitting else None
 
 
 def set_parameter(module: StageModule, name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -15,6 +15,7 @@ from torch import nn
 from penstock.errors import ReplicaError
 from penstock.parallel.tensor.plan import sums_gradients
 from penstock.runtime.copies.aliases import require_no_late_hook
+from penstock.stage.layers import whole_name
 from penstock.stage.module import StageModule
 
 
@@ -22,7 +23,8 @@ def whole_model_modules(stages: Iterable[StageModule]) -> Iterator[tuple[str, nn
     """Return (name in the whole model, module) pairs of all modules in some stages."""
     for stage in stages:
         for layer, module in stage.named_layers():
-            yield from module.named_modules(prefix=layer)
+            for inner, submodule in module.named_modules():
+                yield whole_name(layer, inner) if inner else layer, submodule
 
 
 class FixedModules:

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.copies.aliases import require_no_late_hook
 from penstock.schedule.placement import Placement
 from penstock.stage.isolation import Isolation
-from penstock.stage.layers import Layer
+from penstock.stage.layers import Layer, whole_name
 from penstock.stage.module import StageModule
 
 M = TypeVar("M", bound=nn.Module)
@@ -106,7 +106,9 @@ class Isolations:
             if layer.module is not None
         ]
         self._names = {
-            id(p): f"{layer}.{name}" for layer, module, _ in built for name, p in module.named_parameters()
+            id(p): whole_name(layer, name)
+            for layer, module, _ in built
+            for name, p in module.named_parameters()
         }
         holders: dict[int, set[tuple[int, ...]]] = {}
         uses: list[tuple[int, str, int]] = []

@@ -18,6 +18,7 @@ from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
 from penstock.runtime.pipeline import Pipeline
+from penstock.stage.layers import begins_in, prefixes
 
 _KEYS = {
     "optimizer": str,
@@ -247,12 +248,11 @@ def _problems_by_name(optimizer: StatefulOptimizer, state: Mapping[str, Any]) ->
                 has_main and not isinstance(mains[name], ShardValues) and mains[name].shape != parameter.shape
             ):
                 problems.append(f"the main weight of {name} has shape {tuple(mains[name].shape)}")
-    here = {name for stage in optimizer.pipe.stages.values() for name in stage.module.names}
-    layers = {layer.name for layer in optimizer.pipe.layers}
+    here = {p for stage in optimizer.pipe.stages.values() for n in stage.module.names for p in prefixes(n)}
+    layers = {p for layer in optimizer.pipe.layers for p in prefixes(layer.name)}
 
     def elsewhere(name: str) -> bool:
-        prefixes = {name[:at] for at, letter in enumerate(name) if letter == "."}
-        return bool(prefixes & layers) and not prefixes & here
+        return begins_in(name, layers) and not begins_in(name, here)
 
     return problems + [f"{name} is unknown" for name in saved if name not in names and not elsewhere(name)]
 

@@ -14,7 +14,8 @@ from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.placement import Placement
 from penstock.stage.compute.stage import Stage
-from penstock.stage.layers import Layer
+from penstock.stage.layers import Layer, begins_in, is_joint, is_second_name, prefixes
+from penstock.stage.module import layer_state
 
 
 class LocalParameters:
@@ -91,6 +92,45 @@ class LocalParameters:
             if name == first or first not in state
         }
 
+    def own_state(self) -> dict[str, Any]:
+        """Return `state_dict` without what other ranks have, too, and give."""
+        holders = self.placement.holders
+        held = {
+            start
+            for s, stage in self.stages.items()
+            for name in stage.module.names
+            for start in prefixes(name)
+            if self.rank is None or holders[s][0] == self.rank
+        }
+        return {name: value for name, value in self.state_dict().items() if begins_in(name, held)}
+
+    @property
+    def tied_names(self) -> dict[str, str]:
+        """Names of tied weights in the model, with the first name of each."""
+        return {name: first for name, first in self.ties.first.items() if not is_second_name(name)}
+
+    def with_all_names(self, state: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
+        """Return the state of the whole model with all names of tied weights, in the model's order.
+
+        Args:
+            state: state by the first names.
+            model: the model; None for the order of the layers.
+        """
+        tied = {name: state[first] for name, first in self.tied_names.items()}
+        everything = {**state, **tied}
+        order = (
+            [] if model is None else [name for name in model.state_dict(keep_vars=True) if name in everything]
+        )
+        return {name: everything[name] for name in dict.fromkeys([*order, *everything])}
+
+    def give_buffers_to(self, model: nn.Module) -> None:
+        """Put buffers that a conversion has replaced in layers into the module that the layers are of."""
+        for stage in self.stages.values():
+            for name, layer in stage.module.named_layers():
+                for inner, buffer in layer.named_buffers() if is_joint(name) else ():
+                    path, _, last = inner.rpartition(".")
+                    model.get_submodule(path)._buffers[last] = buffer
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers; entries of stages held elsewhere are left alone.
 
@@ -110,8 +150,8 @@ class LocalParameters:
             for name, layer in stage.module.named_layers():
                 layer.load_state_dict(
                     {
-                        inner: distribute_like(state[f"{name}.{inner}"], value)
-                        for inner, value in layer.state_dict().items()
+                        inner: distribute_like(state[whole], value)
+                        for inner, whole, value in layer_state(name, layer)
                     },
                     assign=any(p.is_meta for p in layer.parameters()),
                 )
@@ -124,14 +164,14 @@ class LocalParameters:
             for name, value in expected.items()
             if name in state and isinstance(value, Tensor) and value.shape != state[name].shape
         ]
-        here = tuple(f"{n}." for stage in self.stages.values() for n in stage.module.names)
-        anywhere = tuple(f"{layer.name}." for layer in self.layers)
+        here = {p for stage in self.stages.values() for n in stage.module.names for p in prefixes(n)}
+        anywhere = {p for layer in self.layers for p in prefixes(layer.name)}
         problems += [
             f"{name} is unknown"
             for name in state
             if name not in expected
             and name not in self.ties.first
-            and (name.startswith(here) or not name.startswith(anywhere))
+            and (begins_in(name, here) or not begins_in(name, anywhere))
         ]
         problems += [
             f"{name} differs from {first}, to which it is tied"

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
+from penstock.errors import ConfigError
+from penstock.runtime.model.whole_state import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
+from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
 
 
@@ -19,6 +22,8 @@ class PipelineModel:
         parameters: parameters and buffers by name.
         modules: function that returns the modules of all stages of this process.
         wait: function that waits until the parameters have their final values.
+        given: the module that the user gave; None if it was a list of layers.
+        world: the processes of the pipeline; None if its ranks are threads of one process.
     """
 
     def __init__(
@@ -26,8 +31,11 @@ class PipelineModel:
         parameters: LocalParameters,
         modules: Callable[[], list[StageModule]],
         wait: Callable[[], None],
+        given: nn.Module | None = None,
+        world: World | None = None,
     ) -> None:
         self._parameters, self._modules, self._wait = parameters, modules, wait
+        self._given, self._world = given, world
 
     def wait(self) -> None:
         """Wait until the weights are final, since with ``flow=True`` the last update may still be undone.
@@ -53,9 +61,65 @@ class PipelineModel:
         return self._parameters.of_rank(rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return parameters and buffers by their names in the whole model; in processes, of this rank's stages."""
+        """Return parameters and buffers by their names in the whole model; in processes, of this rank's stages.
+
+        The tensors are those that train, not copies. A tied weight has the first of its names alone.
+        """
         self.wait()
         return self._parameters.state_dict()
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
+        """Return all parameters and persistent buffers of the whole model, as ``model.load_state_dict`` takes them.
+
+        Names and their order are those of the model that was given; a tied weight has all its names. Tensors are copies on
+        the CPU, in the dtype that trains; names of one tied weight have one copy. In processes all ranks call this
+        together, before the pipeline is closed. ::
+
+            model.load_state_dict(pipe.full_state_dict())
+
+        Args:
+            rank0_only: whether to return an empty dictionary on all processes but the run's first (default False).
+
+        Raises:
+            PenstockError: if another rank failed, or the pipeline is closed and other processes have a part of the model.
+        """
+        self.wait()
+        keeps = not rank0_only or self._world is None or (self._world.is_first and self._world.rank == 0)
+        own = {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for name, value in self._parameters.own_state().items()
+        }
+        state = own if self._world is None else gather_state(own, self._world, keeps)
+        return self._parameters.with_all_names(state, self._given) if keeps else {}
+
+    @property
+    def tied_names(self) -> dict[str, str]:
+        """Names of tied weights in the model, with the name under which `state_dict` has each."""
+        return self._parameters.tied_names
+
+    def unsplit(self) -> nn.Module:
+        """Close the pipeline, and return the model that was given, with its weights up to date; its ranks must be threads.
+
+        Raises:
+            ConfigError: if the ranks are processes, or the model was given as a list of layers.
+        """
+        if self._world is not None:
+            raise ConfigError(
+                "unsplit() needs all stages in this process, and they are in several; write, on every rank, "
+                "model.load_state_dict(pipe.full_state_dict())"
+            )
+        if self._given is None:
+            raise ConfigError(
+                "unsplit() returns the module that was given, but the model was a list of layers; its weights are in "
+                "pipe.full_state_dict()"
+            )
+        self.wait()
+        self.close()
+        self._parameters.give_buffers_to(self._given)
+        return self._given
+
+    def close(self) -> None:
+        """End what the pipeline has started; defined by `Pipeline`."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers by whole-model name; entries of stages held elsewhere are left alone.

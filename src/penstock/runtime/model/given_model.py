@@ -1,0 +1,64 @@
+"""Model of a user as layers: a list of them, a model with a forward of its own, or one of a library."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.stage.compute.runner import LossFunction
+from penstock.stage.layers import Container, Layer, as_layers
+from penstock.stage.own_model.own_layers import ModelLayers, split
+from penstock.stage.own_model.unchanged import UnchangedModel
+
+
+class GivenModel(NamedTuple):
+    """A model as a Pipeline takes it.
+
+    Attributes:
+        layers: its layers.
+        loss_fn: loss of the last layer's output.
+        module: the module that the layers are of; None if the model was given as a list.
+        container: check that the module still has these layers.
+    """
+
+    layers: list[Layer]
+    loss_fn: LossFunction
+    module: nn.Module | None
+    container: Container | UnchangedModel
+
+
+def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
+    """Return the layers of a model.
+
+    Args:
+        model: model as `penstock.Pipeline` takes it.
+        loss_fn: loss function; None for the loss that the model itself computes.
+
+    Raises:
+        ConfigError: if the loss function cannot be called, or there is none.
+        SplitError: if the model cannot be split.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r}")
+    layers, own_loss, module = _layers(model, loss_fn is None)
+    loss = loss_fn if loss_fn is not None else own_loss
+    if loss is None:
+        raise ConfigError(
+            "loss_fn must be given as loss_fn(output, target), unless the model's own forward(x, target) returns the loss"
+        )
+    unchanged = layers.unchanged if isinstance(layers, ModelLayers) else None
+    return GivenModel(layers, loss, module, unchanged or Container(model))
+
+
+def _layers(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction | None, nn.Module | None]:
+    if isinstance(model, ModelLayers):
+        return model, model.loss_fn, model.model
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
+        return as_layers(model), None, model if isinstance(model, nn.Module) else None
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        return penstock.from_transformers(model), penstock.causal_lm_loss, model
+    layers = split(model, loss=own_loss)
+    return layers, layers.loss_fn, model

@@ -1,0 +1,365 @@
+"""Modules, weights and attributes of a model that statements of its forward use."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import enum
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import SplitError
+from penstock.stage.forward.forward_source import ForwardSource, read_source
+
+CONTAINERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
+_READING = {"get", "index", "count", "items", "keys", "values", "copy"}
+_HIDDEN = {"locals", "vars", "eval", "exec", "super", "globals"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One forward that runs: that of the model, or of a module within it which has the blocks.
+
+    Attributes:
+        source: source of the forward.
+        module: module whose forward it is.
+        path: name of the module in the model; empty for the model itself.
+        self_name: name of the forward's first parameter.
+        names: names of the forward's parameters and variables.
+        call: number that makes the frame's values unique among those of all frames.
+        decided: (name of the module, name of the attribute) of attributes by which a test or a loop was decided.
+    """
+
+    source: ForwardSource
+    module: nn.Module
+    path: str
+    self_name: str
+    names: frozenset[str]
+    call: int = 0
+    decided: set[tuple[str, str]] = field(default_factory=set, compare=False)
+
+    def key(self, name: str) -> str:
+        """Return the name of a variable among those of all frames."""
+        return f"{self.path}.{name}" if self.call else name
+
+    def is_builtin(self, name: str) -> bool:
+        """Return whether a name means Python's own function."""
+        code, scope = self.source.function, self.source.function.__globals__
+        hidden = name in self.names or name in code.__code__.co_freevars or name in scope
+        return not hidden and hasattr(builtins, name)
+
+
+@dataclass
+class Uses:
+    """Modules, weights and attributes of a model that some statements use.
+
+    Attributes:
+        paths: names of modules, parameters and buffers in the model.
+        attributes: (name of the module, name of the attribute) of plain attributes.
+        objects: attributes among them that are objects with a state, by id, with the expression.
+        members: names of modules whose attributes or methods they use, with the expression.
+    """
+
+    paths: set[str] = field(default_factory=set)
+    attributes: set[tuple[str, str]] = field(default_factory=set)
+    objects: dict[int, tuple[str, ast.AST]] = field(default_factory=dict)
+    members: dict[str, ast.AST] = field(default_factory=dict)
+
+
+class _Link(NamedTuple):
+    node: Any
+    kind: str  # "module", "tensor", "plain", "method", "" for anything else
+    value: Any = None
+    path: str = ""
+
+
+def analyse(frame: Frame, statements: list[ast.stmt]) -> tuple[list[ast.stmt], Uses]:
+    """Return statements in the form in which a layer runs them, and their uses of the model.
+
+    A layer has only the modules that it uses. So items of a container, as in ``self.blocks[3]``, become attributes, and the
+    length of a container becomes a number.
+
+    Raises:
+        SplitError: if it cannot be known what they use, or they change attributes of the model.
+    """
+    uses = Uses()
+    chains = _Chains(frame, uses, frame.source)
+    return [chains.visit(statement) for statement in statements], uses
+
+
+def chain_value(frame: Frame, node: ast.expr) -> tuple[Any, str] | None:
+    """Return the module, parameter or attribute that an expression such as ``self.blocks`` means, and its name.
+
+    Returns:
+        The value and its name in the model; None if the expression is another one.
+    """
+    uses = Uses()
+    chains = _Chains(frame, uses, frame.source)
+    link = chains.walk(node) if isinstance(node, ast.Attribute | ast.Subscript) else None
+    if link is not None and link.kind == "plain":
+        frame.decided.update(uses.attributes)
+    return None if link is None or link.kind not in ("module", "plain") else (link.value, link.path)
+
+
+class _Chains(ast.NodeTransformer):
+    """Resolves chains of attributes that begin with the model."""
+
+    def __init__(
+        self, frame: Frame, uses: Uses, source: ForwardSource, methods: frozenset[str] = frozenset()
+    ) -> None:
+        self.frame, self.uses, self.source, self.methods = frame, uses, source, methods
+        self.verbatim = bool(methods)  # a method of the model runs as it is written
+        self.self_name = source.tree.args.args[0].arg
+
+    def walk(self, node: ast.expr) -> _Link | None:
+        """Resolve a chain; None if it does not begin with the model."""
+        if isinstance(node, ast.Name):
+            found = node.id == self.self_name
+            return _Link(node, "module", self.frame.module, self.frame.path) if found else None
+        if not isinstance(node, ast.Attribute | ast.Subscript):
+            return None
+        link = self.walk(node.value)
+        if link is None:
+            return None
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node, link)
+        return self._item(node, link)
+
+    def _attribute(self, node: ast.Attribute, link: _Link) -> _Link:
+        new = ast.copy_location(ast.Attribute(link.node, node.attr, node.ctx), node)
+        if link.kind == "plain":
+            missing = object()
+            value = getattr(link.value, node.attr, missing)
+            return _Link(new, "" if value is missing else "plain", value, link.path)
+        if link.kind != "module":
+            return _Link(new, "")
+        module, name = link.value, node.attr
+        path = f"{link.path}.{name}" if link.path else name
+        if name in module._modules:
+            return _Link(new, "module", module._modules[name], path)
+        if name in module._parameters or name in module._buffers:
+            self.uses.paths.add(path)
+            return _Link(new, "tensor")
+        if module is not self.frame.module:
+            if name in getattr(module, "__constants__", ()) and isinstance(
+                getattr(module, name), int | float | str
+            ):
+                return _Link(ast.copy_location(ast.Constant(getattr(module, name)), node), "constant")
+            self._use(link, node)
+            self.uses.members[link.path] = node
+            return _Link(new, "")
+        return self._own_attribute(new, name, module, link.path)
+
+    def _own_attribute(self, node: ast.Attribute, name: str, module: nn.Module, path: str) -> _Link:
+        if name == "training":
+            return _Link(node, "")
+        owner = next((c for c in type(module).__mro__ if name in vars(c)), None)
+        if name in vars(module):
+            if owner is nn.Module:
+                raise self._refuse(node, f"replaces nn.Module's {name}", "name it otherwise")
+            self.uses.attributes.add((path, name))
+            return _Link(node, "plain", vars(module)[name], f"{path}.{name}")
+        if owner is None:
+            raise self._refuse(node, f"uses self.{name}, which the model does not have", "set it in __init__")
+        if owner is nn.Module or name == "forward":
+            raise self._refuse(node, f"calls self.{name}, which needs the whole model", "do without it")
+        member = vars(owner)[name]
+        if isinstance(member, property):
+            self._method(member.fget, f"{type(module).__name__}.{name}", is_property=True)
+            return _Link(node, "")
+        if isinstance(member, types.FunctionType):
+            self._method(member, f"{type(module).__name__}.{name}")
+            return _Link(node, "method")
+        if hasattr(type(member), "__get__"):
+            if isinstance(member, staticmethod | classmethod | types.BuiltinFunctionType):
+                return _Link(node, "")
+            raise self._refuse(
+                node, f"uses self.{name}, a {type(member).__name__}", "write a property or a method"
+            )
+        return _Link(node, "plain", member, f"{path}.{name}")
+
+    def _method(self, function: Any, owner: str, is_property: bool = False) -> None:
+        if owner in self.methods:
+            return
+        source = read_source(function, owner, is_property)
+        inner = _Chains(self.frame, self.uses, source, self.methods | {owner})
+        for statement in source.tree.body:
+            inner.visit(statement)
+
+    def _item(self, node: ast.Subscript, link: _Link) -> _Link:
+        key = _constant(node.slice)
+        if (
+            link.kind == "module"
+            and isinstance(link.value, CONTAINERS | nn.ParameterList)
+            and not self.verbatim
+        ):
+            name = _child_name(link.value, key)
+            if name is not None:
+                inner = ast.copy_location(ast.Attribute(link.node, name, ast.Load()), node)
+                return self._attribute(inner, link)
+        if link.kind == "plain" and key is not None and isinstance(link.value, list | tuple | Mapping):
+            new = ast.copy_location(ast.Subscript(link.node, node.slice, node.ctx), node)
+            try:
+                return _Link(new, "plain", link.value[key], link.path)  # type: ignore[index]
+            except (LookupError, TypeError):
+                return _Link(new, "")
+        self._use(link, node.value)
+        return _Link(ast.copy_location(ast.Subscript(link.node, self.visit(node.slice), node.ctx), node), "")
+
+    def _use(self, link: _Link, node: ast.AST) -> None:
+        """Record the use of the value at the end of a chain."""
+        if link.kind == "module":
+            if link.value is self.frame.module:
+                raise self._refuse(node, "hands on the model itself", "use its modules by name (self.NAME)")
+            self.uses.paths.add(link.path)
+        elif link.kind == "plain":
+            self._plain(link.value, link.path.lstrip("."), node)
+
+    def _plain(self, value: object, path: str, node: ast.AST) -> None:
+        if isinstance(value, (*_PLAIN, *_CODE)) or (
+            isinstance(value, list | tuple | dict) and is_constant(value)
+        ):
+            return
+        if isinstance(value, Tensor):
+            raise self._refuse(
+                node,
+                f"uses the tensor self.{path}, which is neither a parameter nor a buffer",
+                f'write self.register_buffer("{path}", ..., persistent=False) in __init__',
+            )
+        if isinstance(value, list | tuple | dict | set):
+            raise self._refuse(
+                node,
+                f"uses self.{path}, a {type(value).__name__} that layers on other ranks could not share",
+                "hold modules in an nn.ModuleList, and pass values on in variables of the forward",
+            )
+        self.uses.objects[id(value)] = (path, node)
+
+    def _refuse(self, node: ast.AST, problem: str, fix: str) -> SplitError:
+        return self.source.refusal(node, f"it {problem}", fix)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if not isinstance(node.ctx, ast.Load) and self._begins_with_model(node):
+            raise self._refuse(
+                node,
+                f"sets {ast.unparse(node)}, which a layer on another rank would not see",
+                "use a variable",
+            )
+        if isinstance(node.value, ast.Name) and node.attr == "random":
+            self._require_no_random(node, self._global(node.value.id), "numpy")
+        link = self.walk(node)
+        if link is None:
+            self.generic_visit(node)
+            return node
+        self._use(link, node)
+        return link.node  # type: ignore[no-any-return]
+
+    def _begins_with_model(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id == self.self_name
+
+    def _global(self, name: str) -> Any:
+        """Return the value of a global or free variable; None for another name."""
+        function = self.source.function
+        free = function.__code__.co_freevars
+        if name in free and function.__closure__ is not None:
+            return function.__closure__[free.index(name)].cell_contents
+        return None if name in self.source.local_names else function.__globals__.get(name)
+
+    def _require_no_random(self, node: ast.AST, value: Any, library: str) -> None:
+        if isinstance(value, types.ModuleType) and value.__name__ == library:
+            raise self._refuse(
+                node,
+                f"draws from the generator of {library}, in an order that ranks do not share",
+                "use torch.rand(())",
+            )
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        link = self.walk(node) if isinstance(node.ctx, ast.Load) else None
+        if link is None:
+            self.generic_visit(node)
+            return node
+        self._use(link, node)
+        return link.node  # type: ignore[no-any-return]
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id == self.self_name:
+            raise self._refuse(node, "hands on the model itself", "use its modules by name (self.NAME)")
+        value = self._global(node.id)
+        self._require_no_random(node, value, "random")
+        if isinstance(value, list | dict | set) and not is_constant(value):
+            raise self._refuse(
+                node,
+                f"uses {node.id}, a {type(value).__name__} outside of it that layers on other ranks could not share",
+                "pass values on in variables of the forward",
+            )
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if (
+            isinstance(node.func, ast.Name)
+            and node.func.id in _HIDDEN
+            and self.frame.is_builtin(node.func.id)
+        ):
+            raise self._refuse(node, f"calls {node.func.id}()", "use variables by name")
+        if (length := container_length(self.frame, node)) is not None and not self.verbatim:
+            return ast.copy_location(ast.Constant(length), node)
+        if isinstance(node.func, ast.Attribute):
+            receiver = self.walk(node.func.value)
+            changes = receiver is not None and receiver.kind == "plain" and node.func.attr not in _READING
+            if changes and isinstance(receiver.value, list | dict | set):  # type: ignore[union-attr]
+                raise self._refuse(
+                    node,
+                    f"changes {ast.unparse(node.func.value)}, an attribute of the model",
+                    "use a variable",
+                )
+            if changes and not isinstance(receiver.value, (*_PLAIN, *_CODE)):  # type: ignore[union-attr]
+                self._use(receiver, node)  # type: ignore[arg-type]
+        self.generic_visit(node)
+        return node
+
+
+def container_length(frame: Frame, node: ast.AST) -> int | None:
+    """Return the value of ``len(self.blocks)``; None if a node is anything else."""
+    match node:
+        case ast.Call(ast.Name("len"), [argument], []) if frame.is_builtin("len"):
+            known = chain_value(frame, argument)
+            if known is not None and isinstance(known[0], CONTAINERS | nn.ParameterList):
+                return len(known[0])
+    return None
+
+
+def _constant(node: ast.expr) -> int | str | None:
+    match node:
+        case ast.Constant(int() | str() as value):
+            return value
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() as value)):
+            return -value
+    return None
+
+
+def _child_name(container: nn.Module, key: int | str | None) -> str | None:
+    names = [*container._modules, *container._parameters]
+    if isinstance(key, str):
+        return key if key in names and isinstance(container, nn.ModuleDict) else None
+    if key is None or isinstance(container, nn.ModuleDict) or not -len(names) <= key < len(names):
+        return None
+    return names[key]
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether a container has something in it, and only values that never change."""
+    if isinstance(value, set):
+        value = list(value)
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
+    return bool(items) and all(
+        is_constant(i) if isinstance(i, list | tuple | dict) else isinstance(i, (*_PLAIN, *_CODE))
+        for i in items
+    )

@@ -1,0 +1,91 @@
+"""Loss that a model's own forward computes, as the ``loss_fn`` of a Pipeline."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError
+from penstock.stage.forward.fragments import Flow, Fragment, compiled
+from penstock.stage.own_model.piece import trimmed
+
+
+class OwnLoss:
+    """The end of a forward, from the first statement that uses the target.
+
+    Args:
+        model: the model.
+        flow: the statements, with their variables.
+        takes: variables that the last layer returns.
+        target: name of the target.
+
+    Raises:
+        SplitError: if the statements use weights or buffers, or differ between training and evaluation.
+    """
+
+    def __init__(self, model: nn.Module, flow: Flow, takes: tuple[str, ...], target: str) -> None:
+        _require_no_state(model, flow)
+        uses = flow.step.uses
+        self._fragment: Fragment = compiled(flow)
+        self._module = trimmed(model, "", sorted(uses.paths), uses.attributes, type(model))
+        self._takes, self._target = takes, target
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of a microbatch.
+
+        Args:
+            output: value that the last layer returns.
+            target: target of the microbatch.
+
+        Raises:
+            PenstockError: if the forward does not return one scalar, alone or beside other values.
+        """
+        values = {self._takes[0]: output} if len(self._takes) == 1 else dict(output)
+        values[self._target] = target
+        return loss_in(self._fragment.function(self._module, *[values[key] for key in self._fragment.takes]))
+
+
+def loss_in(returned: Any) -> Tensor:
+    """Return the loss among the values that a forward returns: the scalar, or the value called ``loss``.
+
+    Raises:
+        PenstockError: if there is none, or there are several.
+    """
+    if isinstance(returned, Mapping) and "loss" in returned:
+        returned = returned["loss"]
+    parts = returned if isinstance(returned, tuple | list) else [returned]
+    scalars = [p for p in parts if isinstance(p, Tensor) and p.dim() == 0 and p.is_floating_point()]
+    if len(scalars) != 1:
+        raise PenstockError(
+            f"the model's forward returned {len(scalars)} scalar tensors, and one must be the loss; return (output, loss), "
+            "or give the Pipeline a loss_fn"
+        )
+    return scalars[0]
+
+
+def _require_no_state(model: nn.Module, flow: Flow) -> None:
+    """Refuse statements whose weights, buffers or mode a loss function would not have."""
+    step = flow.step
+    for statement in step.statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and node.attr == "training":
+                raise step.frame.source.refusal(
+                    node, "the loss depends on the mode", "compute what depends on it in a statement before"
+                )
+    for path in sorted(step.uses.paths):
+        owner, _, last = path.rpartition(".")
+        module = model.get_submodule(owner)._modules.get(last)
+        if module is None or any(map(_has_state, module.modules())):
+            raise step.frame.source.refusal(
+                step.statements[0],
+                f"self.{path} is used in a statement with the target or after it, which becomes the loss function",
+                f"compute what needs self.{path} in a statement of its own before, as `logits = self.{path}(x)`",
+            )
+
+
+def _has_state(module: nn.Module) -> bool:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None for t in tensors) or isinstance(module, nn.Dropout | nn.AlphaDropout)

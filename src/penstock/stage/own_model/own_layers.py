@@ -1,0 +1,250 @@
+"""`penstock.split`: a model with a forward of its own as layers that a `Pipeline` takes.
+
+The forward is not traced. Its statements are divided: those before the blocks, each block, and those after them. Each layer
+runs its statements as they are written, on a copy of the model that has only the modules which they use.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ConfigError, SplitError
+from penstock.stage.forward.forward_steps import Planner, Step, new_frame, require_no_return
+from penstock.stage.forward.fragments import Flow, flows
+from penstock.stage.forward.iteration import GIVEN
+from penstock.stage.forward.liveness import reads, surely_assigned
+from penstock.stage.forward.module_uses import Frame, analyse
+from penstock.stage.layers import Layer, as_layers, require_initialized
+from penstock.stage.own_model.loss_piece import OwnLoss
+from penstock.stage.own_model.pieces import Piece, as_layer, assign_owners, carried, changed_before, grouped
+from penstock.stage.own_model.sample_check import check_sample
+from penstock.stage.own_model.unchanged import UnchangedModel
+
+
+class ModelLayers(list[Layer]):
+    """Layers of a model, as `split` returns them; ``print(layers)`` shows what each is.
+
+    Args:
+        layers: the layers.
+        model: model that they are of.
+        loss_fn: loss that the model's own forward computes; None if the layers end in the output of ``model(x)``.
+        rows: description of each layer.
+        unchanged: check that the model is as it was when it was split; None if its layers are its own modules.
+    """
+
+    def __init__(
+        self,
+        layers: list[Layer],
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        rows: tuple[str, ...] = (),
+        unchanged: UnchangedModel | None = None,
+    ) -> None:
+        super().__init__(layers)
+        self.model, self.loss_fn, self.rows = model, loss_fn, rows
+        self.unchanged = unchanged
+
+    def __str__(self) -> str:
+        return "\n".join([f"{type(self.model).__name__}: {len(self)} layers", *self.rows])
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Parameters of a forward: the batch, the target if the forward computes the loss, and keyword inputs."""
+
+    first: str
+    target: str | None
+    named: dict[str, Any]
+
+
+def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any) -> ModelLayers:
+    """Split a model with a forward of its own into layers that a `Pipeline` takes, with the model's names and weights.
+
+    The forward has a loop over blocks, ``for block in self.blocks:``, or calls an ``nn.Sequential`` of them. The first layer
+    runs the statements before the loop, then each block is a layer with the loop's statements, and the last layer runs
+    those after it. Variables that later statements use travel from layer to layer. ::
+
+        layers = penstock.split(model, x, y)
+        print(layers)
+        pipe = penstock.Pipeline(layers, microbatches=8)
+
+    With `sample`, the layers run once beside the model, each on a copy of its own. Output, loss and gradients must be equal
+    bit for bit.
+
+    Args:
+        model: the model. Its parameters are used, and it is not changed.
+        sample: arguments as for ``model(...)``: ``x``, or ``x`` and the target. They are optional.
+        loss: whether the forward computes the loss from its second argument: the layers then end where it first uses the
+            target, and ``loss_fn`` of the result is the rest. By default True if `sample` has two arguments.
+        named: keyword arguments of the sample.
+
+    Raises:
+        SplitError: if it is not known from the forward's source which statements belong to which layer, or a sample gives
+            other numbers; names the statement and the lines to write instead.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
+        return ModelLayers(as_layers(model), model)
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        raise SplitError(
+            "split is for models of one's own; give a model of Hugging Face to the Pipeline as it is, or to "
+            "penstock.from_transformers"
+        )
+    require_initialized(type(model).__name__, model)
+    second = _second_input(model)
+    if len(sample) == 1 and second in named and loss is not False:
+        sample = (*sample, named.pop(second))
+    if len(sample) > 2 or (len(sample) == 2 and loss is False):
+        raise ConfigError(
+            "a sample is split(model, x), or split(model, x, target) for a model that computes its own loss; give others "
+            "by keyword"
+        )
+    own_loss = len(sample) == 2 if loss is None else loss
+    layers = _split(model, own_loss)
+    if sample:
+        check_sample(model, layers, layers.loss_fn, sample, named)
+    elif named:
+        raise ConfigError("keyword arguments are part of a sample; give split(model, x, ...) the batch, too")
+    return layers
+
+
+def _second_input(model: nn.Module) -> str:
+    """Return the name of the forward's second argument; empty if it has none."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    known = len(parameters) > 1 and parameters[1].kind is parameters[1].POSITIONAL_OR_KEYWORD
+    return parameters[1].name if known else ""
+
+
+def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
+    frame = new_frame(model)
+    inputs = _inputs(frame, own_loss)
+    facts = {} if inputs.target is None else {inputs.target: GIVEN}
+    steps = Planner().steps(frame, facts)
+    if inputs.target is not None:
+        steps = _with_loss(steps, inputs.target)
+    require_no_return(steps[:-1])
+    end = steps[-1]
+    if surely_assigned(end.statements) is not None:
+        raise frame.source.refusal(
+            frame.source.tree, "it may end without a return", "return its output at the end"
+        )
+    available = {inputs.first, *inputs.named, *([inputs.target] if inputs.target else [])}
+    every = flows(steps, available)
+    of_loss = None
+    if inputs.target is not None:
+        of_loss = every.pop()
+        for flow in every:  # the target comes by another way
+            flow.live.discard(inputs.target)
+    pieces = grouped(every)
+    if of_loss is None and _only_returns(pieces):
+        del pieces[-1]
+    assign_owners(model, pieces)
+    ends = [_carried(pieces, n, inputs) for n in range(1, len(pieces))]
+    ends.append(_last(frame, every, pieces, of_loss, inputs))
+    takes = [(inputs.first,), *ends[:-1]]
+    layers = [as_layer(model, pieces, n, inputs.named, takes[n], ends[n]) for n in range(len(pieces))]
+    loss_fn = None
+    if of_loss is not None and inputs.target is not None:
+        loss_fn = OwnLoss(model, of_loss, ends[-1], inputs.target)
+    rows = tuple(
+        _row(layer, piece, ends[n]) for n, (layer, piece) in enumerate(zip(layers, pieces, strict=True))
+    )
+    if of_loss is not None:
+        rows += (f"  loss_fn: {_lines([of_loss])}",)
+    used = [*every, *([] if of_loss is None else [of_loss])]
+    attributes = frame.decided.union(*(flow.step.uses.attributes for flow in used))
+    paths = {path for piece in pieces for path in piece.paths}
+    return ModelLayers(layers, model, loss_fn, rows, UnchangedModel(model, paths, attributes))
+
+
+def _inputs(frame: Frame, own_loss: bool) -> _Inputs:
+    source = frame.source
+    parameters = list(inspect.signature(source.function).parameters.values())[1:]
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in reads(
+            *source.tree.body
+        ):
+            raise source.refusal(source.tree, f"it uses {parameter.name}", "name the arguments one by one")
+    parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    first, others = parameters[0].name, parameters[1:]
+    target = None
+    if own_loss:
+        if not others:
+            raise SplitError(
+                f"{source.owner} takes no target, so it computes no loss; give the Pipeline a loss_fn(output, target)"
+            )
+        target = others.pop(0).name
+    return _Inputs(first, target, {p.name: p.default for p in others})
+
+
+def _with_loss(steps: list[Step], target: str) -> list[Step]:
+    """Divide the last step where it first uses the target."""
+    *before, last = steps
+    source = last.frame.source
+    for step in before:
+        for statement in step.statements:
+            if target in reads(statement) and not step.frame.call:
+                raise step.frame.source.refusal(
+                    statement,
+                    f"it uses {target} before the last block has run",
+                    f"use {target} after the blocks alone, or give the Pipeline a loss_fn and no {target} to the model",
+                )
+    number = next((n for n, s in enumerate(last.statements) if target in reads(s)), None)
+    if number is None:
+        raise SplitError(
+            f"{source.owner} does not use {target} to compute a loss; give the Pipeline a loss_fn(output, target)"
+        )
+    parts = [last.statements[:number], last.statements[number:]]
+    divided = [Step(last.frame, *analyse(last.frame, copy.deepcopy(p)), keys=last.keys) for p in parts if p]
+    return [*before, *divided]
+
+
+def _only_returns(pieces: list[Piece]) -> bool:
+    """Return whether the last layer would only return the value of the one before."""
+    last = pieces[-1]
+    return len(pieces) > 1 and last.role == "head" and _is_return_of(last.flows)
+
+
+def _is_return_of(of_piece: list[Flow]) -> bool:
+    match [s for flow in of_piece for s in flow.step.statements]:
+        case [ast.Return(ast.Name())]:
+            return len(of_piece[0].live) == 1
+    return False
+
+
+def _carried(pieces: list[Piece], number: int, inputs: _Inputs) -> tuple[str, ...]:
+    return carried(pieces[number].flows[0], changed_before(pieces, number), inputs.named)
+
+
+def _last(
+    frame: Frame, every: list[Flow], pieces: list[Piece], of_loss: Flow | None, inputs: _Inputs
+) -> tuple[str, ...]:
+    """Return the variables that the last layer returns; none if it returns what the forward does."""
+    if of_loss is not None:
+        return tuple(sorted(of_loss.live - {inputs.target}))
+    ended = every[-1] is pieces[-1].flows[-1]
+    return () if ended else tuple(every[-1].needs)
+
+
+def _row(layer: Layer, piece: Piece, gives: tuple[str, ...]) -> str:
+    onward = f" -> {', '.join(gives)}" if gives else ""
+    return f"  {layer.role:9} {layer.name}: {_lines(piece.flows)}{onward}"
+
+
+def _lines(of_piece: list[Flow]) -> str:
+    spans = []
+    for flow in of_piece:
+        numbers = [s.lineno for s in flow.step.statements] + [
+            s.end_lineno or s.lineno for s in flow.step.statements
+        ]
+        span = (
+            f"line {min(numbers)}" if min(numbers) == max(numbers) else f"lines {min(numbers)}-{max(numbers)}"
+        )
+        spans.append(f"{flow.step.frame.source.owner} {span}")
+    return ", ".join(dict.fromkeys(spans))

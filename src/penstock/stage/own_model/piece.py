@@ -1,0 +1,161 @@
+"""Layer that runs some steps of a model's forward with the modules that these steps use, and no others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError
+from penstock.stage.forward.fragments import Fragment
+from penstock.stage.values import leaves_of
+
+INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+@dataclass(frozen=True)
+class PieceCode:
+    """Code of a layer.
+
+    Attributes:
+        fragments: steps of the layer, in order.
+        takes: variables that it takes: the value itself if there is one, otherwise a dictionary.
+        gives: variables that it returns, likewise; empty if it ends the forward.
+        named: keyword inputs that it takes, with their defaults; ``inspect.Parameter.empty`` for none.
+    """
+
+    fragments: tuple[Fragment, ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, module: nn.Module, value: Any, named: Mapping[str, Any]) -> Any:
+        """Run the steps.
+
+        Args:
+            module: copy of the model that has the modules which the steps use.
+            value: value from the layer before.
+            named: keyword inputs.
+
+        Raises:
+            PenstockError: if a variable that the next layer takes cannot travel, or the steps write in place into one of
+                several variables.
+        """
+        values = dict(named)
+        values.update({self.takes[0]: value} if len(self.takes) == 1 else value)
+        versions = _versions(values, self.takes)
+        for fragment in self.fragments:
+            owner = module.get_submodule(fragment.path) if fragment.path else module
+            result = fragment.function(owner, *[values[key] for key in fragment.takes])
+            if fragment.returns:
+                return result
+            values.update(zip(fragment.gives, result, strict=True))
+        for key, leaf, version in versions:
+            if leaf._version != version:
+                raise PenstockError(
+                    f"a layer writes in place into the variable {key!r}, which may share memory with another variable that "
+                    f"comes with it ({', '.join(k for k in self.takes if k != key)}); write into a copy ({key}.clone())"
+                )
+        _require_travels(values, self.gives)
+        return values[self.gives[0]] if len(self.gives) == 1 else {key: values[key] for key in self.gives}
+
+
+def _versions(values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, Tensor, int]]:
+    """Return the version counters of the tensors in variables that travel together: they may share memory."""
+    if len(keys) < 2 or torch.compiler.is_compiling():
+        return []
+    leaves = [(key, leaf) for key in keys for leaf in leaves_of(values[key])]
+    return [
+        (key, leaf, leaf._version)
+        for key, leaf in leaves
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
+
+
+def _require_travels(values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    containers: dict[int, str] = {}
+    for key in keys:
+        value = values[key]
+        if type(value) is Tensor:
+            continue
+        for leaf in leaves_of(value):
+            if isinstance(leaf, nn.Parameter) or not isinstance(
+                leaf, Tensor | None | bool | int | float | str
+            ):
+                raise PenstockError(
+                    f"the variable {key!r} is or has a {type(leaf).__name__}, which cannot go on to a layer; compute it "
+                    "again where it is used, as with x.device, and use weights and modules by their names (self.NAME)"
+                )
+        if isinstance(value, list | dict | set) and containers.setdefault(id(value), key) != key:
+            raise PenstockError(
+                f"the variables {containers[id(value)]!r} and {key!r} are one {type(value).__name__}, and would be two in "
+                "the next layer; make a copy of it, or use one variable"
+            )
+
+
+def make_piece(
+    model: nn.Module, code: PieceCode, paths: Iterable[str], attributes: set[tuple[str, str]]
+) -> nn.Module:
+    """Return a layer: a copy of the model with fewer modules, and another forward.
+
+    Args:
+        model: the model; its modules, parameters and buffers are shared.
+        code: code of the layer.
+        paths: names of the modules, parameters and buffers that the layer has.
+        attributes: (name of the module, name of the attribute) of plain attributes that it has.
+    """
+
+    def forward(self: nn.Module, value: Any, **named: Any) -> Any:
+        return code.run(self, value, {**defaults, **named})
+
+    defaults = {name: value for name, value in code.named.items() if value is not inspect.Parameter.empty}
+    first = inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in code.named.items()
+    ]
+    forward.__signature__ = inspect.Signature([this, first, *named])  # type: ignore[attr-defined]
+    base = type(model)
+    kind = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    layer: nn.Module = trimmed(model, "", sorted(set(paths)), attributes, kind)
+    return layer
+
+
+def trimmed(
+    module: nn.Module, path: str, paths: list[str], attributes: set[tuple[str, str]], kind: type[nn.Module]
+) -> Any:
+    """Return a copy of a module with some of its modules, parameters, buffers and attributes, which are shared.
+
+    Args:
+        module: the module; it is not changed.
+        path: name of the module in the model.
+        paths: names to keep, in the model.
+        attributes: plain attributes to keep.
+        kind: class of the copy.
+    """
+    copied = kind.__new__(kind)
+    of_torch = type(module).__module__.startswith("torch.")
+    for name, value in vars(module).items():
+        if name in INTERNAL or of_torch or (path, name) in attributes:
+            copied.__dict__[name] = (
+                value.copy() if name in INTERNAL and isinstance(value, dict | set) else value
+            )
+    start = f"{path}." if path else ""
+    inner = [p.removeprefix(start) for p in paths if p.startswith(start)]
+    heads = {p.partition(".")[0] for p in inner}
+    for member in ("_parameters", "_buffers"):
+        copied.__dict__[member] = {n: t for n, t in vars(module)[member].items() if n in heads or t is None}
+    copied.__dict__["_modules"] = {
+        name: child
+        if name in inner or child is None
+        else trimmed(child, f"{start}{name}", paths, attributes, type(child))
+        for name, child in module._modules.items()
+        if name in heads
+    }
+    return copied

@@ -1,0 +1,432 @@
+"""Models that `penstock.split` must refuse, since layers alone would give other numbers, or it cannot know."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.own_models import SEQUENCE, WIDTH, Block, Parts
+
+
+class SetsAttribute(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        self.kept = x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.kept)
+
+
+class SetsAttributeInMethod(Parts):
+    def embed(self, x):
+        self.kept = self.embedding(x)
+        return self.kept
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class HandsItselfOn(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        setattr(self, "kept", x)  # noqa: B010
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ReturnsEarly(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+            if x.mean() > 10:
+                return x
+        return self.head(x)
+
+
+class Breaks(Parts):
+    def forward(self, x, depth=3):
+        x = self.embedding(x)
+        for i, block in enumerate(self.blocks):
+            if i == depth:
+                break
+            x = block(x)
+        return self.head(x)
+
+
+class ReadsBlocksAfterwards(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * sum(block.inner.weight.mean() for block in self.blocks)
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.loss = 0.0
+
+    def forward(self, x):
+        self.loss = x.square().mean()
+        return self.inner(x)
+
+
+class ReadsAnAttributeLater(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x):
+        x = self.router(self.embedding(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + self.router.loss
+
+
+class PlainList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(23, WIDTH)
+        self.blocks = [Block() for _ in range(4)]
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CollectsInAttribute(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = []
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+            self.losses.append(x.mean())
+        return self.head(x)
+
+
+class NoteTaking(Block):
+    def __init__(self, notes) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def forward(self, x):
+        self.notes.append(x.mean())
+        return super().forward(x)
+
+
+class BlocksShareAList(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        notes = []
+        self.blocks = nn.ModuleList([NoteTaking(notes) for _ in range(4)])
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LoopWithinIf(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        if x.mean() > 0:
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+class LoopWithinWith(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x.float())
+
+
+class Reduced(Parts):
+    def forward(self, x):
+        return self.head(functools.reduce(lambda v, block: block(v), self.blocks, self.embedding(x)))
+
+
+class LoopInMethod(Parts):
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.run(self.embedding(x)))
+
+
+class CountsInMethod(Parts):
+    def count(self):
+        return len(self.blocks)
+
+    def forward(self, x):
+        x = self.embedding(x) / self.count()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class CallsParent(LoopInMethod):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Decorated(Parts):
+    @torch.no_grad()
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Keywords(Parts):
+    def forward(self, x, **named):
+        x = self.embedding(x) * named.get("scale", 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class UnregisteredTensor(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.rand(SEQUENCE, WIDTH)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x) + self.table
+        return self.head(x)
+
+
+class UsesAllParameters(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + sum(p.sum() for p in self.parameters())
+
+
+class MayHaveNoValue(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        if x.mean() > 100:
+            y = x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x if x.mean() < 100 else y)
+
+
+class PythonsRandom(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            if random.random() < 0.5:
+                x = block(x)
+        return self.head(x)
+
+
+class NumpysRandom(Parts):
+    def forward(self, x):
+        x = self.embedding(x) * float(np.random.rand())
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Hooked(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, output: output * 2)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TargetBeforeTheBlocks(Parts):
+    def forward(self, x, y):
+        x = self.embedding(x)
+        y = y[:, 1:]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), y.flatten())
+
+
+class HeadBesideTheTarget(Parts):
+    def forward(self, x, y):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+class LossByMode(Parts):
+    def forward(self, x, y):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return loss if self.training else loss / 2
+
+
+class NoTarget(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class WeightTravels(Parts):
+    def forward(self, x):
+        weight = self.embedding.weight
+        x = F.embedding(x, weight)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, weight)
+
+
+class DeviceTravels(Parts):
+    def forward(self, x):
+        device = x.device
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x) + torch.zeros(1, device=device)
+        return self.head(x)
+
+
+class WritesIntoAView(Parts):
+    def forward(self, idx):
+        x = torch.zeros(*idx.shape, WIDTH)
+        part = x[:, :2]
+        for block in self.blocks:
+            part.add_(1.0)
+            y = block(x)
+        return self.head(y + x)
+
+
+class OneListTwoNames(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        first = second = []
+        for block in self.blocks:
+            x = block(x)
+            first.append(x)
+        return self.head(x + sum(second))
+
+
+GATHERED = []
+
+
+class GathersGlobally(Parts):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+            GATHERED.append(x.mean())
+        return self.head(x)
+
+
+class GathersInItsClass(Parts):
+    gathered = []  # noqa: RUF012
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * len(self.gathered)
+
+
+class Cached(Parts):
+    @functools.cached_property
+    def scale(self):
+        return self.head.weight.mean()
+
+    def forward(self, x):
+        x = self.embedding(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Sly(Block):
+    """A block that uses another block's weight without owning it."""
+
+    def __init__(self, others) -> None:
+        super().__init__()
+        self.others = others
+
+    def forward(self, x):
+        return super().forward(x) * self.others[0].inner.weight.mean()
+
+
+REFUSED = {
+    SetsAttribute: r"sets self\.kept",
+    SetsAttributeInMethod: r"sets self\.kept",
+    HandsItselfOn: r"hands on the model itself",
+    ReturnsEarly: r"a return leaves its loop",
+    Breaks: r"a break leaves its loop",
+    ReadsBlocksAfterwards: r"uses self\.blocks as a whole",
+    ReadsAnAttributeLater: r"an attribute or a method of self\.router",
+    PlainList: r"an nn\.ModuleList",
+    CollectsInAttribute: r"changes self\.losses",
+    BlocksShareAList: r"blocks\.0\.notes and blocks\.1\.notes are one list",
+    LoopWithinIf: r"outside of any if, with or try",
+    LoopWithinWith: r"outside of any if, with or try",
+    Reduced: r"no loop over modules",
+    LoopInMethod: r"no loop over modules",
+    CountsInMethod: r"uses self\.blocks as a whole",
+    CallsParent: r"no loop over modules",
+    Decorated: r"decorated",
+    Keywords: r"it uses named",
+    UnregisteredTensor: r"register_buffer\(\"table\"",
+    UsesAllParameters: r"calls self\.parameters",
+    MayHaveNoValue: r"the variable 'y' may have no value",
+    PythonsRandom: r"the generator of random",
+    NumpysRandom: r"the generator of numpy",
+    Hooked: r"has hooks",
+    GathersGlobally: r"uses GATHERED, a list outside of it",
+    GathersInItsClass: r"uses self\.gathered, a list",
+    Cached: r"uses self\.scale, a cached_property",
+}
+"""Models that are refused by their source, with the reason."""
+
+REFUSED_WITH_LOSS = {
+    TargetBeforeTheBlocks: r"uses y before the last block",
+    HeadBesideTheTarget: r"logits = self\.head\(x\)",
+    LossByMode: r"the loss depends on the mode",
+    NoTarget: r"takes no target",
+}
+REFUSED_WHEN_RUN = {
+    WeightTravels: r"'weight' is or has a Parameter",
+    DeviceTravels: r"'device' is or has a device",
+    WritesIntoAView: r"writes in place into the variable 'part'",
+    OneListTwoNames: r"'first' and 'second' are one list",
+}
