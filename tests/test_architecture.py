@@ -16,7 +16,7 @@ import penstock
 SOURCE = Path(penstock.__file__).parent
 FLOORS = [
     {"errors", "host", "bounded_io", "atomic"},
-    {"encoding", "scratch", "run_lock", "output_files", "model_variants"},
+    {"encoding", "scratch", "run_lock", "output_files", "model_variants", "heartbeat"},
     {"tensor_file"},
     {"schedule", "stage", "parallel", "trace"},
     {"simulate", "profile"},
@@ -25,12 +25,12 @@ FLOORS = [
     {"verify", "huggingface"},
     {"checkpoint"},
     {"train"},
-    {"doctor", "launch"},
+    {"doctor", "launch", "watch"},
     {"cli"},
     {"__main__"},
 ]
 FLOOR = {room: n for n, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = ["schedule", "trace", "simulate", "show", "profile", "plan"]
+WITHOUT_TORCH = ["schedule", "trace", "simulate", "show", "profile", "plan", "watch"]
 WITH_TORCH = {f"penstock.profile.{name}" for name in ("fake_layers", "measured", "op_counter", "traced")}
 """Modules of these rooms that run layers; a profile is read without them."""
 

@@ -6,9 +6,13 @@ Names are imported on first use, so that ``import penstock`` and the planning co
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+# Without a handler, logging would print warnings on stderr.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
@@ -52,9 +56,21 @@ if TYPE_CHECKING:
     from penstock.stage.own_model.own_layers import split as split
     from penstock.stage.values import Microbatches as Microbatches
     from penstock.trace.events import Trace as Trace
+    from penstock.train.callbacks.callback import Callback as Callback
+    from penstock.train.callbacks.callback import EndEvent as EndEvent
+    from penstock.train.callbacks.callback import EvaluateEvent as EvaluateEvent
+    from penstock.train.callbacks.callback import SaveEvent as SaveEvent
+    from penstock.train.callbacks.callback import StartEvent as StartEvent
+    from penstock.train.callbacks.callback import StepEvent as StepEvent
+    from penstock.train.callbacks.callback import TraceEvent as TraceEvent
+    from penstock.train.callbacks.callback_list import CallbackList as CallbackList
 
 _HOME = {
+    "Callback": "penstock.train.callbacks.callback",
+    "CallbackList": "penstock.train.callbacks.callback_list",
     "Checkpoints": "penstock.checkpoint.checkpoints",
+    "EndEvent": "penstock.train.callbacks.callback",
+    "EvaluateEvent": "penstock.train.callbacks.callback",
     "ExecutionOptions": "penstock.runtime.options",
     "GradScaler": "penstock.runtime.optim.grad_scaler",
     "GradientBuckets": "penstock.parallel.data.buckets",
@@ -72,10 +88,14 @@ _HOME = {
     "PipelineOptimizer": "penstock.runtime.optim.optimizer",
     "Placement": "penstock.schedule.placement",
     "Program": "penstock.schedule.program",
+    "SaveEvent": "penstock.train.callbacks.callback",
     "Schedule": "penstock.schedule.schedule",
     "ShardedOptimizer": "penstock.parallel.data.zero",
+    "StartEvent": "penstock.train.callbacks.callback",
+    "StepEvent": "penstock.train.callbacks.callback",
     "StepResult": "penstock.runtime.batch.result",
     "Trace": "penstock.trace.events",
+    "TraceEvent": "penstock.train.callbacks.callback",
     "add_loss": "penstock.stage.named",
     "build_schedule": "penstock.schedule.families",
     "causal_lm_loss": "penstock.huggingface.loss",

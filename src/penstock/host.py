@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import resource
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -23,16 +26,58 @@ class Memory(NamedTuple):
     available: int
 
 
+class CoreLimits(NamedTuple):
+    """The cores that a process may run on, as plain values that other processes compare with their own.
+
+    Attributes:
+        machine: identifier of the machine.
+        cpus: numbers of the cores in the process's affinity.
+        quotas: every cgroup above the process that has a quota, by an identifier that all processes in it see alike, and the
+            quota in cores.
+    """
+
+    machine: str
+    cpus: tuple[int, ...]
+    quotas: tuple[tuple[str, float], ...]
+
+
+def core_limits(root: Path = ROOT) -> CoreLimits:
+    """Return the limits of this process."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return CoreLimits(machine(root), tuple(sorted(affinity)), tuple(_quotas(root)))
+
+
+def core_share(limits: CoreLimits, processes: Sequence[CoreLimits]) -> int:
+    """Return the number of cores for one of several processes, so that together they use no core twice; at least 1.
+
+    Args:
+        limits: limits of the process.
+        processes: limits of all processes that compute at the same time, this one included.
+    """
+    here = [other for other in processes if other.machine == limits.machine]
+    share = sum(1 / sum(cpu in other.cpus for other in here) for cpu in limits.cpus)
+    for group, quota in limits.quotas:
+        share = min(share, quota / sum(any(group == one for one, _ in other.quotas) for other in here))
+    return max(1, math.floor(share + 1e-9))
+
+
 def cores(root: Path = ROOT) -> int:
     """Return the number of cores that this process can keep busy: its affinity or its quota, at least 1."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = core_quota(root)
-    return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
+    limits = core_limits(root)
+    return core_share(limits, [limits])
 
 
 def core_quota(root: Path = ROOT) -> float | None:
     """Return the cgroup's quota in cores, possibly a fraction; None without a limit."""
-    return min(_quotas(root), default=None)
+    return min((quota for _, quota in _quotas(root)), default=None)
+
+
+def machine(root: Path = ROOT) -> str:
+    """Return an identifier that all processes on one machine share, and that changes when it is started again."""
+    try:
+        return (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def memory(root: Path = ROOT) -> Memory | None:
@@ -55,7 +100,23 @@ def memory(root: Path = ROOT) -> Memory | None:
     return Memory(total, available)
 
 
-def _quotas(root: Path) -> Iterator[float]:
+def process_memory() -> tuple[int, int]:
+    """Return this process's memory in RAM, and the most that it has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        rss = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return peak, peak
+    return rss, max(peak, rss)
+
+
+def utc() -> str:
+    """Return the time now as ISO 8601 in UTC, to the millisecond: ``2026-01-31T23:59:59.123Z``."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _quotas(root: Path) -> Iterator[tuple[str, float]]:
+    """Yield the quotas of the groups that limit this process, with the device and inode of their folders."""
     for group in _groups("cpu", root):
         try:
             allowed, period = (int(word) for word in (group / "cpu.max").read_text().split())
@@ -63,7 +124,8 @@ def _quotas(root: Path) -> Iterator[float]:
             allowed = _number(group / "cpu.cfs_quota_us") or 0
             period = _number(group / "cpu.cfs_period_us") or 0
         if allowed > 0 and period > 0:
-            yield allowed / period
+            folder = group.stat()
+            yield f"{folder.st_dev}:{folder.st_ino}", allowed / period
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock import host
 from penstock.cli import group
 from penstock.errors import ConfigError
 from penstock.output_files import signed
@@ -18,12 +19,14 @@ def call(*words: object) -> Result:
     return CliRunner().invoke(group, ["doctor", *map(str, words)])
 
 
-def test_alone_it_starts_two_processes_and_prints_one_object(tmp_path: Path):
+def test_alone_it_starts_two_processes_and_prints_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     result = call("--json", "--folder", tmp_path)
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["sound"]
     assert sorted(told["machines"]) == sorted(told["links"]) == sorted(told["folder"]) == ["0", "1"]
+    assert [one["threads"] for one in told["machines"].values()] == [max(1, host.cores() // 2)] * 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock import host
 from penstock.cli import group, main
 from tests.support.launchers import SRUN, free_port
 from tests.support.tiny_run import text_folder
@@ -55,7 +56,7 @@ def test_json_is_one_object_on_stdout(tmp_path: Path, monkeypatch: pytest.Monkey
     outcome = json.loads(result.stdout)
     assert outcome["folder"] == "runs/first"
     assert outcome["held_out_bits"] > 0
-    assert "on 1 rank (cpu)," in result.stderr
+    assert "on 1 rank (cpu, " in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -178,3 +179,31 @@ def test_under_srun_every_task_is_a_rank_of_one_run(tmp_path: Path):
     assert json.loads(told[0][0])["steps"] == 2
     assert told[1][0] == ""
     assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_processes_of_two_launchers_on_one_machine_share_its_cores(tmp_path: Path):
+    """Each launcher says that its one process is alone on the machine."""
+    text_folder(tmp_path)
+    command = [sys.executable, "-m", "penstock", "train", f"data.path={tmp_path / 'text'}", *TINY]
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | shared
+    started = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": r, "LOCAL_RANK": "0"}, cwd=tmp_path, text=True, stdout=subprocess.PIPE
+        )
+        for r in "01"
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0]
+    threads = max(1, host.cores() // 2)
+    assert f"on 2 ranks (cpu, {threads} CPU thread{'s' if threads > 1 else ''} a rank)" in told[0][0]

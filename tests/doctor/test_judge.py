@@ -14,7 +14,8 @@ ALL = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6", "penstock": "0.1
 
 def fact(**changes: Any) -> dict[str, Any]:
     return {
-        "host": "a", "machine": "1", "versions": ALL, "cores": 8, "core_quota": None, "memory": 64 << 30,
+        "host": "a", "machine": "1", "versions": ALL, "cores": 8, "core_quota": None, "threads": 4,
+        "memory": 64 << 30,
         "memory_available": 32 << 30, "devices": [], "device_trouble": "", "open_files": 1024,
         "open_files_most": 4096, "shm": 8 << 30, "shared_memory": "", "forgets_window": False, **changes,
     }  # fmt: skip
@@ -42,7 +43,8 @@ def test_equal_ranks_with_enough_of_everything_are_sound():
         ({"versions": ALL | {"torch": "2.12.0"}}, "problem", "torch differs: 2.13.0 on rank 0; 2.12.0 on rank 1"),
         ({"versions": ALL | {"penstock": "0.2"}}, "problem", "penstock differs: 0.1.0 on rank 0; 0.2 on rank 1"),
         ({"versions": ALL | {"numpy": "1.26"}}, "warning", "numpy differs: 2.4.6 on rank 0; 1.26 on rank 1"),
-        ({"machine": "2", "host": "b", "core_quota": 0.5}, "warning", "1 rank on 0.5 cores of b"),
+        ({"machine": "2", "host": "b", "core_quota": 0.5, "threads": 1}, "warning", "1 rank on 0.5 cores of b"),
+        ({"threads": 8}, "warning", "OMP_NUM_THREADS gives 2 ranks 12 threads on 8 cores of a"),
         ({"machine": "2", "host": "b", "memory_available": 1 << 29}, "warning", "b has 0.5 GiB free for 1 rank"),
         ({"device_trouble": "out of memory"}, "problem", "the GPU of rank 1 on a: out of memory"),
         ({"devices": gpu("H100")}, "problem", "rank 0 of 2: no GPU"),

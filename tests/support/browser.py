@@ -63,9 +63,13 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Open a report and wait until it is drawn."""
+        self.open_url(path.as_uri())
+
+    def open_url(self, url: str) -> None:
+        """Open a page and wait until it is drawn."""
         for kind in ("browser", "performance"):
             self.driver.get_log(kind)
-        self.driver.get(path.as_uri())
+        self.driver.get(url)
         self.wait("return document.body.dataset.ready === 'yes'")
         self.wait_until_still()
 

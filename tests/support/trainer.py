@@ -14,7 +14,7 @@ from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
 from tests.support.tiny_run import tiny
 
-TIMES = ("tokens_per_second", "bubble", "seconds")
+TIMES = ("tokens_per_second", "bubble", "seconds", "time", "step_seconds", "rss", "rss_peak")
 
 
 class Said(Reporter):

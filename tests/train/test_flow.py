@@ -17,7 +17,7 @@ from penstock.train import loop
 from penstock.train.config.config import Config
 from tests.support.groups import run_cases
 from tests.support.tiny_run import text_folder, tiny
-from tests.support.trainer import Said, lines
+from tests.support.trainer import TIMES, Said, lines
 
 STEPS = 9
 
@@ -79,9 +79,8 @@ def config_of(folder: Path, flow: str, schedule: str = "zb-v", **told: object) -
 
 
 def figures(folder: Path, kind: str) -> list[dict]:
-    timed = {"tokens_per_second", "bubble", "seconds", "time"}
     return [
-        {k: v for k, v in line.items() if k not in timed} for line in lines(folder / "runs" / "tiny", kind)
+        {k: v for k, v in line.items() if k not in TIMES} for line in lines(folder / "runs" / "tiny", kind)
     ]
 
 

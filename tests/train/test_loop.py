@@ -72,6 +72,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     folder = tmp_path / "runs" / "tiny"
     assert sorted(path.name for path in folder.iterdir()) == [
         "config.toml",
+        "logs",
         "metrics.jsonl",
         "model.safetensors",
         "report.html",
@@ -87,12 +88,15 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     assert (kept.parallel.pp, kept.parallel.virtual_stages, kept.sample.prompt) == (2, 1, "def ")
     assert [line["step"] for line in lines(folder, "train")] == [2, 3]
     assert [line["step"] for line in lines(folder, "held_out")] == [2, 3]
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.json", "rank-0.log"]
     assert lines(folder, "train")[0].keys() == {
-        "step", "loss", "lr", "grad_norm", "tokens_per_second", "bubble", "seconds",
+        "time", "step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "samples", "tokens", "bubble",
+        "rss", "rss_peak", "seconds",
     }  # fmt: skip
     assert all(0 <= line["bubble"] < 1 and line["tokens_per_second"] > 0 for line in lines(folder, "train"))
     (final,) = lines(folder, "final")
     assert outcome is not None
+    del final["time"]
     assert final == {
         k: v for k, v in vars(outcome).items() if k not in ("folder", "steps", "unit", "sample", "report")
     } | {"step": 3}

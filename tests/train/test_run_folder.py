@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,9 @@ def test_metrics_are_on_disk_line_by_line(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(tmp_path) as metrics:
         metrics.write("train", step=1, loss=0.5)
-        assert [json.loads(line) for line in path.read_text().splitlines()] == [
-            {"kind": "train", "step": 1, "loss": 0.5}
-        ]
+        (line,) = [json.loads(line) for line in path.read_text().splitlines()]
+        assert datetime.now(UTC) - datetime.fromisoformat(line.pop("time")) < timedelta(minutes=10)
+        assert line == {"kind": "train", "step": 1, "loss": 0.5}
         metrics.write("final", step=2, bigram_bits=None)
     assert len(path.read_text().splitlines()) == 2
 

@@ -127,7 +127,18 @@ def _machines(report: Report) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("host", "ranks", "cores", "memory GiB", "free GiB", "open files", "/dev/shm GiB", "GPUs"):
+    columns = (
+        "host",
+        "ranks",
+        "cores",
+        "threads\na rank",
+        "memory GiB",
+        "free GiB",
+        "open files",
+        "/dev/shm GiB",
+        "GPUs",
+    )
+    for column in columns:
         table.add_column(column, justify="left" if column in ("host", "GPUs") else "right", no_wrap=True)
     by_machine: dict[str, list[int]] = {}
     for rank, one in report.machines.items():
@@ -139,11 +150,13 @@ def _machines(report: Report) -> None:
             if one["core_quota"] is None
             else f"{one['cores']} (quota {one['core_quota']:g})"
         )
+        threads = sorted({report.machines[rank]["threads"] for rank in ranks})
         gpus: dict[str, int] = {}
         for device in one["devices"]:
             gpus[device["name"]] = gpus.get(device["name"], 0) + 1
         table.add_row(
-            one["host"], _span(ranks), cores, _gib(one["memory"]), _gib(one["memory_available"]),
+            one["host"], _span(ranks), cores, ", ".join(map(str, threads)),
+            _gib(one["memory"]), _gib(one["memory_available"]),
             "no limit" if one["open_files"] is None else str(one["open_files"]), _gib(one["shm"]),
             ", ".join(f"{n} x {name}" for name, n in gpus.items()) or "none",
         )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from penstock.doctor import judge
 from penstock.doctor.judge import PROBLEM, Finding
 from penstock.doctor.links import measure, unanswered
-from penstock.doctor.machine import machine_facts
+from penstock.doctor.machine import add_threads, machine_facts
 from penstock.doctor.measured_cluster import measure_cluster, require_writable
 from penstock.doctor.rounds import Answer, Rounds
 from penstock.doctor.shared_folder import check_folder
@@ -150,6 +150,7 @@ def examine(rounds: Rounds, folder: Path | None, cluster: Path | None = None) ->
         report.machines = _sound(
             report, "machine", rounds.each("machine", lambda: machine_facts(rounds.rank))
         )
+        add_threads(report.machines)
         report.findings += judge.judge_machines(report.machines)
         if folder is not None:
             answers = dict(enumerate(check_folder(rounds, folder)))

@@ -97,6 +97,14 @@ def _machine(facts: Facts, ranks: Sequence[int]) -> Iterator[Finding]:
             "ranks that wait for a core look like slow ranks, and every wait gets longer",
             "start fewer ranks on it, or give it more cores",
         )  # fmt: skip
+    threads = sum(facts[rank]["threads"] for rank in ranks)
+    if threads > max(cores, count):
+        yield Finding(
+            WARNING, "threads",
+            f"OMP_NUM_THREADS gives {plural(count, 'rank')} {threads} threads on {cores:g} cores of {one['host']}",
+            "every operation waits for its last thread, and that one for a core: steps take several times as long",
+            "unset OMP_NUM_THREADS: each rank then takes its share of the cores",
+        )  # fmt: skip
     free = one["memory_available"]
     if free is not None and free < count * GIB:
         yield Finding(

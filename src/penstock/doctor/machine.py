@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import penstock
 from penstock import host
 from penstock.errors import first_line
 from penstock.runtime.health.peers import supported
+from penstock.runtime.start.cpu_threads import omp_threads
 from penstock.runtime.start.launch_environment import local_rank, own_device
 from penstock.runtime.transport.processes import SWITCH
 
@@ -27,15 +29,17 @@ _SHM = Path("/dev/shm")
 def machine_facts(rank: int) -> dict[str, Any]:
     """Return all facts as plain values that JSON can hold: sizes in bytes, None for anything the system does not tell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    memory = host.memory()
+    memory, limits = host.memory(), host.core_limits()
     devices, trouble = cuda_devices()
     return {
         "rank": rank,
         "host": socket.gethostname(),
-        "machine": machine(),
+        "machine": limits.machine,
         "versions": versions(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": len(limits.cpus),
         "core_quota": host.core_quota(),
+        "core_limits": tuple(limits),
+        "omp_threads": omp_threads(),
         "memory": memory and memory.total,
         "memory_available": memory and memory.available,
         "devices": devices,
@@ -47,6 +51,13 @@ def machine_facts(rank: int) -> dict[str, Any]:
         "forgets_window": forgets_window(),
         "shared_memory": no_shared_memory(),
     }
+
+
+def add_threads(machines: Mapping[int, dict[str, Any]]) -> None:
+    """Add ``threads`` to each rank's facts: the CPU threads that it gets in `penstock train`, if it is a process."""
+    limits = {rank: host.CoreLimits(*one["core_limits"]) for rank, one in machines.items()}
+    for rank, one in machines.items():
+        one["threads"] = one["omp_threads"] or host.core_share(limits[rank], list(limits.values()))
 
 
 def versions() -> dict[str, str]:
@@ -62,12 +73,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(AttributeError, RuntimeError):  # a build without NCCL
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch does not annotate it
     return versions
-
-
-def machine() -> str:
-    """Return an identifier that all processes on one machine share."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def no_shared_memory() -> str:

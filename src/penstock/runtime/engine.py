@@ -51,6 +51,7 @@ class Engine:
         device: device of the stages; None for the CPU.
         replicas: number of replicas of the pipeline; without other processes, they are threads of this one.
         options: options that say how copies of the model are kept the same.
+        threads: CPU threads of each rank that is a thread.
 
     Raises:
         ConfigError: if several pipelines of threads would use a GPU.
@@ -65,6 +66,7 @@ class Engine:
         device: torch.device | None,
         replicas: int,
         options: ParallelOptions,
+        threads: int,
     ) -> None:
         self.local_stages = local_stages
         others = range(replicas - 1) if world is None else ()
@@ -78,8 +80,7 @@ class Engine:
         self._streams: Streams | None = None
         self._executors: dict[bool, list[Executor]] = {}
         self._reduced = False
-        self._reductions = 0
-        self._step = 0
+        self._reductions = self._step = 0
         self._status: Literal["idle", "stepping", "failed"] = "idle"
         self._works: list[Work] | None = None
         self._late = LateRanks()
@@ -88,7 +89,7 @@ class Engine:
         if world is not None:
             self._connect(world, device)
         elif local_stages.schedule.ranks > 1 or self.thread_replicas:
-            self._start_threads()
+            self._start_threads(threads)
         self._copies = Copies(local_stages, self.thread_replicas, world, replicas, options)
         for replica in self._all_replicas:
             replica.watch_copies(replicas)
@@ -112,7 +113,7 @@ class Engine:
         broadcast_shared(local_stages.shared_groups[rank], modules, rank, channel)
         self.make_buckets()
 
-    def _start_threads(self) -> None:
+    def _start_threads(self, threads: int) -> None:
         local_stages = self.local_stages
         stages_of = local_stages.schedule.placement.stages_of
         self._streams = Streams.of(
@@ -120,8 +121,8 @@ class Engine:
         )
         if self._streams is not None and self.thread_replicas:
             raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
-        threads = len(self.local_ranks) * (1 + len(self.thread_replicas))
-        self._rank_threads = RankThreads(threads, self.timeout, self._streams)
+        ranks = len(self.local_ranks) * (1 + len(self.thread_replicas))
+        self._rank_threads = RankThreads(ranks, self.timeout, self._streams, threads)
         if local_stages.random is not None:
             local_stages.random.in_threads = True
         if self.thread_replicas:

@@ -67,6 +67,9 @@ class ExecutionOptions:
             ends with a synchronization.
         strict: refuse a layer whose backward cannot be split into input and weight gradients without changing them,
             instead of running its full backward (default False).
+        threads: CPU threads of each rank. 0 (default) divides ``torch.get_num_threads()`` among ranks that are threads, and
+            keeps it in processes, but takes no more than the cgroup's quota and, in processes, a share of the machine's
+            cores; OMP_NUM_THREADS lifts these limits.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -78,6 +81,7 @@ class ExecutionOptions:
     compile: str = "none"
     check_finite: bool = True
     strict: bool = False
+    threads: int = 0
 
     def __post_init__(self) -> None:
         require_timeout(self.first_timeout, "first_timeout")
@@ -85,6 +89,10 @@ class ExecutionOptions:
             raise ConfigError(f"compile must be 'none', 'block' or 'stage', got {self.compile!r}")
         if self.memory is not None and not _is_count(self.memory, 1):
             raise ConfigError(f"memory must be a positive number of bytes or None, got {self.memory!r}")
+        if not _is_count(self.threads, 0):
+            raise ConfigError(
+                f"threads must be a number of CPU threads a rank, or 0 for a share, got {self.threads!r}"
+            )
 
 
 def _is_count(value: object, least: int) -> bool:

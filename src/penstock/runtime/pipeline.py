@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
+from penstock.runtime.start.cpu_threads import share_cores, threads_of_ranks
 from penstock.runtime.start.same_schedule import require_same_schedule
 from penstock.runtime.validation import (
     LossScale,
@@ -91,6 +93,7 @@ class Pipeline(PipelineModel):
         tensor_ranks: processes that share this one's matrices.
         is_first: whether this process is of the mesh's first pipeline and has the first shards.
         reduce_gradients: whether steps reduce their gradients over replicas; set it to False to accumulate locally.
+        threads: CPU threads of each rank; see `ExecutionOptions`.
         steps: training steps done. Random numbers in layers depend on it, so set it when a run continues.
         scaler: a `GradScaler` for float16, or None; its ``scale`` multiplies the loss, and it checks for NaN and infinity.
 
@@ -156,6 +159,11 @@ class Pipeline(PipelineModel):
         if self.world is not None and self.world.mesh is not None:
             self.replica = self.world.mesh.coordinate("dp")
         self.is_first = self.world is None or self.world.is_first
+        if self.world is None:
+            self.threads = threads_of_ranks(self.ranks * self.replicas, execution.threads)
+        else:
+            exchange = partial(self.world.exchange_all, action="share the cores")
+            self.threads = share_cores(exchange, execution.threads)
         self._local = LocalStages(
             program,
             layers_of_stages,
@@ -174,7 +182,14 @@ class Pipeline(PipelineModel):
             self.layers, self.stages, self.schedule.placement, self._local.ties, own_rank
         )
         self._engine = Engine(
-            self._local, self.local_ranks, waits, self.world, self.device, self.replicas, parallel
+            self._local,
+            self.local_ranks,
+            waits,
+            self.world,
+            self.device,
+            self.replicas,
+            parallel,
+            self.threads,
         )
         local_replicas = [self.replica] if self.in_processes else range(self.replicas)
         common = (self.device, self.reduction, self._local.routes, self.holds_first, self.holds_last)

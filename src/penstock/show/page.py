@@ -73,7 +73,15 @@ def render(
 
 
 def fill_template(
-    template: str, data: Mapping[str, Any], figures: Mapping[str, Any], library: Sequence[str], **values: Any
+    template: str,
+    data: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    library: Sequence[str],
+    *,
+    script: str = "page.js",
+    styles: Sequence[str] = ("page.css",),
+    connects: bool = False,
+    **values: Any,
 ) -> str:
     """Return a page from one of the templates, with its scripts, its style and the policy that allows no others.
 
@@ -82,17 +90,20 @@ def fill_template(
         data: JSON for the page's own script.
         figures: JSON of Bokeh's figures by the id of their element.
         library: Bokeh's scripts.
+        script: name of the page's own script (default ``page.js``).
+        styles: names of the style sheets (default ``page.css``).
+        connects: whether the script may ask the server of the page for more (default False).
         values: further values of the template, which escapes them.
     """
-    early, late, style = (_source(name) for name in ("nonce.js", "page.js", "page.css"))
+    early, late, *sheets = (_source(name) for name in ("nonce.js", script, *styles))
     scripts = [f"\n{script}\n" for script in (early, *library, late)]
     nonce = secrets.token_urlsafe(16)
     return _ENVIRONMENT.get_template(template).render(
         data=data,
         figures=figures,
-        policy=policy(scripts, nonce),
+        policy=policy(scripts, nonce, connects=connects),
         nonce=nonce,
-        style=style,
+        style="".join(sheets),
         scripts=scripts,
         **values,
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from penstock.atomic import write_text
-from penstock.errors import DataError
+from penstock.errors import DataError, StoppedError
+from penstock.heartbeat import Heartbeat, clear_signs
 from penstock.host import to_stderr
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
@@ -22,6 +24,9 @@ from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
 from penstock.trace.folder import drop_after
 from penstock.train import run_folder
+from penstock.train.callbacks.callback import Callback, EndEvent, StartEvent, values_of
+from penstock.train.callbacks.callback_list import CallbackList
+from penstock.train.callbacks.find_callbacks import find_callbacks, require_loggers
 from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import describe, shape_of
 from penstock.train.config.optim import build_optimizer
@@ -30,9 +35,9 @@ from penstock.train.data.run_data import RunData, bigram_baseline, open_data
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import TrainableModel, build_model, default_text_note
 from penstock.train.report.device import choose_device, sharing_cores
-from penstock.train.report.loggers import Logger, open_loggers, require_loggers
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
 from penstock.train.report.progress import Reporter
+from penstock.train.report.run_log import LoggedReporter, level_of, run_log
 from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.tokenizing import tokenizing_bar
 from penstock.train.report.traces import Traces, write_page
@@ -78,6 +83,7 @@ def train(
     profile: bool = False,
     stopping: Stopping | None = None,
     lock: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome | None:
     """Train a model in threads, or as one of several processes, and leave a run folder.
 
@@ -89,6 +95,7 @@ def train(
             none (default None). If one shall stop, all stop at the same step. After a signal,
             `penstock.launch.signals.Interrupts` does so.
         lock: let the leading process lock the run's folder (default True); False where the launcher has locked it.
+        callbacks: callbacks beside those that the config names (default none); only the leading process calls them.
 
     Returns:
         The outcome on the leading process, None on the others.
@@ -104,62 +111,81 @@ def train(
     model = build_model(config)
     model.tokenizer.encode(config.sample.prompt or "")
     require_loggers(config)
+    level = level_of(config.train.log_level)
     in_processes = world is not None
     device = choose_device(config.runtime.device, in_processes=in_processes)
     with tokenizing_bar() as watch:
         data = open_data(config, model, watch)
     with (
-        sharing_cores(
-            shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes
-        ) as threads,
+        sharing_cores(shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes),
         build_pipeline(config, model, device, data) as pipe,
         ExitStack() as lock_held,
     ):
         # Clipping and the optimizer are many small operations: with more threads a busy machine waits longer for the last
         # thread of each than it computes.
-        torch.set_num_threads(threads)
+        torch.set_num_threads(pipe.threads)
         run_group = RunGroup.of(pipe)
         _require_one_data(run_group, data)
+        found: list[Callback] = []
+        run_group.decide(lambda: found.extend([*find_callbacks(config), *callbacks]))
         path = Path(run_group.decide(lambda: str(_create(path, config, lock_held if lock else None))))
         optimizer = build_optimizer(
             pipe, config.optim, config.train.steps, config.parallel.zero, config.schedule.flow
         )
-        with (
-            make_reporter(config.train.steps, run_group.leads) as reporter,
-            RunCheckpointer(path, config, data.digest, pipe, optimizer, run_group, reporter) as checkpointer,
-        ):
-            if run_group.leads:
-                reporter.say(_opening(config, model, path, device, data))
-                if note := default_text_note(config, model):
-                    reporter.say(note)
-                for note in data.notes:
-                    reporter.say(note)
-                if advice := host_advice():
-                    reporter.say(advice)
-            progress = checkpointer.resume()
-            loggers: list[Logger] = []
-            run_group.decide(lambda: loggers.extend(_begin(path, config, progress.done)))
-            with MetricsWriter(path if run_group.leads else None, loggers, reporter.say) as metrics:
-                traces = Traces(path, config.train.steps, config.train.trace_every, metrics, reporter.say)
-                profiles = StepProfiler(path if profile else None, config.train.steps, run_group.rank)
-                run = TrainingRun(
-                    config,
-                    model,
-                    data,
-                    pipe,
-                    optimizer,
-                    run_group,
-                    reporter,
-                    metrics,
-                    checkpointer,
-                    traces,
-                    profiles,
-                    stopping,
-                )
-                result = Trainer(run, progress).train()
-                _save(model, pipe, path, run_group)
-                pipe.close()
-                return _finish(run, path, result) if run_group.leads else None
+        with make_reporter(config.train.steps, run_group.leads) as shown:
+            reporter, calls = LoggedReporter(shown), CallbackList(found, shown.say)
+            with RunCheckpointer(
+                path, config, data.digest, pipe, optimizer, run_group, reporter, calls
+            ) as checkpointer:
+                first_lines = [_opening(config, model, path, pipe, device, data)]
+                notes = (default_text_note(config, model), *data.notes, host_advice())
+                first_lines += [line for line in notes if line]
+                for line in first_lines if run_group.leads else ():
+                    shown.say(line)
+                progress = checkpointer.resume()
+                run_group.decide(lambda: _begin(path, config, progress.done))
+                with (
+                    run_log(path, run_group.rank, level, shown.say, first_lines),
+                    Heartbeat(path, run_group.rank, progress.done) as heartbeat,
+                    _reporting_end(heartbeat, calls),
+                    MetricsWriter(path if run_group.leads else None, reporter.say) as metrics,
+                ):
+                    steps = config.train.steps
+                    start = StartEvent(path, asdict(config), progress.done, steps)
+                    run_group.decide(lambda: calls.on_start(start))
+                    run = TrainingRun(
+                        config,
+                        model,
+                        data,
+                        pipe,
+                        optimizer,
+                        run_group,
+                        reporter,
+                        metrics,
+                        checkpointer,
+                        Traces(path, steps, config.train.trace_every, metrics.writes, calls, reporter.say),
+                        StepProfiler(path if profile else None, steps, run_group.rank),
+                        calls,
+                        heartbeat,
+                        stopping,
+                    )
+                    result = Trainer(run, progress).train()
+                    _save(model, pipe, path, run_group)
+                    pipe.close()
+                    return _finish(run, path, result) if run_group.leads else None
+
+
+@contextmanager
+def _reporting_end(heartbeat: Heartbeat, calls: CallbackList) -> Iterator[None]:
+    """Tell the callbacks and those who watch the run of an error that ends it."""
+    try:
+        yield
+    except BaseException as error:
+        outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, StoppedError) else "failed"
+        text = str(error) or type(error).__name__
+        heartbeat.end(outcome, text)
+        calls.on_end(EndEvent(outcome, heartbeat.step, text))
+        raise
 
 
 def _require_one_data(run_group: RunGroup, data: RunData) -> None:
@@ -182,11 +208,11 @@ def _create(path: Path, config: Config, lock: ExitStack | None) -> Path:
     return run_folder.create(path, config)
 
 
-def _begin(path: Path, config: Config, done: int) -> list[Logger]:
-    """Delete metrics and traces of steps that will be repeated, and open the loggers; for the leader alone."""
+def _begin(path: Path, config: Config, done: int) -> None:
+    """Delete metrics and traces of steps that will be repeated, and old signs of life; for the leader alone."""
     go_back(path, done, evaluates=done == config.train.steps)
     drop_after(path, done)
-    return open_loggers(config, path, done)
+    clear_signs(path)
 
 
 def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
@@ -198,7 +224,10 @@ def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
         write_text(path / "sample.txt", sample + "\n")
     except OSError as error:
         reporter.say(f"cannot write {path / 'sample.txt'}: {error.strerror}")
-    run.metrics.write("final", step=run.config.train.steps, bigram_bits=bigram, **vars(result))
+    end = EndEvent("done", run.config.train.steps, bigram_bits=bigram, **vars(result))
+    run.metrics.write("final", **values_of(end))
+    run.checkpointer.wait()
+    run.callbacks.on_end(end)
     page = write_page(path, reporter.say)
     return Outcome(
         str(path),
@@ -253,14 +282,19 @@ def build_pipeline(
             family=model.family,
             sequence_parallel=parallel.sequence_parallel,
         ),
-        execution=ExecutionOptions(first_timeout=config.runtime.first_timeout),
+        execution=ExecutionOptions(
+            first_timeout=config.runtime.first_timeout, threads=config.runtime.threads
+        ),
     )
 
 
-def _opening(config: Config, model: TrainableModel, path: Path, device: torch.device, data: RunData) -> str:
+def _opening(
+    config: Config, model: TrainableModel, path: Path, pipe: Pipeline, device: torch.device, data: RunData
+) -> str:
     ranks = describe(shape_of(config.parallel))
+    threads = f"{pipe.threads} CPU thread{'s' if pipe.threads > 1 else ''} a rank"
     return (
-        f"run {path}: {config.schedule.name} on {ranks} ({device.type}), "
+        f"run {path}: {config.schedule.name} on {ranks} ({device.type}, {threads}), "
         f"{config.schedule.microbatches} microbatches; {data.summary}; "
         f"learning rate up to {config.optim.lr:g}"
     )

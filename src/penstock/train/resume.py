@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -9,11 +10,20 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock.checkpoint.checkpoints import Checkpoints, Loaded
-from penstock.checkpoint.find import FOLDER, is_checkpoint, is_whole, path_of, read_manifest, steps_in
+from penstock.checkpoint.find import (
+    FOLDER,
+    is_checkpoint,
+    is_whole,
+    path_of,
+    read_manifest,
+    step_of,
+    steps_in,
+)
 from penstock.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
+from penstock.train.callbacks.callback import Callback, SaveEvent
 from penstock.train.config.config import Config
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import is_finished
@@ -21,6 +31,7 @@ from penstock.train.report.progress import Reporter
 from penstock.train.run_folder import AUTO, keep_config
 
 SET_ASIDE = ".set-aside"
+_LOGGER = logging.getLogger(__name__)
 
 _NUMERIC_KEYS = ("seed", "batch")
 """Keys of ``[train]`` that change the numbers, as do those of ``[model]``, ``[optim]`` and ``[data]`` except two."""
@@ -53,6 +64,7 @@ class RunCheckpointer:
         pipe, optimizer: pipeline and optimizer to save and load.
         run_group: processes of the run.
         reporter: reporter of failed saves and rejected checkpoints.
+        callbacks: callbacks that receive every checkpoint of this process's run, once it is complete.
     """
 
     def __init__(
@@ -64,12 +76,14 @@ class RunCheckpointer:
         optimizer: PipelineOptimizer,
         run_group: RunGroup,
         reporter: Reporter,
+        callbacks: Callback,
     ) -> None:
         self._run = run
         self._config = config
         self._data = data
         self._run_group = run_group
         self._reporter = reporter
+        self._callbacks = callbacks
         self._checkpoints = Checkpoints(
             run / FOLDER,
             pipe,
@@ -174,9 +188,11 @@ class RunCheckpointer:
 
     def after_step(self, progress: RunProgress) -> None:
         """Save every ``train.checkpoint_every`` steps; a failed save is reported, and the run continues."""
+        if not self._checkpoints.writing:
+            self.wait()
         every = self._config.train.checkpoint_every
         if every and progress.done % every == 0:
-            self._wait()
+            self.wait()
             self._save(progress)
 
     def stop(self, progress: RunProgress) -> StoppedError:
@@ -193,12 +209,12 @@ class RunCheckpointer:
             return StoppedError(
                 f"stopped before the first step, so there is nothing to save; {self._resume_hint()}"
             )
-        self._wait()
+        self.wait()
         path = path_of(self._run / FOLDER, done)
         if not self._run_group.decide(lambda: is_whole(path)):
             try:
                 self._save(progress)
-                self._checkpoints.wait()
+                self._announce(self._checkpoints.wait())
             except PenstockError as error:
                 raise PenstockError(
                     f"stopped after step {done}, but {error}; {self._resume_hint()}"
@@ -214,11 +230,18 @@ class RunCheckpointer:
             extra["loss"] = progress.loss
         self._checkpoints.save(extra)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the last save is complete, and tell the callbacks; a failed one is reported."""
         try:
-            self._checkpoints.wait()
+            self._announce(self._checkpoints.wait())
         except PenstockError as error:
             self._reporter.say(f"{error}. Training continues")
+
+    def _announce(self, written: Path | None) -> None:
+        """Tell of a checkpoint that is complete."""
+        if written is not None:
+            _LOGGER.info("checkpoint complete: %s", written)
+            self._callbacks.on_save(SaveEvent(step_of(written), written))
 
     def __enter__(self) -> Self:
         return self
@@ -227,7 +250,7 @@ class RunCheckpointer:
         if isinstance(error, TransportError):
             return  # a save needs all processes, so an unfinished one cannot succeed
         try:
-            self._wait()
+            self.wait()
         finally:
             self._checkpoints.close()
 

@@ -8,12 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+import torch
+
 from penstock.errors import NonFiniteError
+from penstock.heartbeat import Heartbeat
+from penstock.host import process_memory
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.optim.optimizer import OptimizerStep, PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.trace.bubbles import busy
+from penstock.train.callbacks.callback import EvaluateEvent, StepEvent, values_of
+from penstock.train.callbacks.callback_list import CallbackList
 from penstock.train.config.config import Config
 from penstock.train.data.run_data import RunData, held_out_bits, training_batch
 from penstock.train.model.trainable import TrainableModel
@@ -42,6 +48,8 @@ class TrainingRun:
     checkpointer: RunCheckpointer
     traces: Traces
     profiles: StepProfiler
+    callbacks: CallbackList
+    heartbeat: Heartbeat
     stopping: Stopping | None
 
 
@@ -69,6 +77,8 @@ class _Launched:
 class _Measured:
     """Measurements of a step that changed the weights; `in_pipe` is the time of ``pipe.step`` in seconds."""
 
+    done: int
+    loss: float
     lr: float
     grad_norm: float
     in_pipe: float
@@ -133,7 +143,7 @@ class Trainer:
             return
         for vote in self._votes:
             vote()
-        self._read_last()
+        self._announce(self._read_last())
         stopped = self._run.checkpointer.stop(self._progress)
         self._run.reporter.say(str(stopped))
         raise stopped
@@ -145,7 +155,7 @@ class Trainer:
         with run.profiles.of(done):
             self._unread = self._launch(step)
             if earlier is not None:
-                self._read(earlier)
+                self._announce(self._read(earlier))
         self._progress = replace(self._progress, done=done)
         last = done == train.steps
         logs, evaluates = done % train.log_every == 0 or last, done % train.eval_every == 0 or last
@@ -158,7 +168,9 @@ class Trainer:
         self._taken_since_log += 1
         self._since_log += perf_counter() - started
         if measured is not None and logs:
-            self._log(done, measured)
+            self._log(measured)
+        else:
+            self._announce(measured)
         if measured is not None or (self._flows and launched is not None):
             run.traces.after(done, run.pipe)
         if evaluates:
@@ -198,8 +210,22 @@ class Trainer:
             return None
         assert update.grad_norm is not None, "every step is applied, and measured"
         self._progress = RunProgress(max(self._progress.done, launched.done), loss)
+        self._run.heartbeat.step = launched.done
         self._run.reporter.step(launched.done, loss)
-        return _Measured(update.lr[0], float(update.grad_norm), launched.in_pipe)
+        return _Measured(launched.done, loss, update.lr[0], float(update.grad_norm), launched.in_pipe)
+
+    def _event(self, measured: _Measured) -> StepEvent:
+        """Return a step's event with what is known without messages between the ranks."""
+        samples = self._run.config.train.batch * measured.done
+        return StepEvent(
+            measured.done, measured.loss, measured.lr, measured.grad_norm,
+            samples=samples, tokens=samples * self._run.config.data.sequence, logged=False,
+        )  # fmt: skip
+
+    def _announce(self, measured: _Measured | None) -> None:
+        """Give the callbacks a step that is not logged; None for one that was skipped, or is not read yet."""
+        if measured is not None and self._run.callbacks:
+            self._run.callbacks.on_step(self._event(measured))
 
     def _skip(self, done: int, error: NonFiniteError) -> None:
         """Skip a step that is not finite on some rank: no weight changes, and the next step takes the next batch."""
@@ -219,6 +245,8 @@ class Trainer:
         )
         run.reporter.step(done, self._progress.loss)
         run.reporter.say(f"{where}. The step is skipped, number {in_a_row} in a row of at most {allowed}")
+        run.heartbeat.step = done
+        run.callbacks.on_step(StepEvent(done, seconds=self._seconds(), logged=False, skipped=where))
         run.metrics.write(
             "skipped",
             step=done,
@@ -228,29 +256,36 @@ class Trainer:
             seconds=self._seconds(),
         )
 
-    def _log(self, done: int, measured: _Measured) -> None:
-        run, loss = self._run, self._progress.loss
-        speed = self._tokens(self._taken_since_log, self._since_log)
-        self._stepping += self._since_log
-        self._since_log, self._taken_since_log = 0.0, 0
+    def _log(self, measured: _Measured) -> None:
+        run, taken, device = self._run, self._taken_since_log, self._run.pipe.device
+        seconds, self._since_log, self._taken_since_log = self._since_log, 0.0, 0
+        self._stepping += seconds
         bubble = measured_bubble(run.pipe, run.run_group, measured.in_pipe)
-        run.reporter.measured(done, loss, speed, bubble)
-        run.metrics.write(
-            "train",
-            step=done,
-            loss=loss,
-            lr=measured.lr,
-            grad_norm=measured.grad_norm,
-            tokens_per_second=speed,
+        memory = run.run_group.each(lambda: memory_use(device))
+        rss, rss_peak, allocated, peak = (tuple(column) for column in zip(*memory, strict=True))
+        event = replace(
+            self._event(measured),
+            logged=True,
+            tokens_per_second=self._tokens(taken, seconds),
+            step_seconds=seconds / taken,
             bubble=bubble,
+            rss=rss,
+            rss_peak=rss_peak,
+            cuda_allocated=allocated if on_gpu(device) else (),
+            cuda_peak=peak if on_gpu(device) else (),
             seconds=self._seconds(),
         )
+        run.reporter.measured(event.step, measured.loss, self._tokens(taken, seconds), bubble)
+        run.metrics.write("train", **values_of(event))
+        run.callbacks.on_step(event)
 
     def _evaluate(self) -> None:
         run, done = self._run, self._progress.done
         self._bits = held_out_bits(run.pipe, run.data)
         run.reporter.say(f"step {done}: {self._bits:.3f} bits/{run.model.tokenizer.unit} on held-out text")
-        run.metrics.write("held_out", step=done, held_out_bits=self._bits, seconds=self._seconds())
+        event = EvaluateEvent(done, self._bits, self._seconds())
+        run.metrics.write("held_out", **values_of(event))
+        run.callbacks.on_evaluate(event)
 
     def _seconds(self) -> float:
         return perf_counter() - self._began
@@ -258,6 +293,23 @@ class Trainer:
     def _tokens(self, steps: int, seconds: float) -> float:
         config = self._run.config
         return config.train.batch * config.data.sequence * steps / seconds if steps else 0.0
+
+
+def on_gpu(device: torch.device | None) -> bool:
+    """Return whether stages are on a GPU."""
+    return device is not None and device.type == "cuda"
+
+
+def memory_use(device: torch.device | None) -> tuple[int, int, int, int]:
+    """Return this process's memory in RAM and its peak, and its tensors on the GPU and their peak since the last call.
+
+    All in bytes; without a GPU the last two are 0.
+    """
+    if not on_gpu(device):
+        return (*process_memory(), 0, 0)
+    allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return (*process_memory(), allocated, peak)
 
 
 def measured_bubble(pipe: Pipeline, run_group: RunGroup, seconds: float) -> float:

@@ -33,13 +33,14 @@ def test_threads_divide_what_is_set_and_it_is_put_back():
     assert torch.get_num_threads() == 4
 
 
-def test_processes_share_the_machines_cores(monkeypatch: pytest.MonkeyPatch):
+def test_processes_begin_with_their_machines_cores_which_a_pipeline_then_shares(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     with sharing_cores(6, 0, in_processes=True, root=Path("/nowhere")) as each:
-        assert each == torch.get_num_threads() == 4
+        assert each == torch.get_num_threads() == 12
     with sharing_cores(6, 2, in_processes=True, root=Path("/nowhere")) as each:
         assert each == torch.get_num_threads() == 2
     assert torch.get_num_threads() == before
@@ -54,10 +55,9 @@ def test_a_containers_quota_is_shared_and_not_the_hosts_cores(
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     (tmp_path / "sys/fs/cgroup/cpu.max").write_text("450000 100000\n")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with sharing_cores(2, 0, in_processes=True, root=tmp_path) as each:
-        assert each == torch.get_num_threads() == 2
+        assert each == torch.get_num_threads() == 4
     torch.set_num_threads(64)
     with sharing_cores(2, 0, in_processes=False, root=tmp_path) as each:
         assert (each, torch.get_num_threads()) == (2, 4)
@@ -67,13 +67,12 @@ def test_a_containers_quota_is_shared_and_not_the_hosts_cores(
 
 def test_omp_num_threads_is_taken_unless_torchrun_set_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
 
     def chosen(omp: str) -> int:
         monkeypatch.setenv("OMP_NUM_THREADS", omp)
         with sharing_cores(3, 0, in_processes=True, root=Path("/nowhere")) as each:
             return each
 
-    assert (chosen("1"), chosen("2"), chosen("what"), chosen("0")) == (1, 2, 4, 4)
+    assert (chosen("1"), chosen("2"), chosen("what"), chosen("0")) == (1, 2, 12, 12)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert (chosen("1"), chosen("2")) == (4, 2)
+    assert (chosen("1"), chosen("2")) == (12, 2)

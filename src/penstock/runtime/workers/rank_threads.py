@@ -47,19 +47,20 @@ class RankThreads:
         ranks: number of ranks.
         timeout: timeout after which a rank that keeps the others waiting counts as hung.
         streams: CUDA streams of the ranks; None on the CPU (default).
+        threads: CPU threads of each rank (default 1); torch keeps this setting per thread.
     """
 
-    def __init__(self, ranks: int, timeout: Timeout, streams: Streams | None = None) -> None:
+    def __init__(
+        self, ranks: int, timeout: Timeout, streams: Streams | None = None, threads: int = 1
+    ) -> None:
         self.timeout = timeout
         self._streams = streams
         self._inboxes: list[_Inbox] = [queue.SimpleQueue() for _ in range(ranks)]
         self._ends = _JobEnds()
         self._running: set[int] = set()
         self._hung: set[int] = set()
-        # Ranks compute side by side, so each gets its share of the cores; torch keeps this setting per thread.
-        share = max(1, torch.get_num_threads() // ranks)
         self._threads = [
-            threading.Thread(target=_serve, args=(r, share, inbox), name=f"{RANK_THREAD}{r}", daemon=True)
+            threading.Thread(target=_serve, args=(r, threads, inbox), name=f"{RANK_THREAD}{r}", daemon=True)
             for r, inbox in enumerate(self._inboxes)
         ]
         # The threads have no reference to this object, so dropping it ends them even if it was not closed.
@@ -229,9 +230,9 @@ class RankThreads:
         self._threads = []
 
 
-def _serve(rank: int, share: int, inbox: _Inbox) -> None:
+def _serve(rank: int, threads: int, inbox: _Inbox) -> None:
     """Run the jobs of a rank's inbox until it is dismissed."""
-    torch.set_num_threads(share)
+    torch.set_num_threads(threads)
     # Autocast casts a weight once and keeps the cast until a thread leaves its outermost autocast, which drops the
     # casts of all threads. A weight used twice would be cast once or twice by chance, which changes the bits of its
     # gradient. No rank's thread ever leaves the outermost autocast; `run` drops the casts when all are idle.

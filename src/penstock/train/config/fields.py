@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -9,8 +10,14 @@ from pydantic import AfterValidator, ConfigDict, Field
 from penstock.parallel.mesh import AXES
 from penstock.runtime.workers.timeout import YEAR
 
-LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
+LOGGERS = {
+    "tensorboard": ("tensorboard", "matplotlib"),
+    "wandb": ("wandb", "matplotlib"),
+    "mlflow": ("mlflow", "matplotlib"),
+    "prometheus": ("prometheus_client",),
+}
 """Services that metrics can be sent to, each with the packages it needs."""
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _NAME_BYTES = 255  # most file systems allow no longer name
 
 
@@ -20,8 +27,8 @@ class Table:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
-def logger_names(text: str) -> list[str]:
-    """Return the names in ``train.loggers``."""
+def names_in(text: str) -> list[str]:
+    """Return the names in ``train.loggers`` or ``train.callbacks``."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -31,8 +38,14 @@ def axes_of(order: str) -> tuple[str, ...]:
 
 
 def _check_loggers(text: str) -> str:
-    if not set(logger_names(text)) <= set(LOGGERS):
+    if not set(names_in(text)) <= set(LOGGERS):
         raise ValueError(f"names out of {', '.join(LOGGERS)}, with commas between")
+    return text
+
+
+def _check_callbacks(text: str) -> str:
+    if not all(_FUNCTION.fullmatch(name) for name in names_in(text)):
+        raise ValueError("MODULE:FUNCTION, or several with commas between, such as my_hooks:Notify")
     return text
 
 
@@ -66,12 +79,15 @@ Text = Annotated[str, Field(strict=True, pattern=r"\A[^\x00]*\z")]
 Given = Annotated[Text, Field(min_length=1)]
 FolderName = Annotated[Text, AfterValidator(_check_name)]
 LoggerNames = Annotated[Text, AfterValidator(_check_loggers)]
+CallbackNames = Annotated[Text, AfterValidator(_check_callbacks)]
+Port = Annotated[int, Field(strict=True, ge=0, lt=2**16)]
 AxisOrder = Annotated[Text, AfterValidator(_check_order)]
 Changed = Literal["refuse", "accept"]
 DataFormat = Literal["auto", "text", "tokens", "jsonl", "parquet", "datasets"]
 RecordKind = Literal["auto", "text", "completion", "chat"]
 TrainedPart = Literal["answers", "last", "all"]
 Overlong = Literal["cut", "refuse"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 Recompute = Literal["none", "full"] | Count
 Split = Literal["even"] | list[Count]
 Autocast = Literal["", "bf16"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import torch
 
 from penstock import host
 from penstock.errors import ConfigError
-from penstock.runtime.start.launch_environment import has_own_device, local_size, own_device
+from penstock.runtime.start.cpu_threads import omp_threads, threads_of_ranks
+from penstock.runtime.start.launch_environment import has_own_device, own_device
 
 
 def choose_device(name: str, *, in_processes: bool) -> torch.device:
@@ -42,35 +42,27 @@ def choose_device(name: str, *, in_processes: bool) -> torch.device:
     return device
 
 
-def _omp_threads() -> int:
-    """Return OMP_NUM_THREADS, or 0 if the user has not set it; torchrun sets it to 1 by itself."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    if text == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
-        return 0
-    return int(text) if text.isascii() and text.isdigit() else 0
-
-
 @contextlib.contextmanager
 def sharing_cores(ranks: int, each: int, *, in_processes: bool, root: Path = host.ROOT) -> Iterator[int]:
     """Set the CPU threads of this process until the context ends, and yield the number of threads a rank.
 
-    The pipeline's threads divide the number that is set when they start.
+    The pipeline's threads divide the number that is set when they start. In processes, a pipeline lowers it to the process's
+    share of the machine's cores (`penstock.runtime.start.cpu_threads.share_cores`).
 
     Args:
         ranks: number of ranks of the pipeline.
-        each: threads a rank; 0 for OMP_NUM_THREADS if that is set, else an equal share of the cores that the machine and its
-            cgroup (a container's quota) allow.
+        each: threads a rank; 0 for OMP_NUM_THREADS if that is set, else for as many as the process's cores and its cgroup's
+            quota (a container's) allow, divided among ranks that are threads.
         in_processes: True if each rank is a process.
         root: root of the file system, for tests; see `penstock.host`.
     """
-    before, omp_threads = torch.get_num_threads(), _omp_threads()
+    before = torch.get_num_threads()
     if in_processes:
-        each = each or omp_threads or max(1, host.cores(root) // (local_size() or ranks))
+        each = each or omp_threads() or host.cores(root)
         torch.set_num_threads(each)
     else:
         # `before` is the caller's number, OMP_NUM_THREADS, or all cores of the process, whatever its quota.
-        quota = None if omp_threads else host.core_quota(root)
-        each = each or max(1, int(before if quota is None else min(before, quota)) // ranks)
+        each = threads_of_ranks(ranks, each, root)
         torch.set_num_threads(each * ranks)
     try:
         yield each

@@ -1,21 +1,18 @@
-"""Metrics of a run: lines of JSON in its folder, passed on to the loggers."""
+"""Metrics of a run: lines of JSON in its folder; docs/watching.md has a table of them."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from penstock.atomic import write_bytes
 from penstock.bounded_io import parse_json
-from penstock.scratch import Scratch
-from penstock.show.picture import draw_picture
-from penstock.trace.events import Trace
-from penstock.train.report.loggers import Logger
+from penstock.host import utc
 
 METRICS = "metrics.jsonl"
 
@@ -55,49 +52,31 @@ class MetricsWriter:
 
     Args:
         path: folder of the run; None writes nothing, as on every rank but the first.
-        loggers: loggers of the same numbers, named ``kind/key``; closed with the file.
         say: function that reports failed writes.
 
     Attributes:
         writes: True if this process writes metrics.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        loggers: Sequence[Logger] = (),
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def __init__(self, path: Path | None, say: Callable[[str], None] = lambda text: None) -> None:
         self.writes = path is not None
         self._say = say
-        self._reported: set[str] = set()
-        self._loggers = loggers
+        self._reported = False
         self._path = path / METRICS if path else Path()
         # Unbuffered: no rest of a line that did not fit on the disk may be written later.
         self._file = self._path.open("ab", buffering=0) if path else None
 
-    def write(self, kind: str, **values: int | float | None) -> None:
-        """Append a line of a kind: ``train``, ``skipped``, ``held_out`` or ``final``."""
-        if self._file is not None:
-            line = json.dumps({"kind": kind, **values}, allow_nan=False) + "\n"
-            with self._reporting_once(f"{self._path} lacks lines"):
-                self._append(self._file, line.encode())
-        step = values.get("step")
-        if isinstance(step, int):
-            named = {f"{kind}/{key}": v for key, v in values.items() if key != "step" and v is not None}
-            for logger in self._loggers:
-                with self._reporting_once(f"{type(logger).__name__} lacks numbers"):
-                    logger.scalars(step, named)
-
-    def timeline(self, step: int, trace: Trace) -> None:
-        """Draw a step's timeline for the loggers, if there are any."""
-        if not self._loggers:
+    def write(self, kind: str, **values: Any) -> None:
+        """Append a line of a kind, with the time: ``train``, ``skipped``, ``held_out`` or ``final``."""
+        if self._file is None:
             return
-        with self._reporting_once("a logger lacks timelines"), Scratch() as scratch:
-            path = scratch.path / "timeline.png"
-            draw_picture(trace, path)
-            for logger in self._loggers:
-                logger.picture(step, "timeline", path)
+        line = json.dumps({"kind": kind, "time": utc(), **values}, allow_nan=False) + "\n"
+        try:
+            self._append(self._file, line.encode())
+        except OSError as error:
+            if not self._reported:
+                self._reported = True
+                self._say(f"{self._path} lacks lines: {error.strerror or error}. Training continues")
 
     @staticmethod
     def _append(file: BinaryIO, line: bytes) -> None:
@@ -111,24 +90,12 @@ class MetricsWriter:
                 file.truncate(before)
             raise
 
-    @contextmanager
-    def _reporting_once(self, problem: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if problem not in self._reported:
-                self._say(f"{problem}: {error.strerror or error}. Training continues")
-                self._reported.add(problem)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
-        for logger in self._loggers:
-            with self._reporting_once(f"{type(logger).__name__} lacks numbers"):
-                logger.close()
 
 
 def _stays(line: bytes, step: int, evaluates: bool) -> bool:

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.runtime.pipeline import Pipeline
 from penstock.show.run import read_run, write_report
 from penstock.trace.folder import save_step
-from penstock.train.report.metrics_writer import MetricsWriter
+from penstock.train.callbacks.callback import Callback, TraceEvent
 
 PAGE = "report.html"
 
@@ -22,7 +22,8 @@ class Traces:
         run: folder of the run.
         steps: number of the last step.
         every: steps between two traces, N; 0 for the first and the last step alone.
-        metrics: writer that also receives the timelines; traces are saved where it writes.
+        writes: whether this process saves traces.
+        callbacks: callbacks that receive the traces, too.
         say: function that reports failed writes.
     """
 
@@ -31,13 +32,15 @@ class Traces:
         run: Path,
         steps: int,
         every: int,
-        metrics: MetricsWriter,
+        writes: bool,
+        callbacks: Callback,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.run = run
         self.steps = steps
         self.every = every
-        self._metrics = metrics
+        self._writes = writes
+        self._callbacks = callbacks
         self._say = say
         self._began = False
 
@@ -56,12 +59,12 @@ class Traces:
             return
         trace = pipe.gather_trace()
         assert trace is not None, "a step has just been done"
-        if self._metrics.writes:
+        if self._writes:
             try:
                 save_step(self.run, step, trace)
             except DataError as error:
                 self._say(f"{error}. Training continues")
-            self._metrics.timeline(step, trace)
+            self._callbacks.on_trace(TraceEvent(step, trace))
 
 
 def write_page(run: Path, say: Callable[[str], None]) -> Path | None:

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 from penstock.train.config.fields import (
     Autocast,
+    CallbackNames,
     Count,
     FolderName,
     LoggerNames,
+    LogLevel,
     NotNegative,
     NotNegativeNumber,
+    Port,
     Recompute,
     Seconds,
     Table,
@@ -33,8 +36,13 @@ class TrainConfig(Table):
         eval_every: steps between two evaluations on held-out text; the last step always has one.
         eval_batches: batches of held-out samples in an evaluation, always the same ones.
         trace_every: steps between two saved traces; the first and the last step are always saved, and with 0 only these.
-        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both with a
-            comma between them.
+        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``mlflow``,
+            ``prometheus``, or several with commas between them.
+        prometheus_port: port on the loopback interface where ``prometheus`` serves metrics; 0 writes ``metrics.prom``.
+        callbacks: own callbacks: ``MODULE:FUNCTION``, of an installed module or one in the current folder, or several with
+            commas between them. The function is called without arguments and returns a `penstock.Callback`.
+        log_level: lowest level in the log of each process (``logs/rank-N.log``): ``debug``, ``info``, ``warning`` or
+            ``error``; the environment variable PENSTOCK_LOG counts more.
         checkpoint_every: steps between two checkpoints; 0 for none.
         keep_last: number of newest checkpoints to keep; 0 for all.
         keep_every: also keep the checkpoints whose step is a multiple; 0 for none.
@@ -54,6 +62,9 @@ class TrainConfig(Table):
     eval_batches: Count = 16
     trace_every: NotNegative = 100
     loggers: LoggerNames = ""
+    prometheus_port: Port = 0
+    callbacks: CallbackNames = ""
+    log_level: LogLevel = "info"
     checkpoint_every: NotNegative = 100
     keep_last: NotNegative = 3
     keep_every: NotNegative = 0

@@ -1,0 +1,295 @@
+"""Callbacks of a run: what they receive and when, where they come from, and what happens if one fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.errors import ConfigError, PenstockError, StoppedError
+from penstock.heartbeat import read_signs
+from penstock.huggingface import weights
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.callbacks.callback import (
+    Callback,
+    EndEvent,
+    EvaluateEvent,
+    SaveEvent,
+    StartEvent,
+    StepEvent,
+    TraceEvent,
+    values_of,
+)
+from penstock.train.config.config import Config, from_mapping
+from penstock.train.loop import train
+from penstock.train.report.progress import Reporter
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import Said, lines
+
+Event = StartEvent | StepEvent | EvaluateEvent | SaveEvent | TraceEvent | EndEvent
+
+
+class Kept(Callback):
+    """Keeps all events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_start(self, event: StartEvent) -> None:
+        self.events.append(event)
+
+    def on_step(self, event: StepEvent) -> None:
+        self.events.append(event)
+
+    def on_evaluate(self, event: EvaluateEvent) -> None:
+        self.events.append(event)
+
+    def on_save(self, event: SaveEvent) -> None:
+        self.events.append(event)
+
+    def on_trace(self, event: TraceEvent) -> None:
+        self.events.append(event)
+
+    def on_end(self, event: EndEvent) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def run_with(config: Config, *callbacks: Callback, said: Reporter | None = None, **options) -> None:
+    train(config, lambda steps, leads: said or Reporter(), callbacks=callbacks, **options)
+
+
+def config_of(tmp_path: Path, **told) -> Config:
+    return tiny(
+        tmp_path, text_folder(tmp_path), train={"steps": 5, "log_every": 2, "checkpoint_every": 2, **told}
+    )
+
+
+def test_the_checkpoint_of_the_last_step_is_told_before_the_end(tmp_path: Path):
+    kept = Kept()
+    run_with(config_of(tmp_path, steps=4), kept)
+    assert [event.step for event in kept.of(SaveEvent)] == [2, 4]
+    assert isinstance(kept.events[-1], EndEvent)
+
+
+def without_time(line: dict) -> dict:
+    return {key: value for key, value in line.items() if key != "time"}
+
+
+def test_a_run_tells_everything_in_order(tmp_path: Path):
+    kept, config = Kept(), config_of(tmp_path, eval_every=2)
+    run_with(config, kept)
+    folder = tmp_path / "runs" / "tiny"
+    first, last = kept.events[0], kept.events[-1]
+    assert (first.folder, first.step, first.steps) == (folder, 0, 5)
+    assert first.config["train"]["name"] == "tiny"
+    assert [event.step for event in kept.of(StepEvent)] == [1, 2, 3, 4, 5]
+    assert [event.logged for event in kept.of(StepEvent)] == [False, True, False, True, True]
+    assert all(event.loss > 0 and event.lr > 0 and event.grad_norm > 0 for event in kept.of(StepEvent))
+    logged = [values_of(event) for event in kept.of(StepEvent) if event.logged]
+    assert logged == [without_time(line) for line in lines(folder, "train")]
+    assert logged[0]["samples"] == 2 * 8
+    assert logged[0]["tokens"] == 2 * 8 * 12
+    assert len(logged[0]["rss"]) == 1
+    assert logged[0]["rss_peak"][0] >= logged[0]["rss"][0] > 10_000_000
+    evaluations = [values_of(event) for event in kept.of(EvaluateEvent)]
+    assert evaluations == [without_time(line) for line in lines(folder, "held_out")]
+    assert [event.step for event in kept.of(EvaluateEvent)] == [2, 4, 5]
+    assert [(event.step, event.path.is_dir()) for event in kept.of(SaveEvent)] == [(2, True), (4, True)]
+    assert [event.step for event in kept.of(TraceEvent)] == [1, 5]
+    assert kept.of(TraceEvent)[0].trace.ranks == 2
+    assert isinstance(last, EndEvent)
+    assert (last.outcome, last.step, last.error) == ("done", 5, "")
+    assert [values_of(last)] == [without_time(line) for line in lines(folder, "final")]
+    with pytest.raises(FrozenInstanceError):
+        last.step = 6
+
+
+def in_a_process(rank: int, config: Config) -> list[tuple[int, tuple[int, ...]]]:
+    torch.set_num_threads(1)
+    kept = Kept()
+    run_with(config, kept)
+    return [(event.step, event.rss) for event in kept.of(StepEvent)]
+
+
+@pytest.mark.parametrize("flow", [pytest.param("on", marks=pytest.mark.slow), "off"])
+def test_in_processes_rank_0_alone_calls_them_with_the_memory_of_all(
+    tmp_path: Path, processes: LocalProcesses, flow: str
+):
+    told = {"steps": 5, "log_every": 2, "checkpoint_every": 0}
+    config = tiny(
+        tmp_path, text_folder(tmp_path), train=told, runtime={"threads": 1}, schedule={"flow": flow}
+    )
+    leader, other = processes.run(2, in_a_process, config)
+    assert other == []
+    assert [(step, len(rss)) for step, rss in leader] == [(1, 0), (2, 2), (3, 0), (4, 2), (5, 2)]
+    assert [sign.rank for sign in read_signs(tmp_path / "runs" / "tiny")] == [0, 1]
+
+
+class Failing(Kept):
+    """Fails in a step, in the way that it is told."""
+
+    def __init__(self, error: Exception, step: int = 2) -> None:
+        super().__init__()
+        self.error, self.step = error, step
+
+    def on_step(self, event: StepEvent) -> None:
+        super().on_step(event)
+        if event.step >= self.step:
+            raise self.error
+
+
+def test_a_callback_that_fails_is_named_and_the_run_is_the_same(tmp_path: Path):
+    text = text_folder(tmp_path)
+    plain = tiny(tmp_path, text, train={"name": "plain"})
+    run_with(plain)
+    said, other, bad = Said(), Kept(), Failing(ValueError("no such gauge"))
+    run_with(tiny(tmp_path, text), bad, other, said=said)
+    first, second = (weights.load(tmp_path / "runs" / name) for name in ("plain", "tiny"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (
+        said.lines.count(
+            f"the callback {__name__}:Failing failed in on_step: ValueError: no such gauge; it receives no more events but "
+            "on_end. Training continues"
+        )
+        == 1
+    )
+    assert [event.step for event in bad.of(StepEvent)] == [1, 2]
+    assert bad.events[-1] == other.events[-1]
+    assert [event.step for event in other.of(StepEvent)] == [1, 2, 3]
+    log = (tmp_path / "runs" / "tiny" / "logs" / "rank-0.log").read_text()
+    assert "Traceback" in log
+    assert "ValueError: no such gauge" in log
+
+
+def test_a_full_disk_loses_events_and_not_the_callback(tmp_path: Path):
+    said, bad = Said(), Failing(OSError(28, "No space left on device"))
+    run_with(tiny(tmp_path, text_folder(tmp_path)), bad, said=said)
+    assert [event.step for event in bad.of(StepEvent)] == [1, 2, 3]
+    (line,) = [line for line in said.lines if "Failing" in line]
+    assert line.endswith("No space left on device; it misses such events. Training continues")
+
+
+class BadStart(Callback):
+    def on_start(self, event: StartEvent) -> None:
+        raise RuntimeError("no token")
+
+
+def test_a_callback_that_cannot_start_ends_the_run_before_its_first_step(tmp_path: Path):
+    kept = Kept()
+    with pytest.raises(
+        ConfigError, match=r"the callback .*:BadStart failed in on_start: RuntimeError: no token"
+    ):
+        run_with(tiny(tmp_path, text_folder(tmp_path)), kept, BadStart())
+    assert [type(event) for event in kept.events] == [StartEvent, EndEvent]
+    assert kept.events[-1].outcome == "failed"
+
+
+def test_a_run_that_stops_or_fails_says_so(tmp_path: Path):
+    text, asked = text_folder(tmp_path), iter([False, False, True])
+    stopped, failed = Kept(), Kept()
+    with pytest.raises(StoppedError):
+        run_with(tiny(tmp_path, text), stopped, stopping=lambda: next(asked))
+    assert (stopped.events[-1].outcome, stopped.events[-1].step) == ("stopped", 2)
+    assert "stopped after step 2, saved in" in stopped.events[-1].error
+    (sign,) = read_signs(tmp_path / "runs" / "tiny")
+    assert (sign.state, sign.step) == ("stopped", 2)
+    with pytest.raises(PenstockError):
+        run_with(tiny(tmp_path, text, train={"name": "bad"}, optim={"lr": 1e30, "clip": 0.0}), failed)
+    assert failed.events[-1].outcome == "failed"
+    assert "NaN or infinite" in failed.events[-1].error
+    (sign,) = read_signs(tmp_path / "runs" / "bad")
+    assert (sign.state, sign.error) == ("failed", failed.events[-1].error)
+
+
+MODULE = """
+import pathlib, penstock
+
+class Notes(penstock.Callback):
+    def on_end(self, event):
+        pathlib.Path("notes.txt").write_text(event.outcome)
+
+def several():
+    return [Notes(), penstock.Callback()]
+
+number, broken, wrong = 3, (lambda: 1 / 0), (lambda: "text")
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_hooks.py").write_text(MODULE)
+    (tmp_path / "own_broken.py").write_text("import own_missing\n")
+    yield "own_hooks"
+    for name in ("own_hooks", "own_broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("function", ["Notes", "several"])
+def test_the_config_names_a_function_or_class_of_the_current_folder(
+    tmp_path: Path, own_module: str, function: str
+):
+    run_with(tiny(tmp_path, text_folder(tmp_path), train={"callbacks": f"{own_module}:{function}"}))
+    assert (tmp_path / "notes.txt").read_text() == "done"
+    assert "" not in sys.path or sys.path.count("") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_nowhere:f", "there is no module own_nowhere, neither installed nor in the current folder"),
+        ("own_hooks:Note", "module 'own_hooks' has no attribute 'Note'"),
+        ("own_hooks:number", "it is 3, no function; name a function that returns a Callback"),
+        ("own_hooks:broken", "calling it failed: ZeroDivisionError: division by zero"),
+        ("own_hooks:wrong", "it returned 'text'; return a penstock.Callback or a list of them"),
+        ("own_broken:f", "own_broken cannot be imported: No module named 'own_missing'"),
+    ],
+)
+@pytest.mark.usefixtures("own_module")
+def test_a_name_that_leads_to_no_callback_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str, message: str
+):
+    with pytest.raises(ConfigError) as raised:
+        run_with(tiny(tmp_path, text_folder(tmp_path), train={"callbacks": name}))
+    assert str(raised.value) == f"train.callbacks names {name}, but {message}"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["own_hooks", "own_hooks.f", "a b:c", ":f", "m:", "m:f,n"])
+def test_a_name_that_is_no_function_is_refused(name: str):
+    with pytest.raises(
+        ConfigError, match=r"train\.callbacks must be MODULE:FUNCTION, or several with commas"
+    ):
+        from_mapping({"train": {"callbacks": name}})
+
+
+def test_an_own_loop_calls_them_through_a_list(tmp_path: Path):
+    kept, said = Kept(), []
+    calls = penstock.CallbackList([Failing(KeyError("x")), kept], said.append)
+    calls.on_start(penstock.StartEvent(tmp_path))
+    for step in (1, 2, 3):
+        calls.on_step(penstock.StepEvent(step, loss=1 / step))
+    calls.on_end(penstock.EndEvent("done", 3))
+    calls.on_end(penstock.EndEvent("done", 3))
+    assert [event.step for event in kept.of(StepEvent)] == [1, 2, 3]
+    assert len(kept.of(EndEvent)) == 1
+    assert len(said) == 1
+    assert json.dumps(values_of(kept.of(StepEvent)[1])) == '{"step": 2, "loss": 0.5}'
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_its_memory_is_in_the_metrics(tmp_path: Path):
+    kept = Kept()
+    run_with(tiny(tmp_path, text_folder(tmp_path), runtime={"device": "cuda"}), kept)
+    last = kept.of(StepEvent)[-1]
+    assert 0 < last.cuda_allocated[0] <= last.cuda_peak[0]

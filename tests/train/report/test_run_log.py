@@ -1,0 +1,111 @@
+"""Logs of a run: what is in them, and at which level."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, NonFiniteError
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.callbacks.callback import Callback, StepEvent
+from penstock.train.config.config import Config
+from penstock.train.loop import train
+from penstock.train.report.progress import Reporter
+from penstock.train.report.run_log import run_log
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import Said
+
+LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) +\S+ penstock\S*: ")
+
+
+def log_of(tmp_path: Path, rank: int = 0, name: str = "tiny") -> str:
+    return (tmp_path / "runs" / name / "logs" / f"rank-{rank}.log").read_text()
+
+
+def test_the_log_has_the_lines_of_the_run_with_time_and_level(tmp_path: Path):
+    said = Said()
+    train(tiny(tmp_path, text_folder(tmp_path), train={"checkpoint_every": 2}), lambda steps, leads: said)
+    found = log_of(tmp_path).splitlines()
+    assert all(LINE.match(line) for line in found), found
+    texts = [LINE.sub("", line) for line in found]
+    assert [text for text in texts if text in said.lines] == said.lines
+    assert texts[0] == said.lines[0]
+    assert re.search(r"\(cpu, 1 CPU thread a rank\)", texts[0])
+    assert any(text.startswith("step 3: loss ") for text in texts)
+    assert any(text.startswith("checkpoint complete: ") for text in texts)
+    assert not any(line.split()[1] == "DEBUG" for line in found)
+    assert logging.getLogger("penstock").handlers[1:] == []
+
+
+class Warns(Callback):
+    def on_step(self, event: StepEvent) -> None:
+        warnings.warn("this will change", FutureWarning, stacklevel=1)
+
+
+@pytest.mark.filterwarnings("always::FutureWarning")
+def test_the_level_is_the_configs_or_the_variables_and_warnings_are_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+):
+    text = text_folder(tmp_path)
+    for name, level in (("quiet", "warning"), ("loud", "debug")):
+        config = tiny(tmp_path, text, train={"name": name, "log_level": level})
+        train(config, lambda steps, leads: Reporter(), callbacks=[Warns()])
+    assert "INFO" not in log_of(tmp_path, name="quiet")
+    assert "FutureWarning: this will change" in log_of(tmp_path, name="quiet")
+    assert "step 2 done, loss" in log_of(tmp_path, name="loud")
+    monkeypatch.setenv("PENSTOCK_LOG", "ERROR")
+    config = tiny(tmp_path, text, train={"name": "error", "log_level": "debug"})
+    train(config, lambda steps, leads: Reporter(), callbacks=[Warns()])
+    assert log_of(tmp_path, name="error") == ""
+    assert any("this will change" in str(warning.message) for warning in recwarn)  # they are shown, too
+    monkeypatch.setenv("PENSTOCK_LOG", "loud")
+    with pytest.raises(ConfigError, match="PENSTOCK_LOG must be debug, info, warning or error, got 'loud'"):
+        train(tiny(tmp_path, text, train={"name": "none"}), lambda steps, leads: Reporter())
+    assert not (tmp_path / "runs" / "none").exists()
+
+
+def test_an_error_that_ends_the_run_is_in_the_log_with_its_traceback(tmp_path: Path):
+    config = tiny(tmp_path, text_folder(tmp_path), optim={"lr": 1e30, "clip": 0.0})
+    with pytest.raises(NonFiniteError):
+        train(config, lambda steps, leads: Reporter())
+    assert "ERROR   MainThread penstock.run: the run ends with an error\nTraceback" in log_of(tmp_path)
+
+
+def in_a_process(rank: int, config: Config) -> None:
+    torch.set_num_threads(1)
+    train(config, lambda steps, leads: Reporter())
+
+
+def test_every_process_has_a_log(tmp_path: Path, processes: LocalProcesses):
+    config = tiny(tmp_path, text_folder(tmp_path), train={"log_level": "debug"}, runtime={"threads": 1})
+    processes.run(2, in_a_process, config)
+    for rank in (0, 1):
+        assert "step 3 done, loss" in log_of(tmp_path, rank)
+
+
+def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path):
+    said: list[str] = []
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    with run_log(tmp_path, 0, logging.INFO, said.append, ["one", "two"]):
+        logging.getLogger("penstock.any").info("three")
+    (tmp_path / "no").write_text("a file")
+    with run_log(tmp_path / "no", 0, logging.INFO, said.append):
+        pass
+    assert [line.partition(": ")[0] for line in said] == [
+        f"{tmp_path}/logs/rank-0.log lacks lines",
+        f"no log {tmp_path}/no/logs/rank-0.log",
+    ]
+
+
+def test_the_library_prints_nothing_by_itself():
+    code = "import logging, penstock; logging.getLogger('penstock.x').error('loud')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
