@@ -77,8 +77,8 @@ def test_all_text_from_outside_is_text_in_the_page(tmp_path: Path):
     tags = [tag for tag, _ in reader.elements]
     assert "img" not in tags
     assert tags.count("script") == [tag for tag, _ in plain.elements].count("script")
-    # Title, heading, selector, counts, problems, settings, two layers.
-    assert reader.text.count(EVIL.replace("&amp;", "&amp;")) == 8
+    # Title, heading, selector, counts, problems, settings, two layers, the table of all steps.
+    assert reader.text.count(EVIL.replace("&amp;", "&amp;")) == 9
 
 
 def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
@@ -163,7 +163,7 @@ def test_of_many_ranks_the_memory_of_some_is_drawn_and_of_the_one_that_holds_mos
     assert len(memory["ranks"]) == len(memory["measured"]) == 12
     assert {0, 22, 39} <= set(memory["ranks"])
     assert max(column(memory["measured"][memory["ranks"].index(22)]["y"])) == 6
-    assert "Of more than 12 ranks, the one that holds most" in reader.text
+    assert "Of more than 12 ranks, the memory of the one that holds most" in reader.text
 
 
 def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
@@ -180,7 +180,7 @@ def test_values_of_any_kind_are_shown_or_left_out(tmp_path: Path):
         tmp_path, {"a": trace}, title="\udcff", metrics=[{"kind": "train", "step": 1, "loss": 10**400}]
     )
     assert json.loads(reader.scripts["penstock-data"])["steps"][0]["memory"]["limit"] is None
-    assert "curves" not in json.loads(reader.scripts["penstock-figures"])
+    assert "curve-0" not in json.loads(reader.scripts["penstock-figures"])
     assert "clocks" not in reader.text
     assert "1, None" in reader.text
 
@@ -199,11 +199,13 @@ def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path)
         {"kind": "final"},
     ]
     reader = page(tmp_path, {"a": measured()}, metrics=rows)
-    curves = json.dumps(json.loads(reader.scripts["penstock-figures"])["curves"])
+    figures = json.loads(reader.scripts["penstock-figures"])
+    assert [name for name in figures if name.startswith("curve-")] == ["curve-0", "curve-1"]
+    curves = json.dumps(figures)
     assert "[4.0, 3.0]" in curves
     assert "held-out bits" in curves
     assert "learning rate" not in curves
-    assert "curves" not in json.loads(page(tmp_path, {"a": measured()}).scripts["penstock-figures"])
+    assert "curve-0" not in json.loads(page(tmp_path, {"a": measured()}).scripts["penstock-figures"])
 
 
 def test_of_too_many_traces_the_first_and_the_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

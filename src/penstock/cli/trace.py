@@ -160,8 +160,8 @@ def _show(run: RunView, number: int) -> None:
     click.echo(
         f"{name}\n{trace.info.get('schedule', 'a trace')}, {trace.ranks} ranks, {unit.text(step.bubbles.makespan)}\n"
     )
-    click.echo(step.where)
-    click.echo(f"There is no plan: {step.unplanned}" if step.advice is None else step.advice.sentence)
+    for sentence in step.sentences:
+        click.echo(sentence)
     click.echo(f"\nTimes are in {unit.name}." if unit.name else "")
     held = {} if step.peaks is None else {"most\nheld": [amount(trace, peak) for peak in step.peaks.tolist()]}
     console.print(bubble_table(step.bubbles, held, unit, narrow=console.width < WIDE))

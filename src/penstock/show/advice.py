@@ -118,7 +118,7 @@ def _sentence(now: Change, moved: Sequence[Change], reordered: Sequence[Change],
                 if measured
                 else f"instead of {now.bubble:.1%} (simulated)"
             )
-            sentences.append(f"{gain} {baseline}. {change.settings.sentence}".strip())
+            sentences.append(f"{gain} {baseline}. {change.lines.sentence}".strip())
     return " ".join(sentences) or (
         f"None of the {len(moved) + len(reordered)} changes that were simulated within the same memory makes the step "
         f"{MIN_GAIN:.0%} shorter."

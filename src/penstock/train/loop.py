@@ -33,6 +33,7 @@ from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.loggers import Logger, open_loggers, require_loggers
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
 from penstock.train.report.progress import Reporter
+from penstock.train.report.start_record import keep_start
 from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.tokenizing import tokenizing_bar
 from penstock.train.report.traces import Traces, write_page
@@ -139,6 +140,10 @@ def train(
             progress = checkpointer.resume()
             loggers: list[Logger] = []
             run_group.decide(lambda: loggers.extend(_begin(path, config, progress.done)))
+            if run_group.leads:
+                _keep_start(
+                    path, reporter, config, progress.done, device, world.size if world else 1, threads
+                )
             with MetricsWriter(path if run_group.leads else None, loggers, reporter.say) as metrics:
                 traces = Traces(path, config.train.steps, config.train.trace_every, metrics, reporter.say)
                 profiles = StepProfiler(path if profile else None, config.train.steps, run_group.rank)
@@ -187,6 +192,22 @@ def _begin(path: Path, config: Config, done: int) -> list[Logger]:
     go_back(path, done, evaluates=done == config.train.steps)
     drop_after(path, done)
     return open_loggers(config, path, done)
+
+
+def _keep_start(
+    path: Path,
+    reporter: Reporter,
+    config: Config,
+    done: int,
+    device: torch.device,
+    processes: int,
+    threads: int,
+) -> None:
+    """Note when, where and how the run was started; for the leader alone."""
+    keep_start(
+        path, reporter.say, step=done, layout=f"{config.schedule.name} on {describe(shape_of(config.parallel))}",
+        device=device, processes=processes, threads=threads, dtype=config.runtime.autocast or "fp32",
+    )  # fmt: skip
 
 
 def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:

@@ -9,7 +9,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
 from penstock.show.planned import plan
 from penstock.show.what_if.alternatives import Alternatives
-from penstock.show.what_if.change import Settings
+from penstock.show.what_if.change import ChangeLines
 from penstock.train.config.file import load
 from penstock.train.config.resolve import resolve
 from tests.support.simulated import built, timed
@@ -33,13 +33,13 @@ def test_a_layer_is_moved_off_a_slow_stage():
     assert down.words.endswith("moved to stage 3")
     better = timed(built("1f1b", 4, 8), [2, 2, 3, 3], [2, 2, 3, 3], [2, 2, 3, 3])
     assert down.makespan == better.end.max()
-    assert down.settings == Settings("", "split=[(0, 2), (2, 4), (4, 7), (7, 10)]")
+    assert down.lines == ChangeLines("", "split=[(0, 2), (2, 4), (4, 7), (7, 10)]")
 
 
 def test_a_block_is_moved_with_a_line_for_both():
     _, down = alternatives(slow([2, 2, 4, 2], "blocks")).moved()
     assert down.words.endswith("with one of its 4 blocks moved to stage 3")
-    assert down.settings == Settings("--set 'schedule.split=[2,2,3,3]'", "split=[2, 2, 3, 3]")
+    assert down.lines == ChangeLines("--set 'schedule.split=[2,2,3,3]'", "split=[2, 2, 3, 3]")
 
 
 def test_no_layer_moves_to_where_it_needs_more_memory_than_any_rank_has_now():
@@ -56,7 +56,7 @@ def test_without_names_of_layers_even_stages_are_simulated():
     trace = timed(built("1f1b", 4, 8), [2, 2, 4, 2], [2, 2, 4, 2], [2, 2, 4, 2])
     (change,) = alternatives(trace).moved()
     assert change.words == "stage 2 takes 2.00 times the median; with equal stages"
-    assert change.settings.sentence == 'To try it: Pipeline(split={"measured": (x, y)}).'
+    assert change.lines.sentence == 'To try it: Pipeline(..., split={"measured": (x, y)}).'
 
 
 def test_no_schedule_with_more_stages_than_blocks_is_proposed():
@@ -82,7 +82,7 @@ def test_the_lines_make_the_change_that_was_simulated(name: str, v: int | None, 
     changes = [*made.moved(), *made.reordered()]
     assert changes
     for change in changes:
-        keywords = eval(f"dict({change.settings.pipeline})")  # our own text, as a person pastes it
+        keywords = eval(f"dict({change.lines.pipeline})")  # our own text, as a person pastes it
         model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(sum(blocks))])
         options = {**present, **keywords, "ranks": ranks, "microbatches": microbatches}
         with Pipeline(model, nn.functional.mse_loss, **options) as pipe:
@@ -94,7 +94,7 @@ def test_the_lines_make_the_change_that_was_simulated(name: str, v: int | None, 
             f"schedule.split={blocks}",
         ]
         pairs += ["parallel.pp=2", f"schedule.microbatches={microbatches}", "train.batch=8"]
-        option, *rest = change.settings.train.replace("'", "").split()
+        option, *rest = change.lines.train.replace("'", "").split()
         assert option == "--set"
         config = resolve(load(None, [*pairs, *rest]), None)
         family = FAMILIES[config.schedule.name]

@@ -15,9 +15,9 @@ from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
 from penstock.show.planned import PlannedStep
-from penstock.show.what_if.change import Change, Settings
-from penstock.show.what_if.conditions import Conditions
-from penstock.show.what_if.stage_costs import StageParts, recut, saved_sizes
+from penstock.show.what_if.change import Change, ChangeLines
+from penstock.show.what_if.machine_conditions import Conditions
+from penstock.show.what_if.stage_parts import StageParts, recut, saved_sizes
 from penstock.simulate.costs import Communication, Costs, Table
 from penstock.trace.bubbles import bubble_fraction, makespan
 from penstock.trace.events import Trace
@@ -70,7 +70,7 @@ class Alternatives:
             seconds = np.broadcast_to(costs.seconds.mean(axis=0), costs.seconds.shape)
             trace = self._conditions.simulate(self._program, _repriced(costs, seconds))
             change = _change(f"{slow} equal stages", schedule, self._memory, trace)
-            yield replace(change, settings=Settings(pipeline='split={"measured": (x, y)}'))
+            yield replace(change, lines=ChangeLines(pipeline='split={"measured": (x, y)}'))
             return
         if parts.counts[slowest] < 2:
             return
@@ -85,7 +85,7 @@ class Alternatives:
             name = "blocks" if parts.blocks else "layers"
             words = f"{slow} one of its {parts.counts[slowest]} {name} moved to stage {target}"
             change = _change(words, schedule, memory, self._conditions.simulate(self._program, priced))
-            yield replace(change, split=other.counts, settings=_split_settings(other))
+            yield replace(change, split=other.counts, lines=_split_lines(other))
 
     def reordered(self) -> Iterator[Change]:
         """Yield every family with the same counts that needs no more memory, and no more stages than there are blocks."""
@@ -123,7 +123,7 @@ class Alternatives:
         )
         trace = self._conditions.simulate(check(other).program, priced)
         change = _change(f"with {family.name}{stages} in {share} memory", other, needed, trace)
-        return replace(change, settings=self._schedule_settings(family, other))
+        return replace(change, lines=self._schedule_lines(family, other))
 
     def _seconds(self, family: Family) -> Table:
         """Return the costs of the present stages under a family, which may split backwards that were not split before."""
@@ -146,7 +146,7 @@ class Alternatives:
             return recut(table, stages)
         return self._parts.recost(table, even)
 
-    def _schedule_settings(self, family: Family, other: Schedule) -> Settings:
+    def _schedule_lines(self, family: Family, other: Schedule) -> ChangeLines:
         v, before = other.stages // other.ranks, self._schedule.stages // self._schedule.ranks
         train, pipeline = [f"schedule.name={family.name}"], [f'schedule="{family.name}"']
         if (v, before) != (family.virtual_stages, family.virtual_stages):
@@ -156,7 +156,7 @@ class Alternatives:
         if v != before:  # a list of counts would not fit
             train.append("schedule.split=even")
             pipeline.append('split="even"')
-        return Settings(f"--set {' '.join(train)}", ", ".join(pipeline))
+        return ChangeLines(f"--set {' '.join(train)}", ", ".join(pipeline))
 
 
 def _change(words: str, schedule: Schedule, memory: float, trace: Trace) -> Change:
@@ -166,9 +166,9 @@ def _change(words: str, schedule: Schedule, memory: float, trace: Trace) -> Chan
     )
 
 
-def _split_settings(parts: StageParts) -> Settings:
+def _split_lines(parts: StageParts) -> ChangeLines:
     counts = str(list(parts.counts)).replace(" ", "")
-    return Settings(f"--set 'schedule.split={counts}'" if parts.blocks else "", f"split={parts.setting}")
+    return ChangeLines(f"--set 'schedule.split={counts}'" if parts.blocks else "", f"split={parts.setting}")
 
 
 def _peak(schedule: Schedule, sizes: Any) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class ChangeLines:
     """The lines that make a change.
 
     Attributes:
@@ -20,10 +20,13 @@ class Settings:
     @property
     def sentence(self) -> str:
         """A sentence with both; empty if there are none."""
-        lines = [f"penstock train {self.train}"] * bool(self.train) + [f"Pipeline({self.pipeline})"] * bool(
-            self.pipeline
-        )
-        return f"To try it: {', or '.join(lines)}." if lines else ""
+        return f"To try it: {', or '.join(self.all)}." if self.all else ""
+
+    @property
+    def all(self) -> list[str]:
+        """Both as they are written, without those that are missing."""
+        train = [f"penstock train {self.train}"] if self.train else []
+        return [*train, f"Pipeline(..., {self.pipeline})"] if self.pipeline else train
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Change:
         makespan: simulated makespan, in the trace's unit of time.
         bubble: idle share of ranks × makespan.
         split: number of blocks of every stage (of layers, if the trace does not tell blocks) where they move; else None.
-        settings: the lines that make the change.
+        lines: the lines that make the change.
     """
 
     words: str
@@ -49,4 +52,4 @@ class Change:
     makespan: float
     bubble: float
     split: tuple[int, ...] | None = None
-    settings: Settings = Settings()
+    lines: ChangeLines = ChangeLines()
