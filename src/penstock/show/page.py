@@ -15,8 +15,8 @@ from penstock.show.blocks import several_stages
 from penstock.show.page_data import MAX_CURVES, drawn_ranks
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.policy import policy
-from penstock.show.report_page.run_facts import RunFacts
 from penstock.show.report_page.overview import overview_table
+from penstock.show.report_page.run_facts import RunFacts
 from penstock.show.units import Unit, amount, decimals, finite
 from penstock.trace.bubbles import bubble_fraction
 from penstock.trace.events import Trace
