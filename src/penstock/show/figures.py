@@ -38,7 +38,9 @@ def require_bokeh() -> None:
         raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
 
 
-def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, dict[str, Any]]:
+def figures(
+    ranks: int, unit: Unit, *, planned: bool, memory: str, labels: Sequence[str] = ("rank", "rank, planned")
+) -> dict[str, dict[str, Any]]:
     """Return a page's figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
 
     Args:
@@ -46,6 +48,7 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
         unit: unit of the time axes.
         planned: whether to add a timeline of the plan below the measured one.
         memory: name of the memory axis; empty for no memory chart.
+        labels: names of the rank axes of both timelines (default: measured and planned).
 
     Raises:
         ConfigError: if Bokeh is not installed.
@@ -59,9 +62,10 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
     row = max(7, min(34, 620 // max(1, ranks)))
     # Tall enough for the name of an axis.
     tall = max(150, 48 + min(900, row * ranks))
-    rows: list[Any] = [_timeline("measured", x, y, tall, unit)]
-    if planned:
-        rows.append(_timeline("planned", x, y, tall, unit))
+    names = ("measured", "planned")[: 1 + planned]
+    rows: list[Any] = [
+        _timeline(name, x, y, tall, unit, label) for name, label in zip(names, labels, strict=False)
+    ]
     if memory:
         rows.append(_memory(x, unit, memory))
     time = column(rows, sizing_mode="stretch_width", name="time")
@@ -90,16 +94,16 @@ def points_of(metrics: Sequence[Mapping[str, Any]], key: str, kind: str) -> list
     ]
 
 
-def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
+def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit, label: str) -> Any:
     from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.plotting import figure
     from bokeh.transform import linear_cmap
 
     plot = _figure(figure, name, x, y, height, unit)
     plot.xgrid.visible = plot.ygrid.visible = False
+    plot.yaxis.axis_label = label
     source = ColumnDataSource({column: [] for column in BLOCKS}, name=name)
-    if name == "measured":
-        _gaps(plot)
+    _gaps(plot, f"{name}-gaps")
     colours = [shade for kind in KINDS.values() for shade in (kind.full, kind.light)]
     quads = plot.quad(
         left="start", right="end", top="top", bottom="bottom", source=source, name=f"{name}-blocks",
@@ -124,13 +128,13 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
     return plot
 
 
-def _gaps(plot: Any) -> None:
+def _gaps(plot: Any, name: str) -> None:
     """Draw idle spans as narrow strips in the colour of their cause."""
     from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.transform import linear_cmap
 
     columns = ("start", "end", "top", "bottom", "cause", "length", "rank")
-    source = ColumnDataSource({column: [] for column in columns}, name="gaps")
+    source = ColumnDataSource({column: [] for column in columns}, name=name)
     colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
     spans = plot.quad(
         left="start", right="end", top="top", bottom="bottom", source=source, line_color=None,
@@ -185,6 +189,7 @@ def _bars(y: Any, height: int, unit: Unit) -> Any:
 
     plot = _figure(figure, "bars", Range1d(start=0, end=1), Range1d(start=y.start, end=y.end), height, unit)
     plot.xgrid.visible = plot.ygrid.visible = False
+    plot.yaxis.axis_label = "rank"
     source = ColumnDataSource({c: [] for c in ("left", "right", "rank", "share", "cause")}, name="bars")
     colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
     bars = plot.hbar(
@@ -224,7 +229,6 @@ def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> 
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.minor_tick_line_color = None
     if name != "memory":
-        plot.yaxis.axis_label = "rank, planned" if name == "planned" else "rank"
         plot.yaxis.ticker.mantissas = [1, 2, 5]
         plot.yaxis.ticker.min_interval = 1
         plot.yaxis.ticker.num_minor_ticks = 0

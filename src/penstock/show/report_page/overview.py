@@ -16,11 +16,16 @@ _MAX_TICKS = 16
 _STEP = re.compile(r"step (\d+)")
 
 
-def overview_figure(steps: Sequence[StepAnalysis], unit: Unit) -> dict[str, Any]:
+def overview_figure(steps: Sequence[StepAnalysis], unit: Unit, names: Sequence[str] = ()) -> dict[str, Any]:
     """Return a chart of the steps as JSON for ``Bokeh.embed.embed_item``: one bar a step, the ranks' mean time by cause.
 
     Its source is named ``overview``, with the number of each bar's step; ``chosen`` marks steps. Text from outside is left
     out: steps that are not numbered are counted.
+
+    Args:
+        steps: the steps.
+        unit: unit of the time axis.
+        names: names of the bars, no text from users (default: the steps' numbers).
     """
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, CustomJSHover, FixedTicker, HoverTool, Range1d, TapTool
@@ -76,8 +81,8 @@ def overview_figure(steps: Sequence[StepAnalysis], unit: Unit) -> dict[str, Any]
     )
     ticks = sorted({round(n) for n in np.linspace(0, len(steps) - 1, min(len(steps), _MAX_TICKS))})
     plot.xaxis.ticker = FixedTicker(ticks=ticks)
-    plot.xaxis.major_label_overrides = {n: _number(steps[n], n) for n in ticks}
-    plot.xaxis.axis_label = "step"
+    plot.xaxis.major_label_overrides = {n: names[n] if names else _number(steps[n], n) for n in ticks}
+    plot.xaxis.axis_label = "run" if names else "step"
     plot.yaxis.axis_label = f"time ({unit.name})" if unit.name else "time"
     plot.xgrid.visible = False
     plot.axis.axis_label_text_font_style = "normal"

@@ -72,7 +72,7 @@ window.penstock = (() => {
 
   function show(index) {
     shown = index;
-    const all = find("overview");
+    const all = document.getElementById("step") && find("overview");
     if (all) {
       const tops = Array.from(all.data.step, (step, n) => (step === index ? all.data.top[n] : 0));
       fill("chosen", { step: [index], top: [last(tops)] });
@@ -88,9 +88,12 @@ window.penstock = (() => {
     window_of(find("measured-figure").x_range, 0, end * 1.005);
     window_of(find("measured-figure").y_range, packed.ranks - 0.5, -0.5);
     fill("bars", packed.bars);
-    fill("gaps", gaps(packed.gaps));
-    window_of(bars.x_range, 0, last(packed.bars.right) || 1);
-    window_of(bars.y_range, packed.ranks - 0.5, -0.5);
+    fill("measured-gaps", gaps(packed.gaps));
+    if (packed.planned_gaps) fill("planned-gaps", gaps(packed.planned_gaps));
+    if (bars) {
+      window_of(bars.x_range, 0, last(packed.bars.right) || 1);
+      window_of(bars.y_range, packed.ranks - 0.5, -0.5);
+    }
     const most = (packed.memory?.measured ?? []).concat(packed.memory?.planned ?? []).map((curve) => last(column(curve.y)));
     const plot = find("memory-figure");
     if (plot) window_of(plot.y_range, 0, Math.max(packed.memory?.limit ?? 0, ...most) * 1.08 || 1);
@@ -227,7 +230,7 @@ window.penstock = (() => {
     const all = find("overview");
     all?.selected.change.connect(() => {
       const [bar] = all.selected.indices;
-      if (bar === undefined) return;
+      if (bar === undefined || !chosen) return;
       chosen.value = String(all.data.step[bar]);
       show(all.data.step[bar]);
     });
