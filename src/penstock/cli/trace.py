@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -155,7 +157,7 @@ def _figures(run: RunView, number: int) -> dict[str, Any]:
         "planned_makespan": None if step.plan is None else float(step.plan.trace.end.max()),
         "where": step.where,
         "what": None if advice is None else advice.sentence,
-        "changes": [] if advice is None else [vars(change) for change in advice.changes],
+        "changes": [] if advice is None else [asdict(change) for change in advice.changes],
     }
 
 
@@ -174,7 +176,9 @@ def _show(run: RunView, number: int) -> None:
         f"{name}\n{trace.info.get('schedule', 'a trace')}, {trace.ranks} ranks, {unit.text(step.bubbles.makespan)}\n"
     )
     for sentence in step.sentences:
-        click.echo(sentence)
+        click.echo(fill(sentence, console.width, break_long_words=False, break_on_hyphens=False))
+    for n, line in enumerate(step.to_try):
+        click.echo(f"{'       or: ' if n else 'To try it: '}{line}")
     click.echo(f"\nTimes are in {unit.name}." if unit.name else "")
     held = {} if step.peaks is None else {"most\nheld": [amount(trace, peak) for peak in step.peaks.tolist()]}
     console.print(bubble_table(step.bubbles, held, unit, narrow=console.width < WIDE))

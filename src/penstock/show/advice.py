@@ -28,11 +28,13 @@ class Advice:
     """The best of all simulated changes.
 
     Attributes:
-        sentence: the change to make, and the lines that make it.
+        sentence: the changes to make.
+        proposed: these changes.
         changes: everything that was simulated: the present order first, then the quickest first.
     """
 
     sentence: str
+    proposed: tuple[Change, ...]
     changes: tuple[Change, ...]
 
     @property
@@ -93,33 +95,31 @@ def advise(trace: Trace, plan: PlannedStep) -> Advice:
     now = alternatives.unchanged()
     moved, reordered = list(alternatives.moved()), list(alternatives.reordered())
     ranked = sorted([*moved, *reordered], key=lambda change: (change.makespan, change.memory))
-    return Advice(_sentence(now, moved, reordered, is_measured(trace)), (now, *ranked))
-
-
-def _sentence(now: Change, moved: Sequence[Change], reordered: Sequence[Change], measured: bool) -> str:
-    if not moved and not reordered:
-        return "No change was simulated: no other schedule of the catalogue fits these stages."
     total = now.makespan or 1.0
     candidates = (
         min(moved, key=lambda change: change.makespan, default=now),
         # Of orders that are equally quick, the one that needs less memory.
         min(reordered, key=lambda change: (round(change.makespan / total, 3), change.memory), default=now),
     )
-    sentences = []
-    for change in candidates:
-        if 1 - change.makespan / total >= MIN_GAIN:
-            gain = (
-                f"{change.words[0].upper()}{change.words[1:]}, the step would be {1 - change.makespan / total:.0%} shorter "
-                f"and {change.bubble:.1%} idle"
-            )
-            # A measured step's own idle share has irregular ops in it, and is no baseline of a simulation.
-            baseline = (
-                f"(simulated; the present order, simulated alike, is {now.bubble:.1%} idle)"
-                if measured
-                else f"instead of {now.bubble:.1%} (simulated)"
-            )
-            sentences.append(f"{gain} {baseline}. {change.lines.sentence}".strip())
-    return " ".join(sentences) or (
-        f"None of the {len(moved) + len(reordered)} changes that were simulated within the same memory makes the step "
-        f"{MIN_GAIN:.0%} shorter."
+    proposed = tuple(change for change in candidates if 1 - change.makespan / total >= MIN_GAIN)
+    sentence = " ".join(_sentence(now, change, is_measured(trace)) for change in proposed)
+    return Advice(sentence or _without_proposal(len(ranked)), proposed, (now, *ranked))
+
+
+def _sentence(now: Change, change: Change, measured: bool) -> str:
+    # A measured step's own idle share has irregular ops in it, and is no baseline of a simulation.
+    baseline = (
+        f"(simulated; the present order, simulated alike, is {now.bubble:.1%} idle)"
+        if measured
+        else f"instead of {now.bubble:.1%} (simulated)"
     )
+    return (
+        f"{change.words[0].upper()}{change.words[1:]}, the step would be {1 - change.makespan / now.makespan:.0%} shorter and "
+        f"{change.bubble:.1%} idle {baseline}."
+    )
+
+
+def _without_proposal(simulated: int) -> str:
+    if not simulated:
+        return "No change was simulated: no other schedule of the catalogue fits these stages."
+    return f"None of the {simulated} changes that were simulated within the same memory makes the step {MIN_GAIN:.0%} shorter."

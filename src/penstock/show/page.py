@@ -134,6 +134,7 @@ def _view(step: StepAnalysis, unit: Unit) -> dict[str, object]:
         "counts": _counts(step),
         "cards": _cards(step, unit),
         "sentences": step.sentences,
+        "to_try": step.to_try,
         "kinds": [style for kind, style in KINDS.items() if (trace.kind == kind).any()],
         "several_stages": several_stages(trace),
         "causes": [(CAUSES[cause].colour, CAUSES[cause].meaning) for cause in step.bubbles.causes],

@@ -18,11 +18,6 @@ class ChangeLines:
     pipeline: str = ""
 
     @property
-    def sentence(self) -> str:
-        """A sentence with both; empty if there are none."""
-        return f"To try it: {', or '.join(self.all)}." if self.all else ""
-
-    @property
     def all(self) -> list[str]:
         """Both as they are written, without those that are missing."""
         train = [f"penstock train {self.train}"] if self.train else []
