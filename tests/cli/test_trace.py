@@ -123,8 +123,8 @@ def test_the_terminal_says_what_the_page_says(tmp_path: Path):
     """The sentences are the same, and the lines to paste are among them."""
     shown = " ".join(run(kept_run(tmp_path), "--html", tmp_path / "a.html").stdout.split())
     page = unescape((tmp_path / "a.html").read_text())
-    sentences = re.findall(r'<div class="say">(.*?)</div>', page)
-    last = re.findall(r"<p>(.*?)</p>", sentences[-1])
+    sentences = re.findall(r'<div class="say">(.*?)</div>', page, re.S)
+    last = re.findall(r"<p>(.*?)</p>", sentences[-1], re.S)
     assert len(last) == 4
     last = [re.sub("</?code>", "", sentence) for sentence in last]
     shown = shown.replace(" or: ", " or ")

@@ -113,13 +113,13 @@ def _sentence(now: Change, change: Change, measured: bool) -> str:
         if measured
         else f"instead of {now.bubble:.1%} (simulated)"
     )
-    return (
-        f"{change.words[0].upper()}{change.words[1:]}, the step would be {1 - change.makespan / now.makespan:.0%} shorter and "
-        f"{change.bubble:.1%} idle {baseline}."
-    )
+    gain = 1 - change.makespan / now.makespan
+    words = change.words[0].upper() + change.words[1:]
+    return f"{words}, the step would be {gain:.0%} shorter and {change.bubble:.1%} idle {baseline}."
 
 
 def _without_proposal(simulated: int) -> str:
     if not simulated:
         return "No change was simulated: no other schedule of the catalogue fits these stages."
-    return f"None of the {simulated} changes that were simulated within the same memory makes the step {MIN_GAIN:.0%} shorter."
+    which = f"None of the {simulated} changes that were simulated within the same memory"
+    return f"{which} makes the step {MIN_GAIN:.0%} shorter."
