@@ -15,7 +15,7 @@ from penstock.show.blocks import several_stages
 from penstock.show.page_data import MAX_CURVES, drawn_ranks
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.policy import policy
-from penstock.show.report_page.overview import overview_table
+from penstock.show.report_page.overview import numbered, overview_table
 from penstock.show.report_page.run_facts import RunFacts
 from penstock.show.units import Unit, amount, decimals, finite
 from penstock.trace.bubbles import bubble_fraction
@@ -69,6 +69,7 @@ def render(
         steps=[_view(step, unit) for step in steps],
         first_shown=_first_shown(steps),
         overview=overview_table(steps, unit) if len(steps) > 1 else None,
+        numbered=numbered(steps),
         ranks=max(step.trace.ranks for step in steps),
         max_curves=MAX_CURVES,
         memory=any(step.trace.held is not None for step in steps),

@@ -100,6 +100,14 @@ def test_values_of_any_type_are_text(tmp_path: Path):
     assert dict(read.lines) == {"started": "[1]", "command": "7", "host": "{'a': 1}"}
 
 
+def test_long_values_and_many_starts_are_shortened(tmp_path: Path):
+    starts = [START | {"step": n, "command": "x" * 10_000} for n in range(100)]
+    lines = dict(facts(tmp_path, *starts)[0].lines)
+    assert lines["command"] == "x" * 2000 + "..."
+    assert lines["resumed"].count("after step") == 8
+    assert "after step 99" in lines["resumed"]
+
+
 def test_a_folder_without_a_record_has_no_lines(tmp_path: Path):
     problems: list[str] = []
     assert read_facts(tmp_path, "", [], problems) == UNKNOWN

@@ -82,7 +82,7 @@ def overview_figure(steps: Sequence[StepAnalysis], unit: Unit, names: Sequence[s
     ticks = sorted({round(n) for n in np.linspace(0, len(steps) - 1, min(len(steps), _MAX_TICKS))})
     plot.xaxis.ticker = FixedTicker(ticks=ticks)
     plot.xaxis.major_label_overrides = {n: names[n] if names else _number(steps[n], n) for n in ticks}
-    plot.xaxis.axis_label = "run" if names else "step"
+    plot.xaxis.axis_label = "run" if names else "step" if numbered(steps) else "place in the list"
     plot.yaxis.axis_label = f"time ({unit.name})" if unit.name else "time"
     plot.xgrid.visible = False
     plot.axis.axis_label_text_font_style = "normal"
@@ -122,6 +122,11 @@ def overview_table(steps: Sequence[StepAnalysis], unit: Unit) -> dict[str, Any]:
             row.append("" if step.peaks is None else amount(step.trace, int(step.peaks.max())))
         rows.append(row)
     return {"heads": heads, "rows": rows}
+
+
+def numbered(steps: Sequence[StepAnalysis]) -> bool:
+    """Return whether the steps are those of a run, and not simulations with names."""
+    return all(_STEP.fullmatch(step.label) for step in steps)
 
 
 def _number(step: StepAnalysis, position: int) -> str:

@@ -17,6 +17,7 @@ from penstock.profile.model_shape import read_shape
 from penstock.show.units import finite
 
 _MAX_BYTES = 16 * MEGABYTE
+_MAX_SHOWN, _MAX_LENGTH = 8, 2000
 _BACKWARD = 2
 """FLOPs of a backward over those of its forward."""
 
@@ -116,9 +117,15 @@ def _lines(starts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
         "device": ", ".join(str(part) for part in (last.get("device"), last.get("dtype")) if part),
         "layout": ", ".join(str(part) for part in (last.get("layout"), ranks, cores) if part),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "resumed": "; ".join(f"after step {start.get('step')}, {start.get('time')}" for start in starts[1:]),
+        "resumed": "; ".join(
+            f"after step {s.get('step')}, {s.get('time')}" for s in starts[1:][-_MAX_SHOWN:]
+        ),
     }
-    return tuple(Fact(name, str(value)) for name, value in facts.items() if value)
+    return tuple(Fact(name, _shortened(str(value))) for name, value in facts.items() if value)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}..."
 
 
 def _mfu(run: Path, settings: str, start: Mapping[str, Any], speed: float | None) -> float | None:

@@ -70,8 +70,8 @@ def keep_start(
 
 def command_line(arguments: Sequence[str]) -> str:
     """Return a process's arguments as a line for a shell, with the command's name for the path of its file."""
-    name = Path(arguments[0]).name
-    command = ["python", "-m", "penstock"] if name == "__main__.py" else [name]
+    file = Path(arguments[0])
+    command = ["python", "-m", file.parent.name] if file.name == "__main__.py" else [file.name]
     # Text of other bytes than Unicode's is kept readable.
     return shlex.join([*command, *arguments[1:]]).encode(errors="replace").decode()
 
