@@ -228,7 +228,7 @@ def _changes(step: StepAnalysis, unit: Unit) -> list[list[object]]:
             unit.text(change.makespan),
             f"{change.makespan / now.makespan - 1:+.1%}" if now.makespan else "",
             f"{change.bubble:.1%}",
-            _memory(step.trace, change.memory),
+            _memory(step, change.memory),
             change.lines.all,
         ]
         for change in (now, *step.advice.better)
@@ -239,9 +239,11 @@ def _worse(step: StepAnalysis) -> int:
     return 0 if step.advice is None else len(step.advice.changes) - 1 - len(step.advice.better)
 
 
-def _memory(trace: Trace, memory: float) -> str:
-    counted = trace.held is None or trace.info.get("held", "bytes") != "bytes"
-    return f"{memory:.3g} activations" if counted else amount(trace, round(memory))
+def _memory(step: StepAnalysis, memory: float) -> str:
+    if step.peaks is not None and not step.peaks.any():
+        return ""  # nothing is kept
+    counted = step.peaks is None or step.trace.info.get("held", "bytes") != "bytes"
+    return f"{memory:.3g} activations" if counted else amount(step.trace, round(memory))
 
 
 def _split(step: StepAnalysis) -> list[list[str]]:

@@ -91,7 +91,7 @@ def _list(value: object, stages: int) -> list[Any]:
 def saved_sizes(trace: Trace, stages: int) -> Table:
     """Return what a forward of every stage keeps for its backward, float64, shape (stages,): the median in the trace.
 
-    All stages are alike (1) if the trace does not tell.
+    All stages are alike (1) if the trace does not tell, or nothing is kept.
     """
     sizes = np.zeros(stages)
     if trace.held is not None:
@@ -100,8 +100,8 @@ def saved_sizes(trace: Trace, stages: int) -> Table:
             change[rows] = np.diff(trace.held[rows], prepend=np.int64(0))
         for stage in range(stages):
             forward = change[(trace.kind == Kind.F) & (trace.stage == stage)]
-            sizes[stage] = np.median(forward) if len(forward) else 0.0
-    return sizes if (sizes > 0).all() else np.ones(stages)
+            sizes[stage] = max(0.0, float(np.median(forward))) if len(forward) else 0.0
+    return sizes if sizes.any() else np.ones(stages)
 
 
 def recut(seconds: Table, stages: int) -> Table:
