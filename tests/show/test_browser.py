@@ -20,6 +20,7 @@ from penstock.show.comparison.run_pair import pair_of
 from penstock.show.figures import rank_colours
 from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
+from penstock.show.report_page.run_facts import Fact, RunFacts
 from penstock.show.run import read_run, write_report
 from penstock.trace.bubbles import bubbles, idle_spans
 from penstock.trace.events import Activity, Trace
@@ -204,8 +205,10 @@ def test_memory_has_no_combs_and_all_its_steps_when_zoomed(chromium: Browser, tm
 
 
 def test_a_narrow_page_scrolls_only_inside_tables(chromium: Browser, tmp_path: Path):
-    run = kept_run(tmp_path, "a-run-with-a-rather-long-name-that-does-not-break-anywhere-by-itself")
-    path = write_report(read_run(run), tmp_path / "r.html")
+    name = "a-run-with-a-rather-long-name-that-does-not-break-anywhere-by-itself"
+    steps = [*read_run(kept_run(tmp_path, name)).steps.values(), StepAnalysis(name, measured("zb-h1", 3, 12))]
+    facts = RunFacts(9.0, None, (Fact("command", name * 5),))
+    path = write(tmp_path / "r.html", steps, title=name, facts=facts)
     size = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     chromium.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:

@@ -121,5 +121,7 @@ def _sentence(now: Change, change: Change, measured: bool) -> str:
 def _without_proposal(simulated: int) -> str:
     if not simulated:
         return "No change was simulated: no other schedule of the catalogue fits these stages."
+    if simulated == 1:
+        return f"The one change that was simulated within the same memory does not make the step {MIN_GAIN:.0%} shorter."
     which = f"None of the {simulated} changes that were simulated within the same memory"
     return f"{which} makes the step {MIN_GAIN:.0%} shorter."

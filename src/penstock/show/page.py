@@ -235,8 +235,16 @@ def _changes(step: StepAnalysis, unit: Unit) -> list[list[object]]:
     ]
 
 
-def _worse(step: StepAnalysis) -> int:
-    return 0 if step.advice is None else len(step.advice.changes) - 1 - len(step.advice.better)
+def _worse(step: StepAnalysis) -> str:
+    """Return a sentence on the changes that were simulated and do not help; empty if there are none."""
+    count = 0 if step.advice is None else len(step.advice.changes) - 1 - len(step.advice.better)
+    if count < 2:
+        return (
+            "One other change within the same memory was simulated; it does not make the step shorter."
+            if count
+            else ""
+        )
+    return f"{count} other changes within the same memory were simulated; none makes the step shorter."
 
 
 def _memory(step: StepAnalysis, memory: float) -> str:
