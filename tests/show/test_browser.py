@@ -187,21 +187,39 @@ def lines_of(chromium: Browser, source: str) -> list[list[float]]:
     return chromium.run(f"return penstock.find('{source}').data.ys.map((line) => Array.from(line))")
 
 
+def rises_and_falls(line: list[float]) -> bool:
+    top = line.index(max(line))
+    return line[:top] == sorted(line[:top]) and line[top:] == sorted(line[top:], reverse=True)
+
+
 def test_memory_has_no_combs_and_all_its_steps_when_zoomed(chromium: Browser, tmp_path: Path):
     """Between the end of a backward and the next forward, a rank of 1f1b holds one activation less for no time."""
-    trace = timed(built("1f1b", 2, 150), 1, 1, 1)
+    trace = timed(built("1f1b", 2, 150), 1, 1, 1, latency=0.1)
     chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", trace)], title="combs"))
-    first, second = lines_of(chromium, "memory")
-    # Without the ends, where the pipeline fills and drains.
-    assert set(first[8:-8]) == {2}
-    assert set(second[8:-8]) == {1}
-    low = lines_of(chromium, "memory-band")
-    assert [min(line) for line in low] == [0] * len(low)
+    lines = lines_of(chromium, "memory")
+    assert [max(line) for line in lines] == [2, 1]
+    assert all(map(rises_and_falls, lines))
+    assert lines_of(chromium, "memory-band") == []
+    frame = chromium.frame("memory")
+    chromium.wheel(int(frame.left + frame.width / 2), int(frame.top + 20), 7)
+    chromium.wait_until_still()
+    assert not any(map(rises_and_falls, lines_of(chromium, "memory")))
+
+
+def test_very_many_changes_of_memory_become_a_band(chromium: Browser, tmp_path: Path):
+    """Rank 1 holds an activation for 3 of every 15 ticks, and nothing for the others."""
+    trace = timed(built("1f1b", 2, 150), [5, 1], [5, 1], [5, 1])
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", trace)], title="band"))
+    (band,) = lines_of(chromium, "memory-band")
+    line = lines_of(chromium, "memory")[1]
+    assert chromium.run("return penstock.find('memory-band').data.rank") == [1]
+    assert (min(band), max(band)) == (0, 1)
+    assert max(line) == 1
     frame = chromium.frame("memory")
     chromium.wheel(int(frame.left + frame.width / 2), int(frame.top + 20), 12)
     chromium.wait_until_still()
-    assert chromium.run("return penstock.find('memory-band').data.xs.length") == 0
-    assert {0, 1} <= set(lines_of(chromium, "memory")[1])
+    assert lines_of(chromium, "memory-band") == []
+    assert {0, 1} == set(lines_of(chromium, "memory")[1])
 
 
 def test_a_narrow_page_scrolls_only_inside_tables(chromium: Browser, tmp_path: Path):
