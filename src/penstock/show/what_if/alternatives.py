@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.schedule.check import check
-from penstock.schedule.families import FAMILIES, Family
+from penstock.schedule.families import FAMILIES, CatalogueFamily
 from penstock.schedule.memory import peak
 from penstock.schedule.ops import Kind
 from penstock.schedule.schedule import Schedule
@@ -105,7 +105,7 @@ class Alternatives:
                 if (change := self._reordered(family, other)) is not None:
                     yield change
 
-    def _reordered(self, family: Family, other: Schedule) -> Change | None:
+    def _reordered(self, family: CatalogueFamily, other: Schedule) -> Change | None:
         parts = self._parts
         even = None if parts is None else parts.evenly(other.stages)
         if parts is not None and even is None:
@@ -125,7 +125,7 @@ class Alternatives:
         change = _change(f"with {family.name}{stages} in {share} memory", other, needed, trace)
         return replace(change, lines=self._schedule_lines(family, other))
 
-    def _seconds(self, family: Family) -> Table:
+    def _seconds(self, family: CatalogueFamily) -> Table:
         """Return the costs of the present stages under a family, which may split backwards that were not split before."""
         seconds = self._costs.seconds
         if (
@@ -146,7 +146,7 @@ class Alternatives:
             return recut(table, stages)
         return self._parts.recost(table, even)
 
-    def _schedule_lines(self, family: Family, other: Schedule) -> ChangeLines:
+    def _schedule_lines(self, family: CatalogueFamily, other: Schedule) -> ChangeLines:
         v, before = other.stages // other.ranks, self._schedule.stages // self._schedule.ranks
         train, pipeline = [f"schedule.name={family.name}"], [f'schedule="{family.name}"']
         if (v, before) != (family.virtual_stages, family.virtual_stages):
