@@ -5,7 +5,7 @@ The runs were made by
     penstock train train.name=demo train.steps=60 train.trace_every=20
     penstock train train.name=zb train.steps=60 train.trace_every=20 schedule.name=zb-h1
 
-and a picture has a palette of 48 colours, so that it is small.
+and a picture has a palette of 200 colours, so that it is small.
 
     python -m bench.report_pictures runs/demo runs/zb [--folder docs/report]
 """
@@ -26,22 +26,26 @@ from penstock.show.comparison.compare_page import write_comparison
 from penstock.show.comparison.run_pair import pair_of
 from penstock.show.run import read_run, write_report
 
-WIDTH, COLOURS = 1100, 48
+WIDTH, COLOURS = 1100, 200
 FOLDER = Path(__file__).parents[1] / "docs" / "report"
 
 
 def picture(chromium: Browser, page: Path, until: str) -> bytes:
     """Return a page above the element that a selector finds, as PNG."""
-    size = {"width": WIDTH, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    chromium.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def resize(height: int) -> None:
+        size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        chromium.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        chromium.wait_until_still()
+        chromium.wait_until_still()
+
+    resize(900)
     chromium.open(page)
     height = chromium.run(
         "return Math.round(document.querySelector(arguments[0]).getBoundingClientRect().top)", until
     )
-    clip = {"x": 0, "y": 0, "width": WIDTH, "height": height - 8, "scale": 1}
-    shot = chromium.driver.execute_cdp_cmd(
-        "Page.captureScreenshot", {"format": "png", "clip": clip, "captureBeyondViewport": True}
-    )
+    resize(height - 8)
+    shot = chromium.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
     small = io.BytesIO()
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
