@@ -127,13 +127,9 @@ def taken(setting: Setting, advice: Advice) -> tuple[Setting, float] | None:
     if not named:
         return None
     gain, change = max(named, key=lambda pair: pair[0])
-    if change.layers is not None:
-        # The first stage also has the embedding, and the last one the head.
-        counts = list(change.layers)
-        counts[0] -= 1
-        counts[-1] -= 1
+    if change.split is not None:
         return Setting(
-            setting.name, setting.microbatches, setting.virtual, tuple(counts), setting.sleeping
+            setting.name, setting.microbatches, setting.virtual, change.split, setting.sleeping
         ), gain
     virtual = round(change.virtual_stages)
     return Setting(change.schedule, setting.microbatches, virtual, None, setting.sleeping), gain

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def test_the_table_and_the_timeline_fit_a_screen(tmp_path: Path, monkeypatch: py
     (row,) = [line.split() for line in lines if line.startswith("   0 ")]
     assert row == ["0", "90", "30", "20", "10", "2", "MiB"]
     assert any(line.startswith("rank 0 F0") for line in lines)
-    assert len(lines) < 24
+    assert len(lines) < 32
     assert max(map(len, lines)) <= 110
 
 
@@ -80,6 +82,53 @@ def test_page_and_table_plan_a_step_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(analysis, "plan", lambda trace: planned.append(trace) or plan(trace))
     run(kept_run(tmp_path), "--html", tmp_path / "a.html")
     assert len(planned) == 2
+
+
+def test_two_runs_are_compared_as_text_and_page(tmp_path: Path):
+    first, second = kept_run(tmp_path, "first"), kept_run(tmp_path, "second")
+    lines = run(first, second, "--html", tmp_path / "c.html").stdout.splitlines()
+    assert lines[:2] == ["A  first, step 10", "B  second, step 10"]
+    assert "The steps of A and B take the same time, 120 ms." in lines
+    assert "The configs are equal." in lines
+    assert lines[-1] == f"page: {tmp_path / 'c.html'}"
+    drawn = [line for line in lines if line.startswith("rank 0 F0")]
+    assert len(drawn) == 2
+    table = json.loads(run(first, second, "--step", 1, "--json").stdout)
+    assert [r["makespan"] for r in table["runs"]] == pytest.approx([0.6, 0.6])
+
+
+def test_a_shorter_step_is_drawn_shorter(tmp_path: Path):
+    path = kept_run(tmp_path)
+    slow, fast = step_path(path, 1), step_path(path, 10)
+    drawn = [line for line in run(slow, fast).stdout.splitlines() if line.startswith("rank 0")]
+    assert len(drawn[1]) < len(drawn[0]) / 2
+
+
+def test_what_is_of_one_run_is_refused_for_two(tmp_path: Path):
+    path = kept_run(tmp_path)
+    for words, problem in (
+        ([path, path, "--png", tmp_path / "a.png"], "--png is of one run, and two are given"),
+        ([path, path, path], "give one run, or two to compare, got 3"),
+    ):
+        result = CliRunner().invoke(command, [str(word) for word in words])
+        assert result.exit_code == 2
+        assert problem in result.output
+    page = path / "x.html"
+    page.write_text("")
+    with pytest.raises(ConfigError, match="which this command reads"):
+        run(page, path, "--html", page)
+
+
+def test_the_terminal_says_what_the_page_says(tmp_path: Path):
+    """The sentences are the same, and the lines to paste are among them."""
+    shown = " ".join(run(kept_run(tmp_path), "--html", tmp_path / "a.html").stdout.split())
+    page = unescape((tmp_path / "a.html").read_text())
+    sentences = re.findall(r'<div class="say">(.*?)</div>', page, re.S)
+    last = re.findall(r"<p>(.*?)</p>", sentences[-1], re.S)
+    assert len(last) == 4
+    last = [re.sub("</?code>", "", sentence) for sentence in last]
+    shown = shown.replace(" or: ", " or ")
+    assert all(" ".join(sentence.split()) in shown for sentence in last)
 
 
 def test_what_is_broken_is_told_beside_what_can_be_shown(tmp_path: Path):

@@ -9,15 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import lighter
+from penstock.show.comparison.compare_page import write_comparison
+from penstock.show.comparison.run_pair import pair_of
+from penstock.show.figures import rank_colours
 from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
+from penstock.show.report_page.run_facts import Fact, RunFacts
 from penstock.show.run import read_run, write_report
+from penstock.trace.bubbles import bubbles, idle_spans
 from penstock.trace.events import Activity, Trace
+from penstock.trace.folder import save_step
 from tests.support.browser import Browser, Frame, browser
 from tests.support.measured import kept_run, measured
 from tests.support.simulated import built, timed
@@ -137,13 +144,133 @@ def test_an_idle_stretch_has_its_causes_colour_and_tells_it(chromium: Browser, t
         write(tmp_path / "r.html", [StepAnalysis("a", timed(built("1f1b", 2, 3), 1, 1, 1))], title="idle")
     )
     frame, screen = chromium.frame("measured"), chromium.screenshot()
-    # Rank 0 waits from 2 to 4 for its first backward, on white.
+    # Rank 0 waits from 2 to 4 for its first backward: a strip on white.
     x, y = round(frame.x(3)), round(frame.y(0))
-    cause = np.array(rgb(CAUSES["warm_up"].colour))
-    assert np.abs(screen[y, x] - (0.3 * cause + 0.7 * 255)).max() <= 2
+    assert tuple(screen[y, x]) == rgb(CAUSES["warm_up"].colour)
+    assert tuple(screen[round(frame.y(-0.3)), x]) == (255, 255, 255)
     chromium.move(x, y)
     chromium.wait_until_still()
     assert chromium.tooltip().split("\n") == ["rank 0 idle: warm-up", "for 2"]
+
+
+def irregular(family: str, ranks: int, microbatches: int) -> Trace:
+    """Return a trace with stages of unequal length, measured with ops of random length."""
+    random = np.random.default_rng(3)
+    program = built(family, ranks, microbatches)
+    trace = timed(
+        program, *(random.uniform(1, 3, program.schedule.stages).tolist() for _ in range(3)), latency=0.5
+    )
+    late = np.concatenate(
+        [np.cumsum(random.exponential(0.4, rows.stop - rows.start)) for rows in trace.rank_slices()]
+    )
+    return replace(trace, start=trace.start + late, end=trace.end + late)
+
+
+def test_idle_pixels_add_up_to_the_table(chromium: Browser, tmp_path: Path):
+    """The pixels of every cause along a rank's row are as long as the table says, to two pixels for each of its spans."""
+    trace = irregular("1f1b", 3, 5)
+    split, spans = bubbles(trace), idle_spans(trace)
+    assert (split.idle["imbalance"] > 0).any()
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", trace)], title="pixels"))
+    frame, screen = chromium.frame("measured"), chromium.screenshot()
+    pixel = (frame.x1 - frame.x0) / frame.width
+    for rank in range(3):
+        line = screen[round(frame.y(rank) + 0.05 * abs(frame.y(1) - frame.y(0)))]
+        line = line[round(frame.left) : round(frame.left + frame.width)]
+        for number, (name, cause) in enumerate(CAUSES.items()):
+            drawn = int((line == np.array(rgb(cause.colour))).all(axis=1).sum())
+            pieces = int(((spans.rank == rank) & (spans.cause == number)).sum())
+            assert abs(drawn - split.idle[name][rank] / pixel) <= 2 * pieces, (rank, name)
+
+
+def lines_of(chromium: Browser, source: str) -> list[list[float]]:
+    return chromium.run(f"return penstock.find('{source}').data.ys.map((line) => Array.from(line))")
+
+
+def rises_and_falls(line: list[float]) -> bool:
+    top = line.index(max(line))
+    return line[:top] == sorted(line[:top]) and line[top:] == sorted(line[top:], reverse=True)
+
+
+def test_memory_has_no_combs_and_all_its_steps_when_zoomed(chromium: Browser, tmp_path: Path):
+    """Between the end of a backward and the next forward, a rank of 1f1b holds one activation less for no time."""
+    trace = timed(built("1f1b", 2, 150), 1, 1, 1, latency=0.1)
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", trace)], title="combs"))
+    lines = lines_of(chromium, "memory")
+    assert [max(line) for line in lines] == [2, 1]
+    assert all(map(rises_and_falls, lines))
+    assert lines_of(chromium, "memory-band") == []
+    frame = chromium.frame("memory")
+    chromium.wheel(int(frame.left + frame.width / 2), int(frame.top + 20), 7)
+    chromium.wait_until_still()
+    assert not rises_and_falls(lines_of(chromium, "memory")[1])
+
+
+def test_very_many_changes_of_memory_become_a_band(chromium: Browser, tmp_path: Path):
+    """Rank 1 holds an activation for 3 of every 15 ticks, and nothing for the others."""
+    trace = timed(built("1f1b", 2, 150), [5, 1], [5, 1], [5, 1])
+    chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", trace)], title="band"))
+    (band,) = lines_of(chromium, "memory-band")
+    line = lines_of(chromium, "memory")[1]
+    assert chromium.run("return penstock.find('memory-band').data.rank") == [1]
+    assert (min(band), max(band)) == (0, 1)
+    assert max(line) == 1
+    frame = chromium.frame("memory")
+    chromium.wheel(int(frame.left + frame.width / 2), int(frame.top + 20), 12)
+    chromium.wait_until_still()
+    assert lines_of(chromium, "memory-band") == []
+    assert {0, 1} == set(lines_of(chromium, "memory")[1])
+
+
+def test_a_narrow_page_scrolls_only_inside_tables(chromium: Browser, tmp_path: Path):
+    name = "a-run-with-a-rather-long-name-that-does-not-break-anywhere-by-itself"
+    steps = [*read_run(kept_run(tmp_path, name)).steps.values(), StepAnalysis(name, measured("zb-h1", 3, 12))]
+    facts = RunFacts(9.0, None, (Fact("command", name * 5),))
+    path = write(tmp_path / "r.html", steps, title=name, facts=facts)
+    size = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    chromium.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        chromium.open(path)
+        over, plots, boxes = chromium.run(
+            "const wide = [...document.querySelectorAll('.wide')];"
+            "return [document.documentElement.scrollWidth - document.documentElement.clientWidth,"
+            " penstock.find('measured-figure').inner_width,"
+            " wide.some((box) => box.scrollWidth > box.clientWidth)]"
+        )
+        assert over == 0
+        assert plots > 250
+        assert boxes
+    finally:
+        chromium.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_click_on_a_bar_of_all_steps_shows_its_step(chromium: Browser, tmp_path: Path):
+    chromium.open(write_report(read_run(kept_run(tmp_path)), tmp_path / "r.html"))
+    frame = chromium.frame("overview")
+    assert chromium.run("return penstock.find('chosen').data.step") == [1]
+    actions = ActionChains(chromium.driver, duration=0)
+    actions.w3c_actions.pointer_action.move_to_location(round(frame.x(0)), round(frame.y(60)))
+    actions.w3c_actions.pointer_action.click()
+    actions.perform()
+    chromium.wait_until_still()
+    assert chromium.run("return document.getElementById('step').value") == "0"
+    assert chromium.frame("measured").x1 == pytest.approx(600 * 1.005)
+
+
+def test_two_runs_are_on_one_scale(chromium: Browser, tmp_path: Path):
+    first, second = measured("gpipe", 2, 4), measured("zb-h1", 3, 4)
+    paths = []
+    for name, trace in (("a", first), ("<b>", second)):
+        save_step(tmp_path / name, 1, trace)
+        paths.append(read_run(tmp_path / name))
+    chromium.open(write_comparison(tmp_path / "c.html", pair_of(*paths, None)))
+    assert_drawn(chromium, "measured", replace(first, ranks=2), 1000.0)
+    assert_drawn(chromium, "planned", second, 1000.0)
+    one, other = chromium.frame("measured"), chromium.frame("planned")
+    assert (one.x0, one.x1, one.y0, one.y1) == (other.x0, other.x1, other.y0, other.y1)
+    assert chromium.driver.find_element(By.TAG_NAME, "h1").text == "a and <b>"
+    assert chromium.requests() == [(tmp_path / "c.html").as_uri()]
+    assert chromium.complaints() == []
 
 
 def zoomed(before: Frame, after: Frame, x: float) -> bool:
@@ -175,17 +302,18 @@ def test_zooming_shows_less_with_more_text_and_all_charts_together(chromium: Bro
 
 def test_dark_mode_changes_the_page_and_the_figures(chromium: Browser, tmp_path: Path):
     chromium.open(write(tmp_path / "r.html", [StepAnalysis("a", measured())], title="dark"))
-    corner = {}
-    text = {}
+    corner, text, memory = {}, {}, {}
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         chromium.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         chromium.wait_until_still()
         corner[scheme] = int(chromium.screenshot()[2, 2].mean())
         text[scheme] = chromium.run("return penstock.find('measured-figure').left[0].major_label_text_color")
+        memory[scheme] = chromium.run("return penstock.find('memory').data.colour")
     chromium.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert corner["light"] > 240 > 60 > corner["dark"]
     assert text == {"light": "#1c2329", "dark": "#e6eaee"}
+    assert memory == rank_colours(2)
 
 
 def test_fifty_thousand_blocks_are_all_there(chromium: Browser, tmp_path: Path):

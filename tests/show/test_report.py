@@ -15,9 +15,12 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.show import report
 from penstock.show.analysis import StepAnalysis
+from penstock.show.figures import rank_colours
+from penstock.show.palette import CAUSES, KINDS
 from penstock.show.report import write
+from penstock.show.report_page.run_facts import Fact, RunFacts
 from penstock.show.units import unit_of
-from penstock.trace.events import Trace
+from penstock.trace.events import Activity, Trace
 from tests.support.measured import measured
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of
@@ -77,8 +80,8 @@ def test_all_text_from_outside_is_text_in_the_page(tmp_path: Path):
     tags = [tag for tag, _ in reader.elements]
     assert "img" not in tags
     assert tags.count("script") == [tag for tag, _ in plain.elements].count("script")
-    # Title, heading, selector, counts, problems, settings, two layers.
-    assert reader.text.count(EVIL.replace("&amp;", "&amp;")) == 8
+    # Title, heading, selector, counts, problems, settings, two layers, the table of all steps.
+    assert reader.text.count(EVIL.replace("&amp;", "&amp;")) == 9
 
 
 def test_the_policy_runs_the_pages_own_scripts_alone(tmp_path: Path):
@@ -142,6 +145,106 @@ def test_bars_fill_the_step_of_every_rank(tmp_path: Path):
         assert bars["right"][mine[-1]] == pytest.approx(trace.end.max() * 1000)
 
 
+def test_the_idle_spans_of_a_page_are_its_table(tmp_path: Path):
+    """Sums of the drawn spans by rank and cause, as the table writes them."""
+    trace = timed(built("1f1b", 3, 5), [2, 3, 1], [2, 3, 1], [2, 2, 1], latency=0.25)
+    reader = page(tmp_path, {"a": trace})
+    gaps = json.loads(reader.scripts["penstock-data"])["steps"][0]["gaps"]
+    rank, cause, start, end = (np.array(column(gaps[name])) for name in ("rank", "cause", "start", "end"))
+    names = list(CAUSES)
+    assert "imbalance" in {names[int(number) - 1] for number in cause}
+    step = StepAnalysis("a", trace)
+    for number, name in enumerate(names):
+        for r in range(3):
+            drawn = (end - start)[(rank == r) & (cause == number + 1)].sum()
+            assert drawn == pytest.approx(step.bubbles.idle[name][r])
+            if drawn:
+                assert f"{drawn / float(step.bubbles.makespan):.1%}" in reader.text
+
+
+def test_ranks_that_left_no_events_are_not_drawn_as_idle(tmp_path: Path):
+    reader = page(tmp_path, {"a": trace_of("", "1F0@1.0-2.0 1B0@2.5-4.0")})
+    step = json.loads(reader.scripts["penstock-data"])["steps"][0]
+    assert set(column(step["gaps"]["rank"])) == {1}
+    assert set(step["bars"]["rank"]) == {1}
+
+
+def test_every_colour_has_a_key(tmp_path: Path):
+    trace = trace_of(
+        "0F0@0-2 0R0@2-4 0I0@4-6 0W0@6-8 SEND@6-9 RECV@9-9.5 REDUCE@7-10 OPTIMIZER@11-12", "1F0@2-3 1B0@3-5"
+    )
+    reader = page(tmp_path, {"a": replace(trace, info={"source": "measured", "limit": 5})})
+    shown = {given["data-colour"] for _, given in reader.elements if "data-colour" in given}
+    present = {Activity(int(kind)) for kind in trace.kind}
+    assert len(present) == len(Activity)
+    assert {shade for kind in present for shade in (KINDS[kind].full, KINDS[kind].light)} <= shown
+    assert {CAUSES[cause].colour for cause in StepAnalysis("a", trace).bubbles.causes} <= shown
+    for style in KINDS.values():
+        assert f"{style.letter} {style.meaning}" in reader.text
+
+
+def test_the_memory_chart_has_a_key_for_every_rank_and_its_limit(tmp_path: Path):
+    reader = page(tmp_path, {"a": measured("1f1b", 4, 8, limit=2**30)})
+    assert [given["data-rank"] for _, given in reader.elements if "data-rank" in given] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+    assert "rank 3 dashed: planned" in reader.text
+    assert "limit" in reader.text
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(("scheme", "back"), [("light", "#ffffff"), ("dark", "#14181c")])
+def test_lines_of_memory_are_legible_on_their_background(scheme: str, back: str):
+    style = Path(report.__file__).with_name("templates").joinpath("page.css").read_text()
+    assert f"--back: {back}" in style
+    for colour in rank_colours(12)[scheme]:
+        low, high = sorted((luminance(colour), luminance(back)))
+        assert (high + 0.05) / (low + 0.05) >= 3
+
+
+def test_merged_backwards_are_explained_where_they_were_measured(tmp_path: Path):
+    note = "an I whose W follows at once is a whole backward"
+    assert note in page(tmp_path, {"a": measured("zb-h1", 2, 6)}).text
+    assert note not in page(tmp_path, {"a": measured("1f1b", 2, 6)}).text
+    assert note not in page(tmp_path, {"a": timed(built("zb-h1", 2, 6), 1, 1, 1)}).text
+
+
+def test_several_steps_are_shown_together(tmp_path: Path):
+    several = page(tmp_path, {"step 1": measured(scale=0.02), "step 9": measured()})
+    assert "overview" in json.loads(several.scripts["penstock-figures"])
+    assert "All steps" in several.text
+    assert "step 1 240 ms 25.0%" in several.text
+    assert "overview" not in json.loads(page(tmp_path, {"step 1": measured()}).scripts["penstock-figures"])
+
+
+def test_what_if_has_the_lines_to_paste_and_nothing_that_is_slower(tmp_path: Path):
+    text = page(tmp_path, {"a": measured("1f1b", 2, 8, blocks=[4, 4])}).text
+    table = text[text.index("What if") :]
+    assert "penstock train --set schedule.name=zb-v" in table
+    assert 'Pipeline(..., schedule="zb-v"' in table
+    assert "other changes within the same memory were simulated; none makes the step shorter." in table
+    changes = re.findall(r" ([+-]\d+\.\d)% ", table)
+    assert changes[0] == "+0.0"
+    assert all(change.startswith("-") for change in changes[1:])
+
+
+def test_facts_about_the_run_are_shown_and_escaped(tmp_path: Path):
+    facts = RunFacts(1234.5, 0.421, (Fact("command", EVIL), Fact("host", "node-7")))
+    reader = page(tmp_path, {"a": measured()}, facts=facts)
+    assert "1,234 tokens a second, all ranks 42.1% MFU" in reader.text
+    assert f"command {EVIL} host node-7" in reader.text
+    assert "img" not in [tag for tag, _ in reader.elements]
+    assert "MFU" not in page(tmp_path, {"a": measured()}).text
+
+
 def test_measured_is_shown_over_planned_with_the_difference_named(tmp_path: Path):
     trace = measured("1f1b", 2, 4)
     end = trace.end.copy()
@@ -163,7 +266,7 @@ def test_of_many_ranks_the_memory_of_some_is_drawn_and_of_the_one_that_holds_mos
     assert len(memory["ranks"]) == len(memory["measured"]) == 12
     assert {0, 22, 39} <= set(memory["ranks"])
     assert max(column(memory["measured"][memory["ranks"].index(22)]["y"])) == 6
-    assert "Of more than 12 ranks, the one that holds most" in reader.text
+    assert "Of more than 12 ranks, the memory of the one that holds most" in reader.text
 
 
 def test_the_limit_is_drawn_where_it_is_known(tmp_path: Path):
@@ -180,7 +283,7 @@ def test_values_of_any_kind_are_shown_or_left_out(tmp_path: Path):
         tmp_path, {"a": trace}, title="\udcff", metrics=[{"kind": "train", "step": 1, "loss": 10**400}]
     )
     assert json.loads(reader.scripts["penstock-data"])["steps"][0]["memory"]["limit"] is None
-    assert "curves" not in json.loads(reader.scripts["penstock-figures"])
+    assert "curve-0" not in json.loads(reader.scripts["penstock-figures"])
     assert "clocks" not in reader.text
     assert "1, None" in reader.text
 
@@ -199,11 +302,13 @@ def test_metrics_become_curves_and_what_is_no_number_is_left_out(tmp_path: Path)
         {"kind": "final"},
     ]
     reader = page(tmp_path, {"a": measured()}, metrics=rows)
-    curves = json.dumps(json.loads(reader.scripts["penstock-figures"])["curves"])
+    figures = json.loads(reader.scripts["penstock-figures"])
+    assert [name for name in figures if name.startswith("curve-")] == ["curve-0", "curve-1"]
+    curves = json.dumps(figures)
     assert "[4.0, 3.0]" in curves
     assert "held-out bits" in curves
     assert "learning rate" not in curves
-    assert "curves" not in json.loads(page(tmp_path, {"a": measured()}).scripts["penstock-figures"])
+    assert "curve-0" not in json.loads(page(tmp_path, {"a": measured()}).scripts["penstock-figures"])
 
 
 def test_of_too_many_traces_the_first_and_the_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

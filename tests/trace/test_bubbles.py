@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import CAUSES, bubble_fraction, bubbles, busy, idle_spans, longest, makespan
+from penstock.trace.events import Activity, Trace
 from tests.support.simulated import built, timed, timeline, written
 from tests.support.traces import trace_of
 
@@ -160,21 +163,96 @@ def test_causes_that_are_only_rounding_are_not_named():
     assert split.causes == ["warm_up", "cool_down"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_idle_spans_fill_what_is_not_busy_and_overlap_no_op(family):
-    trace = timed(built(family, 4, 8), 3, 4, 5, 2)
+def assert_one_decomposition(trace) -> None:
+    """Check that the spans of every rank and cause last as long as the table says, and overlap nothing."""
     split, spans = bubbles(trace), idle_spans(trace)
-    length = spans.end - spans.start
+    length = (spans.end - spans.start).astype(float)
     assert (length > 0).all()
-    for rank, rows in enumerate(trace.rank_slices()):
+    for rank in range(trace.ranks):
+        for number, cause in enumerate(CAUSES):
+            drawn = length[(spans.rank == rank) & (spans.cause == number)].sum()
+            assert drawn == pytest.approx(float(split.idle[cause][rank]), abs=1e-9 * float(split.makespan))
+    work = trace.only(
+        [kind for kind in Activity if kind not in (Activity.SEND, Activity.RECV, Activity.REDUCE)]
+    )
+    for rank, rows in enumerate(work.rank_slices()):
         mine = spans.rank == rank
-        assert length[mine].sum() == split.makespan - split.busy[rank]
-        for start, end in zip(spans.start[mine], spans.end[mine], strict=True):
-            assert not ((trace.start[rows] < end) & (trace.end[rows] > start)).any()
-    # Imbalance is taken from the other causes, and these have their spans.
-    for number, cause in enumerate(CAUSES):
-        took = np.array([length[(spans.rank == rank) & (spans.cause == number)].sum() for rank in range(4)])
-        assert (took >= split.idle[cause]).all() or cause == "imbalance"
+        order = np.argsort(spans.start[mine], kind="stable")
+        start, end = spans.start[mine][order], spans.end[mine][order]
+        assert (start[1:] >= end[:-1] - 1e-9).all()
+        for first, last in zip(start, end, strict=True):
+            assert not ((work.start[rows] < last - 1e-9) & (work.end[rows] > first + 1e-9)).any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_idle_spans_are_the_tables_decomposition(family):
+    assert_one_decomposition(timed(built(family, 4, 8), 3, 4, 5, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe-v"]),
+    st.integers(2, 4),
+    st.integers(2, 6),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_idle_spans_of_irregular_steps_are_the_tables_decomposition(family, ranks, half, seed, reduces):
+    """Random lengths of every op, random waits before it, reductions and an optimizer."""
+    random = np.random.default_rng(seed)
+    program = built(family, ranks, ranks * half)
+    stages = program.schedule.stages
+    trace = timed(
+        program, *(random.uniform(0.5, 2, stages).tolist() for _ in range(3)), latency=random.uniform(0, 1)
+    )
+    start, end = trace.start.astype(float), trace.end.astype(float)
+    for rows in trace.rank_slices():
+        # Later starts move everything of the rank, so ops stay in order.
+        late = np.cumsum(random.exponential(0.2, rows.stop - rows.start) * (random.random() < 0.7))
+        late[1:] = np.where(trace.paired[rows][:-1], late[:-1], late[1:])
+        start[rows] += late
+        end[rows] += late
+    trace = replace(trace, start=start, end=end)
+    if reduces:
+        trace = with_ends(trace, random)
+    assert_one_decomposition(trace)
+
+
+def with_ends(trace, random):
+    """Return the trace with a reduction and an optimizer after every rank's last op."""
+    columns = {name: [] for name in ("rank", "stage", "kind", "microbatch", "start", "end", "paired")}
+    for rank, rows in enumerate(trace.rank_slices()):
+        last = trace.end[rows].max()
+        spent = random.uniform(0.1, 2)
+        extra = [
+            (Activity.REDUCE, last - 0.1, last + spent),
+            (Activity.OPTIMIZER, last + spent, last + spent + 0.5),
+        ]
+        for name in columns:
+            columns[name].extend(getattr(trace, name)[rows].tolist())
+        for kind, start, end in extra:
+            for name, value in zip(columns, (rank, -1, kind, -1, start, end, False), strict=True):
+                columns[name].append(value)
+    typed = {name: np.array(values, getattr(trace, name).dtype) for name, values in columns.items()}
+    sort = np.lexsort((typed["start"], typed["rank"]))
+    return Trace(trace.ranks, **{name: column[sort] for name, column in typed.items()}, info=trace.info)
+
+
+def test_imbalance_takes_its_share_of_every_span_of_a_cause():
+    """Rank 1 computes 3 less than rank 0, half of the 6 that it waits for activations."""
+    trace = trace_of(
+        "0F0@0-1 0F1@3-5 0F2@9-11 0B0@11-13 0B1@13-14 0B2@14-15",
+        "1F0@1-2 1B0@2-3 1F1@5-6 1B1@6-7 1F2@11-12 1B2@12-13",
+    )
+    assert idle_of(trace, 1) == {"warm_up": 1, "activation": 3, "imbalance": 3, "cool_down": 2}
+    spans = idle_spans(trace)
+    named = [
+        (s, e, CAUSES[c]) for r, s, e, c in zip(*(column.tolist() for column in spans), strict=True) if r
+    ]
+    assert sorted(named) == [
+        (0, 1, "warm_up"), (3, 4, "activation"), (4, 5, "imbalance"), (7, 9, "activation"), (9, 11, "imbalance"),
+        (13, 15, "cool_down"),
+    ]  # fmt: skip
 
 
 def test_a_gap_is_a_wait_and_then_a_message():

@@ -76,6 +76,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
         "metrics.jsonl",
         "model.safetensors",
         "report.html",
+        "run.json",
         "sample.txt",
         "traces",
     ]

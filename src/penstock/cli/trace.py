@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,12 +32,16 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 @click.command(
     epilog="Example:  penstock trace runs/my-run --html report.html\n\n"
     "          penstock trace runs/my-run --step 10 --chrome step.json --svg step.svg\n\n"
-    "          penstock trace runs/my-run --costs costs.toml"
+    "          penstock trace runs/my-run --costs costs.toml\n\n"
+    "          penstock trace runs/before runs/after --html compared.html"
 )
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]")
 @click.option("--step", type=int, metavar="N", help="Step to show. Default: the last traced step.")
 @click.option(
-    "--html", type=_PATH, metavar="PATH", help="Write the report page with all traced steps, or only --step."
+    "--html",
+    type=_PATH,
+    metavar="PATH",
+    help="Write the report page with all traced steps, or only --step. Of two runs: the page that compares them.",
 )
 @click.option(
     "--chrome",
@@ -51,7 +57,7 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    run: Path,
+    runs: tuple[Path, ...],
     step: int | None,
     html: Path | None,
     chrome: Path | None,
@@ -63,16 +69,25 @@ def command(
     """Show where the time of a run went.
 
     RUN is the folder of a run, or a single trace file (.npz). Files that cannot be read are named on stderr, and the rest is
-    shown.
+    shown. Two runs are compared: their configs, the time of a step by cause, and its timeline.
     """
     from penstock.show.run import read_run
 
+    if len(runs) > 2:
+        raise click.UsageError(f"give one run, or two to compare, got {len(runs)}")
     for path, ending in ((png, ".png"), (svg, ".svg")):
         if path is not None and path.suffix.lower() != ending:
             raise ConfigError(f"--{ending[1:]} {path}: the name must end in {ending}")
     outputs = {"--html": html, "--chrome": chrome, "--png": png, "--svg": svg, "--costs": costs}
-    require_outputs([OutputFile(o, p, _KINDS[o]) for o, p in outputs.items() if p is not None], [run])
-    view = read_run(run)
+    require_outputs([OutputFile(o, p, _KINDS[o]) for o, p in outputs.items() if p is not None], runs)
+    if len(runs) == 2:
+        if single := [option for option, path in outputs.items() if path is not None and option != "--html"]:
+            raise click.UsageError(f"{single[0]} is of one run, and two are given; compare them with --html")
+        from penstock.cli.trace_pair import compare_runs
+
+        compare_runs(read_run(runs[0]), read_run(runs[1]), step, html, as_json)
+        return
+    view = read_run(runs[0])
     chosen = view.choose(step)
     for problem in view.problems:
         click.echo(f"penstock: {problem}", err=True)
@@ -142,7 +157,7 @@ def _figures(run: RunView, number: int) -> dict[str, Any]:
         "planned_makespan": None if step.plan is None else float(step.plan.trace.end.max()),
         "where": step.where,
         "what": None if advice is None else advice.sentence,
-        "changes": [] if advice is None else [vars(change) for change in advice.changes],
+        "changes": [] if advice is None else [asdict(change) for change in advice.changes],
     }
 
 
@@ -160,8 +175,10 @@ def _show(run: RunView, number: int) -> None:
     click.echo(
         f"{name}\n{trace.info.get('schedule', 'a trace')}, {trace.ranks} ranks, {unit.text(step.bubbles.makespan)}\n"
     )
-    click.echo(step.where)
-    click.echo(f"There is no plan: {step.unplanned}" if step.advice is None else step.advice.sentence)
+    for sentence in step.sentences:
+        click.echo(fill(sentence, console.width, break_long_words=False, break_on_hyphens=False))
+    for n, line in enumerate(step.to_try):
+        click.echo(f"{'       or: ' if n else 'To try it: '}{line}")
     click.echo(f"\nTimes are in {unit.name}." if unit.name else "")
     held = {} if step.peaks is None else {"most\nheld": [amount(trace, peak) for peak in step.peaks.tolist()]}
     console.print(bubble_table(step.bubbles, held, unit, narrow=console.width < WIDE))

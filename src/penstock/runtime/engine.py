@@ -366,7 +366,8 @@ class Engine:
         if not self._traced:
             return None
         trace = measured_trace(self._traced)
-        return replace(trace, info={**trace.info, "split": self.local_stages.split})
+        stages = self.local_stages
+        return replace(trace, info={**trace.info, "split": stages.split, "blocks": stages.blocks})
 
     def gather_trace(self, local: Trace | None) -> Trace | None:
         """Return the trace of all ranks in the last step; see `Pipeline.gather_trace`."""

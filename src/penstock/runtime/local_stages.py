@@ -56,6 +56,7 @@ class LocalStages:
     Attributes:
         schedule: the program's schedule.
         split: names of each stage's layers.
+        blocks: number of blocks of each stage, as a split counts them.
         ties: tied weights of the model.
         routes: routes of the named values.
         program: program of a training step, with the routes that skip stages.
@@ -79,6 +80,7 @@ class LocalStages:
     ) -> None:
         self.schedule = program.schedule
         self.split = [[layer.name for layer in layers] for layers in layers_of_stages]
+        self.blocks = [sum(layer.role == "block" for layer in layers) for layers in layers_of_stages]
         self._world = world
         self._options = options
         self._loss_fn = loss_fn

@@ -81,6 +81,22 @@ class StepAnalysis:
         """A sentence that says where the time went."""
         return where_time_went(self.bubbles, self.ranks)
 
+    @property
+    def sentences(self) -> list[str]:
+        """Where the time went, what would shorten it, and the difference to the plan, for page and terminal."""
+        if self.advice is None:
+            return [self.where, f"There is no plan to compare with: {self.unplanned}."]
+        return [self.where, self.advice.sentence, *([self.over_plan] if self.over_plan else [])]
+
+    @property
+    def to_try(self) -> list[str]:
+        """The lines that make the changes that `sentences` name, in their order."""
+        return (
+            []
+            if self.advice is None
+            else [line for change in self.advice.proposed for line in change.lines.all]
+        )
+
     @cached_property
     def over_plan(self) -> str:
         """A sentence that compares a measured step with its plan; empty if it has no plan or was simulated."""

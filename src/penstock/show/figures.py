@@ -12,6 +12,17 @@ from penstock.errors import ConfigError
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.units import Unit, finite
 
+CURVES = (
+    ("loss (nats per token)", "loss", "train"),
+    ("held-out bits per token", "held_out_bits", "held_out"),
+    ("learning rate", "lr", "train"),
+    ("gradient norm", "grad_norm", "train"),
+    ("tokens per second", "tokens_per_second", "train"),
+    ("idle share of pipe.step", "bubble", "train"),
+)
+"""Title, key and kind of line of every curve of ``metrics.jsonl``."""
+LINES = ("#3f7fc4", "#e07b00")
+"""Colours of curves in one figure, legible on both backgrounds."""
 BLOCKS = ("start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held")
 _TOOLTIP = (
     '<div class="tip"><b>@kind{custom}</b> @stage{custom} @microbatch{custom}<br>rank @rank<br>'
@@ -27,7 +38,9 @@ def require_bokeh() -> None:
         raise ConfigError("the report page needs bokeh: pip install 'penstock[report]'") from error
 
 
-def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, dict[str, Any]]:
+def figures(
+    ranks: int, unit: Unit, *, planned: bool, memory: str, labels: Sequence[str] = ("rank", "rank, planned")
+) -> dict[str, dict[str, Any]]:
     """Return a page's figures as JSON for ``Bokeh.embed.embed_item``, by the id of their element.
 
     Args:
@@ -35,6 +48,7 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
         unit: unit of the time axes.
         planned: whether to add a timeline of the plan below the measured one.
         memory: name of the memory axis; empty for no memory chart.
+        labels: names of the rank axes of both timelines (default: measured and planned).
 
     Raises:
         ConfigError: if Bokeh is not installed.
@@ -48,9 +62,10 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
     row = max(7, min(34, 620 // max(1, ranks)))
     # Tall enough for the name of an axis.
     tall = max(150, 48 + min(900, row * ranks))
-    rows: list[Any] = [_timeline("measured", x, y, tall, unit)]
-    if planned:
-        rows.append(_timeline("planned", x, y, tall, unit))
+    names = ("measured", "planned")[: 1 + planned]
+    rows: list[Any] = [
+        _timeline(name, x, y, tall, unit, label) for name, label in zip(names, labels, strict=False)
+    ]
     if memory:
         rows.append(_memory(x, unit, memory))
     time = column(rows, sizing_mode="stretch_width", name="time")
@@ -58,43 +73,37 @@ def figures(ranks: int, unit: Unit, *, planned: bool, memory: str) -> dict[str, 
     return {"time": dict(json_item(time)), "bars": dict(json_item(bars))}
 
 
-def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the curves of a run's ``metrics.jsonl`` as JSON for ``embed_item``; None if there is nothing to draw."""
+def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the curves of a run's ``metrics.jsonl`` as JSON for ``embed_item``, by the id of their element, ``curve-N``."""
     from bokeh.embed import json_item
-    from bokeh.layouts import gridplot
 
-    shown: list[Any] = []
-    for title, key, kind in (
-        ("loss (nats per token)", "loss", "train"),
-        ("held-out bits per token", "held_out_bits", "held_out"),
-        ("learning rate", "lr", "train"),
-        ("gradient norm", "grad_norm", "train"),
-        ("tokens per second", "tokens_per_second", "train"),
-        ("idle share of the ranks", "bubble", "train"),
-    ):
-        points = [
-            (row["step"], row[key])
-            for row in metrics
-            if row.get("kind") == kind and None not in (finite(row.get("step")), finite(row.get(key)))
-        ]
-        if points:
-            shown.append(_curve(f"curve-{len(shown)}", title, points))
-    if not shown:
-        return None
-    rows = [shown[n : n + 3] for n in range(0, len(shown), 3)]
-    return dict(json_item(gridplot(rows, sizing_mode="stretch_width", toolbar_location=None)))
+    shown: dict[str, dict[str, Any]] = {}
+    for title, key, kind in CURVES:
+        if points := points_of(metrics, key, kind):
+            name = f"curve-{len(shown)}"
+            shown[name] = dict(json_item(curve(name, title, [points])))
+    return shown
 
 
-def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
+def points_of(metrics: Sequence[Mapping[str, Any]], key: str, kind: str) -> list[tuple[float, float]]:
+    """Return (step, number) of every line of a kind that has both."""
+    return [
+        (row["step"], row[key])
+        for row in metrics
+        if row.get("kind") == kind and None not in (finite(row.get("step")), finite(row.get(key)))
+    ]
+
+
+def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit, label: str) -> Any:
     from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.plotting import figure
     from bokeh.transform import linear_cmap
 
     plot = _figure(figure, name, x, y, height, unit)
     plot.xgrid.visible = plot.ygrid.visible = False
+    plot.yaxis.axis_label = label
     source = ColumnDataSource({column: [] for column in BLOCKS}, name=name)
-    if name == "measured":
-        _gaps(plot)
+    _gaps(plot, f"{name}-gaps")
     colours = [shade for kind in KINDS.values() for shade in (kind.full, kind.light)]
     quads = plot.quad(
         left="start", right="end", top="top", bottom="bottom", source=source, name=f"{name}-blocks",
@@ -119,16 +128,16 @@ def _timeline(name: str, x: Any, y: Any, height: int, unit: Unit) -> Any:
     return plot
 
 
-def _gaps(plot: Any) -> None:
-    """Draw idle spans below the blocks, pale in the colour of their cause."""
+def _gaps(plot: Any, name: str) -> None:
+    """Draw idle spans as narrow strips in the colour of their cause."""
     from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.transform import linear_cmap
 
     columns = ("start", "end", "top", "bottom", "cause", "length", "rank")
-    source = ColumnDataSource({column: [] for column in columns}, name="gaps")
+    source = ColumnDataSource({column: [] for column in columns}, name=name)
     colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
     spans = plot.quad(
-        left="start", right="end", top="top", bottom="bottom", source=source, line_color=None, fill_alpha=0.3,
+        left="start", right="end", top="top", bottom="bottom", source=source, line_color=None,
         fill_color=linear_cmap("cause", colours, -0.5, len(colours) - 0.5),
     )  # fmt: skip
     formatters = _formatters("cause", "length")
@@ -157,7 +166,9 @@ def _memory(x: Any, unit: Unit, label: str) -> Any:
     )
     plot.yaxis.formatter = CustomJSTickFormatter()  # implemented by the page's script, as in `_formatters`
     empty: dict[str, list[Any]] = {"xs": [], "ys": [], "rank": [], "colour": []}
-    for name, dash, width in (("memory-planned", "4 3", 1.0), ("memory", "solid", 1.4)):
+    band = ColumnDataSource(dict(empty), name="memory-band")
+    plot.patches("xs", "ys", source=band, fill_color="colour", fill_alpha=0.22, line_color=None)
+    for name, dash, width in (("memory-planned", "4 3", 1.0), ("memory", "solid", 1.6)):
         source = ColumnDataSource(dict(empty), name=name)
         lines = plot.multi_line(
             "xs", "ys", source=source, line_color="colour", line_dash=dash, line_width=width, line_join="bevel",
@@ -178,6 +189,7 @@ def _bars(y: Any, height: int, unit: Unit) -> Any:
 
     plot = _figure(figure, "bars", Range1d(start=0, end=1), Range1d(start=y.start, end=y.end), height, unit)
     plot.xgrid.visible = plot.ygrid.visible = False
+    plot.yaxis.axis_label = "rank"
     source = ColumnDataSource({c: [] for c in ("left", "right", "rank", "share", "cause")}, name="bars")
     colours = [BUSY, *(cause.colour for cause in CAUSES.values())]
     bars = plot.hbar(
@@ -217,26 +229,35 @@ def _figure(figure: Any, name: str, x: Any, y: Any, height: int, unit: Unit) -> 
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.minor_tick_line_color = None
     if name != "memory":
-        plot.yaxis.axis_label = "rank, planned" if name == "planned" else "rank"
         plot.yaxis.ticker.mantissas = [1, 2, 5]
         plot.yaxis.ticker.min_interval = 1
         plot.yaxis.ticker.num_minor_ticks = 0
     return plot
 
 
-def _curve(name: str, title: str, points: list[tuple[float, float]]) -> Any:
+def curve(name: str, title: str, lines: Sequence[list[tuple[float, float]]]) -> Any:
+    """Return a figure of curves over steps.
+
+    Args:
+        name: name of the figure.
+        title: heading, no text from users.
+        lines: points of every curve, (step, number), at most `LINES`.
+    """
     from bokeh.models import DataRange1d
     from bokeh.plotting import figure
 
     plot = figure(
         name=name, height=190, title=title, tools="hover", tooltips="step @x: @y", background_fill_color=None,
-        border_fill_color=None, outline_line_color=None, toolbar_location=None,
+        border_fill_color=None, outline_line_color=None, toolbar_location=None, sizing_mode="stretch_width",
     )  # fmt: skip
-    x, y = (list(column) for column in zip(*points, strict=True))
-    plot.line(x, y, line_width=2, line_color="#3f7fc4")
-    if len(points) < 60:
-        plot.scatter(x, y, size=5, color="#3f7fc4")
-    if min(y) >= 0:
+    for points, colour in zip(lines, LINES, strict=False):
+        if not points:
+            continue
+        x, y = (list(column) for column in zip(*points, strict=True))
+        plot.line(x, y, line_width=2, line_color=colour)
+        if len(points) < 60:
+            plot.scatter(x, y, size=5, color=colour)
+    if min(y for points in lines for _, y in points) >= 0:
         plot.y_range = DataRange1d(start=0)
     plot.xaxis.axis_label = "step"
     plot.axis.axis_label_text_font_style = "normal"
@@ -244,12 +265,15 @@ def _curve(name: str, title: str, points: list[tuple[float, float]]) -> Any:
     return plot
 
 
-def rank_colours(ranks: int) -> list[str]:
-    """Return one colour per rank, from dark to light, legible on both backgrounds."""
-    from bokeh.palettes import viridis
+def rank_colours(ranks: int) -> dict[str, list[str]]:
+    """Return one colour per rank for a light background and for a dark one, where each is legible."""
+    from bokeh.palettes import plasma
 
-    scale = viridis(256)[60:215]
-    return [scale[round(rank * (len(scale) - 1) / max(1, ranks - 1))] for rank in range(ranks)]
+    scales = {"light": plasma(256)[:161], "dark": plasma(256)[104:250]}
+    return {
+        scheme: [scale[round(rank * (len(scale) - 1) / max(1, ranks - 1))] for rank in range(ranks)]
+        for scheme, scale in scales.items()
+    }
 
 
 def library() -> list[str]:

@@ -12,11 +12,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import several_stages
-from penstock.show.page_data import MAX_CURVES
+from penstock.show.page_data import MAX_CURVES, drawn_ranks
 from penstock.show.palette import BUSY, CAUSES, KINDS
 from penstock.show.policy import policy
+from penstock.show.report_page.overview import numbered, overview_table
+from penstock.show.report_page.run_facts import RunFacts
 from penstock.show.units import Unit, amount, decimals, finite
 from penstock.trace.bubbles import bubble_fraction
+from penstock.trace.events import Trace
+from penstock.trace.merged import merged_halves
 
 MAX_ROWS = 64
 
@@ -37,6 +41,7 @@ def render(
     unit: Unit,
     settings: str,
     problems: Sequence[str],
+    facts: RunFacts,
     data: Mapping[str, Any],
     figures: Mapping[str, Any],
     library: Sequence[str],
@@ -49,6 +54,7 @@ def render(
         unit: unit of the times shown.
         settings: the resolved config, as text.
         problems: sentences about what could not be read.
+        facts: facts about the run.
         data: JSON for the page's own script.
         figures: JSON of Bokeh's figures by the id of their element.
         library: Bokeh's scripts.
@@ -62,10 +68,14 @@ def render(
         title=title,
         steps=[_view(step, unit) for step in steps],
         first_shown=_first_shown(steps),
+        overview=overview_table(steps, unit) if len(steps) > 1 else None,
+        numbered=numbered(steps),
         ranks=max(step.trace.ranks for step in steps),
         max_curves=MAX_CURVES,
         memory=any(step.trace.held is not None for step in steps),
         causes=[(BUSY, "computing"), *((CAUSES[cause].colour, CAUSES[cause].meaning) for cause in causes)],
+        tiles=facts.tiles,
+        facts=facts.lines,
         settings=settings,
         problems=problems,
         shared=_shared,
@@ -78,7 +88,7 @@ def fill_template(
     figures: Mapping[str, Any],
     library: Sequence[str],
     *,
-    script: str = "page.js",
+    scripts: Sequence[str] = ("memory.js", "page.js"),
     styles: Sequence[str] = ("page.css",),
     connects: bool = False,
     **values: Any,
@@ -90,21 +100,22 @@ def fill_template(
         data: JSON for the page's own script.
         figures: JSON of Bokeh's figures by the id of their element.
         library: Bokeh's scripts.
-        script: name of the page's own script (default ``page.js``).
+        scripts: names of the page's own scripts (default ``memory.js`` and ``page.js``).
         styles: names of the style sheets (default ``page.css``).
-        connects: whether the script may ask the server of the page for more (default False).
+        connects: whether the scripts may ask the server of the page for more (default False).
         values: further values of the template, which escapes them.
     """
-    early, late, *sheets = (_source(name) for name in ("nonce.js", script, *styles))
-    scripts = [f"\n{script}\n" for script in (early, *library, late)]
+    early, *own = (_source(name) for name in ("nonce.js", *scripts))
+    sheets = "".join(_source(name) for name in styles)
+    sources = [f"\n{source}\n" for source in (early, *library, "".join(own))]
     nonce = secrets.token_urlsafe(16)
     return _ENVIRONMENT.get_template(template).render(
         data=data,
         figures=figures,
-        policy=policy(scripts, nonce, connects=connects),
+        policy=policy(sources, nonce, connects=connects),
         nonce=nonce,
-        style="".join(sheets),
-        scripts=scripts,
+        style=sheets,
+        scripts=sources,
         **values,
     )
 
@@ -134,12 +145,19 @@ def _view(step: StepAnalysis, unit: Unit) -> dict[str, object]:
         "label": step.label,
         "counts": _counts(step),
         "cards": _cards(step, unit),
-        "sentences": _sentences(step),
+        "sentences": step.sentences,
+        "to_try": step.to_try,
         "kinds": [style for kind, style in KINDS.items() if (trace.kind == kind).any()],
         "several_stages": several_stages(trace),
+        "causes": [(CAUSES[cause].colour, CAUSES[cause].meaning) for cause in step.bubbles.causes],
+        "merged": step.measured and bool(merged_halves(trace).any()),
+        "unsplit": _unsplit(trace),
+        "memory_ranks": [] if step.peaks is None else drawn_ranks(step),
+        "limit": finite(trace.info.get("limit")) is not None,
         "above_plan": step.plan is not None and step.measured,
         "times": _times(step, unit),
         "changes": _changes(step, unit),
+        "worse": _worse(step),
         "split": _split(step),
         "orders": [f"rank {rank}: {schedule.text(rank)}" for rank in range(schedule.ranks)]
         if schedule
@@ -176,10 +194,10 @@ def _cards(step: StepAnalysis, unit: Unit) -> list[tuple[str, str]]:
     return cards
 
 
-def _sentences(step: StepAnalysis) -> list[str]:
-    if step.advice is None:
-        return [step.where, f"There is no plan to compare with: {step.unplanned}."]
-    return [step.where, step.advice.sentence, *([step.over_plan] if step.over_plan else [])]
+def _unsplit(trace: Trace) -> list[str]:
+    """Return the names of the layers whose backward could not be split."""
+    names = trace.info.get("whole_backward", [])
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _times(step: StepAnalysis, unit: Unit) -> dict[str, object]:
@@ -210,7 +228,8 @@ def _share(time: Any, makespan: float, unit: Unit) -> str:
     return f"{unit.text(time, f'.{places}f')} ({float(time) / makespan:.1%})"
 
 
-def _changes(step: StepAnalysis, unit: Unit) -> list[list[str]]:
+def _changes(step: StepAnalysis, unit: Unit) -> list[list[object]]:
+    """Return the present order and the changes that make it shorter: times, memory, and the lines that make them."""
     if step.advice is None:
         return []
     now = step.advice.changes[0]
@@ -220,10 +239,30 @@ def _changes(step: StepAnalysis, unit: Unit) -> list[list[str]]:
             unit.text(change.makespan),
             f"{change.makespan / now.makespan - 1:+.1%}" if now.makespan else "",
             f"{change.bubble:.1%}",
-            f"{change.memory:.3g}",
+            _memory(step, change.memory),
+            change.lines.all,
         ]
-        for change in step.advice.changes
+        for change in (now, *step.advice.better)
     ]
+
+
+def _worse(step: StepAnalysis) -> str:
+    """Return a sentence on the changes that were simulated and do not help; empty if there are none."""
+    count = 0 if step.advice is None else len(step.advice.changes) - 1 - len(step.advice.better)
+    if count < 2:
+        return (
+            "One other change within the same memory was simulated; it does not make the step shorter."
+            if count
+            else ""
+        )
+    return f"{count} other changes within the same memory were simulated; none makes the step shorter."
+
+
+def _memory(step: StepAnalysis, memory: float) -> str:
+    if step.peaks is not None and not step.peaks.any():
+        return ""  # nothing is kept
+    counted = step.peaks is None or step.trace.info.get("held", "bytes") != "bytes"
+    return f"{memory:.3g} activations" if counted else amount(step.trace, round(memory))
 
 
 def _split(step: StepAnalysis) -> list[list[str]]:

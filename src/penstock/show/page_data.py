@@ -11,13 +11,19 @@ import numpy.typing as npt
 from penstock.show.analysis import StepAnalysis
 from penstock.show.blocks import lighter, second_of_pair, several_stages
 from penstock.show.palette import BUSY, CAUSES, KINDS
-from penstock.show.units import Unit, finite
-from penstock.trace.bubbles import Bubbles, idle_spans
+from penstock.show.units import Unit, finite, is_measured
+from penstock.trace.bubbles import idle_spans
 from penstock.trace.events import Activity, Trace
 from penstock.trace.memory_curve import memory_curve
+from penstock.trace.merged import merged_halves
 
 MAX_CURVES = 12
 MESSAGES = (Activity.SEND, Activity.RECV, Activity.REDUCE)
+MERGED = {
+    int(Activity.I): "whole backward (I and W in one)",
+    int(Activity.W): "weight gradient (computed with its I)",
+}
+"""Names of the halves of a merged backward, by their kind."""
 
 
 def step_data(step: StepAnalysis, unit: Unit) -> dict[str, Any]:
@@ -29,8 +35,8 @@ def step_data(step: StepAnalysis, unit: Unit) -> dict[str, Any]:
         "ranks": trace.ranks,
         "blocks": _blocks(trace, unit),
         "planned": None if planned is None else _blocks(planned, unit),
-        "gaps": _gaps(trace, unit),
-        "bars": _bars(step.bubbles, unit),
+        "gaps": _gaps(step, unit),
+        "bars": _bars(step, unit),
         "memory": _memory(step, planned, unit),
     }
 
@@ -49,6 +55,7 @@ def _blocks(trace: Trace, unit: Unit) -> dict[str, Any]:
         "held": None if trace.held is None else _column(trace.held, "<f8"),
         "several": several_stages(trace),
         "strip": bool(np.isin(trace.kind, MESSAGES).any()),
+        "merged": _column(np.flatnonzero(merged_halves(trace)) if is_measured(trace) else np.zeros(0), "<i4"),
     }
 
 
@@ -56,20 +63,24 @@ def _origin(trace: Trace) -> float:
     return float(trace.start.min()) if len(trace) else 0.0
 
 
-def _gaps(trace: Trace, unit: Unit) -> dict[str, Any]:
-    spans, origin = idle_spans(trace), _origin(trace)
+def _gaps(step: StepAnalysis, unit: Unit) -> dict[str, Any]:
+    """Return the idle spans of the ranks that have events: of the others, nothing is known."""
+    spans, origin = idle_spans(step.trace), _origin(step.trace)
+    known = np.isin(spans.rank, step.ranks)
     return {
-        "start": _column((spans.start - origin) * unit.scale, "<f8"),
-        "end": _column((spans.end - origin) * unit.scale, "<f8"),
-        "rank": _column(spans.rank, "<i4"),
+        "start": _column((spans.start[known] - origin) * unit.scale, "<f8"),
+        "end": _column((spans.end[known] - origin) * unit.scale, "<f8"),
+        "rank": _column(spans.rank[known], "<i4"),
         # As in the bars, where computing comes first.
-        "cause": _column(spans.cause + 1, "u1"),
+        "cause": _column(spans.cause[known] + 1, "u1"),
     }
 
 
-def _bars(bubbles: Bubbles, unit: Unit) -> dict[str, Any]:
+def _bars(step: StepAnalysis, unit: Unit) -> dict[str, Any]:
     """Return stacked bars, rank by rank: their ends, ranks, shares of the makespan, and causes (0 is computing)."""
+    bubbles = step.bubbles
     times = np.stack([bubbles.busy, *(bubbles.idle[cause] for cause in CAUSES)], axis=1).astype(np.float64)
+    times[[rank for rank in range(len(times)) if rank not in set(step.ranks)]] = 0
     right = np.cumsum(times, axis=1)
     rank, cause = np.nonzero(times > 0)
     makespan = float(bubbles.makespan) or 1.0
@@ -87,10 +98,7 @@ def _memory(step: StepAnalysis, planned: Trace | None, unit: Unit) -> dict[str, 
     trace = step.trace
     if step.peaks is None:
         return None
-    ranks = list(range(trace.ranks))
-    if trace.ranks > MAX_CURVES:
-        spread = np.linspace(0, trace.ranks - 1, MAX_CURVES - 1).round().astype(int).tolist()
-        ranks = sorted({int(step.peaks.argmax()), *spread})
+    ranks = drawn_ranks(step)
     return {
         "unit": str(trace.info.get("held", "bytes")),
         "ranks": ranks,
@@ -100,15 +108,26 @@ def _memory(step: StepAnalysis, planned: Trace | None, unit: Unit) -> dict[str, 
     }
 
 
+def drawn_ranks(step: StepAnalysis) -> list[int]:
+    """Return the ranks whose memory is drawn: all, or the one that holds most and some others; `peaks` must be known."""
+    ranks = step.trace.ranks
+    if ranks <= MAX_CURVES:
+        return list(range(ranks))
+    assert step.peaks is not None, "the trace has memory"
+    spread = np.linspace(0, ranks - 1, MAX_CURVES - 1).round().astype(int).tolist()
+    return sorted({int(step.peaks.argmax()), *spread})
+
+
 def _curves(trace: Trace, ranks: list[int], unit: Unit) -> list[dict[str, Any]]:
+    """Return what ranks hold from each time on, until the next; the last time is the end of the step."""
     origin = _origin(trace)
     finish = float(trace.end.max(initial=0)) - origin
     curves = []
     for rank in ranks:
         curve = memory_curve(trace, rank)
-        # Two points per change, or a line would lead from one to the next.
-        time = np.repeat(np.concatenate([[0.0], curve.time - origin, [finish]]), 2)[1:-1] * unit.scale
-        held = np.repeat(np.concatenate([[0], curve.held]), 2)
+        # Ops of a pair, or clocks that disagree, may change it in another order than they are listed.
+        time = np.maximum.accumulate(np.concatenate([[0.0], curve.time - origin, [finish]])) * unit.scale
+        held = np.concatenate([[0], curve.held, curve.held[-1:] if len(curve.held) else [0]])
         curves.append({"x": _column(time, "<f8"), "y": _column(held, "<f8")})
     return curves
 
@@ -129,4 +148,5 @@ def styles() -> dict[str, Any]:
             *({"colour": cause.colour, "meaning": cause.meaning} for cause in CAUSES.values()),
         ],
         "messages": list(MESSAGES),
+        "merged": MERGED,
     }

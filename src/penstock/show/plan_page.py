@@ -79,6 +79,7 @@ def _page(
     if shown is not plan.trace:
         packed |= {name: step_data(StepAnalysis("plan", shown), unit)[name] for name in ("blocks", "gaps")}
     outcomes = () if search is None else search.outcomes
+    causes = [(style.colour, style.meaning) for cause, style in CAUSES.items() if plan.causes.get(cause)]
     data = {
         "unit": unit.name, "held": "", "styles": styles(), "ranks": [], "steps": [packed],
         "figures": [f"{name}-figure" for name in ("measured", "bars", "memory-parts", "frontier")],
@@ -99,12 +100,11 @@ def _page(
             "kinds": [style for kind, style in KINDS.items() if (plan.trace.kind == kind).any()],
             "several_stages": several_stages(plan.trace),
             "above_plan": False,
+            "merged": False,
+            "causes": causes,
         },
         cut=f"{len(plan.trace):,}" if shown is not plan.trace else "",
-        causes=[
-            (BUSY, "computing"),
-            *((style.colour, style.meaning) for cause, style in CAUSES.items() if plan.causes.get(cause)),
-        ],
+        causes=[(BUSY, "computing"), *causes],
         parts=[MEMORY_PARTS[name] for name in _parts(plan.memory)],
         memory=_memory(plan.memory),
         reasons=[] if search is None else grouped_reasons(search),

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.page import render
 from penstock.show.page_data import step_data, styles
+from penstock.show.report_page.run_facts import UNKNOWN, RunFacts
 from penstock.show.units import unit_of
 
 MAX_EVENTS = 150_000
@@ -27,6 +28,7 @@ def write(
     settings: str = "",
     metrics: Sequence[Mapping[str, Any]] = (),
     problems: Sequence[str] = (),
+    facts: RunFacts = UNKNOWN,
 ) -> Path:
     """Write the report page.
 
@@ -39,6 +41,7 @@ def write(
         settings: resolved config, as text (default: none).
         metrics: lines of ``metrics.jsonl`` (default: none).
         problems: sentences about what could not be read (default: none).
+        facts: when, where and how the run was started, and its speed (default: unknown).
 
     Returns:
         The path.
@@ -49,7 +52,7 @@ def write(
     if not steps:
         raise ConfigError("a report needs at least one trace")
     path = Path(path)
-    text = _page(title, *_chosen(steps, problems), settings, metrics)
+    text = _page(title, *_chosen(steps, problems), settings, metrics, facts)
     try:
         write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
     except OSError as error:
@@ -79,8 +82,10 @@ def _page(
     problems: Sequence[str],
     settings: str,
     metrics: Sequence[Mapping[str, Any]],
+    facts: RunFacts,
 ) -> str:
     from penstock.show.figures import curves, figures, library, rank_colours
+    from penstock.show.report_page.overview import overview_figure
 
     unit = unit_of(step.trace for step in steps)
     packed = [step_data(step, unit) for step in steps]
@@ -90,16 +95,16 @@ def _page(
     counted = "bytes" if held == {"bytes"} else "activations"
     memory = f"held ({counted})" if held else ""
     places = figures(ranks, unit, planned=planned, memory=memory)
-    training = curves(metrics)
-    if training is not None:
-        places["curves"] = training
+    if len(steps) > 1:
+        places["overview"] = overview_figure(steps, unit)
+    places |= curves(metrics)
     data = {
         "unit": unit.name,
         "held": counted,
         "styles": styles(),
         "ranks": rank_colours(ranks),
-        "figures": [f"{name}-figure" for name in ("measured", "planned", "memory", "bars")]
-        + [f"curve-{n}" for n in range(6)],
+        "figures": [f"{name}-figure" for name in ("overview", "measured", "planned", "memory", "bars")]
+        + [name for name in places if name.startswith("curve-")],
         "steps": packed,
     }
-    return render(title, steps, unit, settings, problems, data, places, library())
+    return render(title, steps, unit, settings, problems, facts, data, places, library())

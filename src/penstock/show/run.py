@@ -13,6 +13,7 @@ from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.errors import ConfigError, DataError
 from penstock.show.analysis import StepAnalysis
 from penstock.show.report import write
+from penstock.show.report_page.run_facts import UNKNOWN, RunFacts, read_facts
 from penstock.trace.events import Trace
 from penstock.trace.folder import read_file, read_folder
 
@@ -29,6 +30,7 @@ class RunView:
         settings: text of the resolved config; empty if there is none.
         metrics: lines of ``metrics.jsonl``.
         problems: sentences about what could not be read, with the file.
+        facts: when, where and how the run was started, and its speed.
     """
 
     title: str
@@ -36,6 +38,7 @@ class RunView:
     settings: str
     metrics: tuple[Mapping[str, Any], ...]
     problems: tuple[str, ...]
+    facts: RunFacts = UNKNOWN
 
     @cached_property
     def steps(self) -> Mapping[int, StepAnalysis]:
@@ -74,16 +77,22 @@ def read_run(path: str | Path) -> RunView:
     traces = read_folder(path)
     problems = list(traces.problems)
     metrics = _metrics(path / "metrics.jsonl", problems)
-    return RunView(
-        path.resolve().name, traces.steps, _settings(path / "config.toml", problems), metrics, tuple(problems)
-    )
+    settings = _settings(path / "config.toml", problems)
+    facts = read_facts(path, settings, metrics, problems)
+    return RunView(path.resolve().name, traces.steps, settings, metrics, tuple(problems), facts)
 
 
 def write_report(run: RunView, path: str | Path, step: int | None = None) -> Path:
     """Write the page of a run with all its steps, or with one; raises as `write` does."""
     steps = list(run.steps.values()) if step is None else [run.steps[run.choose(step)]]
     return write(
-        path, steps, title=run.title, settings=run.settings, metrics=run.metrics, problems=run.problems
+        path,
+        steps,
+        title=run.title,
+        settings=run.settings,
+        metrics=run.metrics,
+        problems=run.problems,
+        facts=run.facts,
     )
 
 

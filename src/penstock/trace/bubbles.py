@@ -89,19 +89,15 @@ def bubble_fraction(trace: Trace) -> float:
 def bubbles(trace: Trace) -> Bubbles:
     """Split every rank's idle time by cause."""
     real = trace.only(_NOT_MESSAGES)
-    zero = np.zeros(trace.ranks, (trace.end[:0] - trace.start[:0]).dtype)
-    idle = {cause: zero.copy() for cause in CAUSES}
     if not len(real):
-        return Bubbles(0, zero, idle)
+        zero = _zero(trace)
+        return Bubbles(0, zero, {cause: zero.copy() for cause in CAUSES})
     begin, finish = real.start.min(), real.end.max()
-    for rank, gaps in enumerate(_gaps_of_ranks(trace, begin, finish)):
-        for number, cause in enumerate(_WAITS):
-            idle[cause][rank] = gaps.waited[gaps.cause == number].sum()
-        rest = gaps.length - gaps.waited
-        idle["communication"][rank] = rest[gaps.communicates].sum()
-        idle["overhead"][rank] = rest[~gaps.communicates].sum()
+    idle = _idle(trace, begin, finish)
     spent = (finish - begin) - sum(idle.values())
-    _charge_imbalance(idle, spent.max() - spent)
+    for cause, moved in _imbalance(idle).items():
+        idle[cause] = idle[cause] - moved
+        idle["imbalance"] = idle["imbalance"] + moved
     return Bubbles(finish - begin, spent, idle)
 
 
@@ -111,7 +107,7 @@ class IdleSpans(NamedTuple):
     Attributes:
         rank: int32, rank of each span.
         start, end: times in the trace's unit.
-        cause: int8, index in `CAUSES`; never imbalance, which has no place in time.
+        cause: int8, index in `CAUSES`.
     """
 
     rank: npt.NDArray[np.int32]
@@ -121,21 +117,68 @@ class IdleSpans(NamedTuple):
 
 
 def idle_spans(trace: Trace) -> IdleSpans:
-    """Return the idle spans of every rank: in each gap first the wait for input to be computed, then the rest."""
+    """Return the idle spans of every rank: in each gap first the wait for input to be computed, then the rest.
+
+    The spans of a rank and cause add up to the time that `bubbles` gives. Imbalance has no place in time of its own, so it
+    takes the last part of every span of the causes that it is subtracted from, all of one cause in the same proportion.
+    """
     real = trace.only(_NOT_MESSAGES)
     none = real.start[:0]
     spans = [IdleSpans(np.zeros(0, np.int32), none, none, np.zeros(0, np.int8))]
     if not len(real):
         return spans[0]
     begin, finish = real.start.min(), real.end.max()
+    idle = _idle(trace, begin, finish)
+    moved = _imbalance(idle)
+    imbalance = CAUSES.index("imbalance")
     for rank, gaps in enumerate(_gaps_of_ranks(trace, begin, finish)):
-        until = gaps.start + gaps.waited
+        shares = np.array([_share(moved, idle, cause, rank) for cause in CAUSES])
+        until, finished = gaps.start + gaps.waited, gaps.start + gaps.length
         rest = np.where(gaps.communicates, CAUSES.index("communication"), CAUSES.index("overhead"))
-        for start, end, cause in ((gaps.start, until, gaps.cause), (until, gaps.start + gaps.length, rest)):
-            positive = end > start
-            ranks = np.full(int(positive.sum()), rank, np.int32)
-            spans.append(IdleSpans(ranks, start[positive], end[positive], cause[positive].astype(np.int8)))
+        for start, end, cause in ((gaps.start, until, gaps.cause), (until, finished, rest)):
+            share = shares[cause]
+            # Whole spans keep their times exactly.
+            middle = np.where(share == 0, end, np.where(share == 1, start, end - share * (end - start)))
+            parts = ((start, middle, cause), (middle, end, np.full(len(start), imbalance)))
+            for first, last, reason in parts:
+                positive = last > first
+                ranks = np.full(int(positive.sum()), rank, np.int32)
+                spans.append(
+                    IdleSpans(ranks, first[positive], last[positive], reason[positive].astype(np.int8))
+                )
     return IdleSpans(*(np.concatenate(columns) for columns in zip(*spans, strict=True)))
+
+
+def _zero(trace: Trace) -> Times:
+    return np.zeros(trace.ranks, (trace.end[:0] - trace.start[:0]).dtype)
+
+
+def _share(part: Mapping[str, Times], total: Mapping[str, Times], cause: str, rank: int) -> float:
+    return float(part[cause][rank] / total[cause][rank]) if cause in part and total[cause][rank] > 0 else 0.0
+
+
+def _idle(trace: Trace, begin: Any, finish: Any) -> dict[str, Times]:
+    """Return every rank's idle time by cause, before imbalance is subtracted."""
+    zero = _zero(trace)
+    idle = {cause: zero.copy() for cause in CAUSES}
+    for rank, gaps in enumerate(_gaps_of_ranks(trace, begin, finish)):
+        for number, cause in enumerate(_WAITS):
+            idle[cause][rank] = gaps.waited[gaps.cause == number].sum()
+        rest = gaps.length - gaps.waited
+        idle["communication"][rank] = rest[gaps.communicates].sum()
+        idle["overhead"][rank] = rest[~gaps.communicates].sum()
+    return idle
+
+
+def _imbalance(idle: Mapping[str, Times]) -> dict[str, Times]:
+    """Return by cause how much of a rank's idle time is imbalance: what the busiest rank computes more than this one."""
+    total = sum(idle.values())
+    owed = total - np.min(total)
+    moved = {}
+    for cause in _YIELDS_TO_IMBALANCE:
+        moved[cause] = np.minimum(idle[cause], owed)
+        owed = owed - moved[cause]
+    return moved
 
 
 class _Outputs(NamedTuple):
@@ -261,15 +304,6 @@ def _reduced(reductions: Trace, gaps: _Gaps) -> Times:
     done = np.stack([np.cumsum(spent) - spent, np.cumsum(spent)], axis=1).ravel()
     reduced = np.interp(gaps.start + gaps.length, edges, done) - np.interp(gaps.start, edges, done)
     return np.asarray(reduced, gaps.length.dtype)
-
-
-def _charge_imbalance(idle: dict[str, Times], owed: Times) -> None:
-    """Move `owed`, shape (ranks,), from the other causes to imbalance."""
-    for cause in _YIELDS_TO_IMBALANCE:
-        moved = np.minimum(idle[cause], owed)
-        idle[cause] = idle[cause] - moved
-        idle["imbalance"] = idle["imbalance"] + moved
-        owed = owed - moved
 
 
 def _is_backward(kind: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:

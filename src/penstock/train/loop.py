@@ -38,6 +38,7 @@ from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
 from penstock.train.report.progress import Reporter
 from penstock.train.report.run_log import LoggedReporter, level_of, run_log
+from penstock.train.report.start_record import keep_start
 from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.tokenizing import tokenizing_bar
 from penstock.train.report.traces import Traces, write_page
@@ -144,6 +145,16 @@ def train(
                     shown.say(line)
                 progress = checkpointer.resume()
                 run_group.decide(lambda: _begin(path, config, progress.done))
+                if run_group.leads:
+                    _keep_start(
+                        path,
+                        reporter,
+                        config,
+                        progress.done,
+                        device,
+                        world.size if world else 1,
+                        pipe.threads,
+                    )
                 with (
                     run_log(path, run_group.rank, level, shown.say, first_lines),
                     Heartbeat(path, run_group.rank, progress.done) as heartbeat,
@@ -213,6 +224,22 @@ def _begin(path: Path, config: Config, done: int) -> None:
     go_back(path, done, evaluates=done == config.train.steps)
     drop_after(path, done)
     clear_signs(path)
+
+
+def _keep_start(
+    path: Path,
+    reporter: Reporter,
+    config: Config,
+    done: int,
+    device: torch.device,
+    processes: int,
+    threads: int,
+) -> None:
+    """Note when, where and how the run was started; for the leader alone."""
+    keep_start(
+        path, reporter.say, step=done, layout=f"{config.schedule.name} on {describe(shape_of(config.parallel))}",
+        device=device, processes=processes, threads=threads, dtype=config.runtime.autocast or "fp32",
+    )  # fmt: skip
 
 
 def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:

@@ -40,7 +40,7 @@ def watch_page(title: str) -> bytes:
         {"charts": [name for name, _ in _CHARTS]},
         figures,
         library(),
-        script="watch.js",
+        scripts=("watch.js",),
         styles=("page.css", "watch.css"),
         connects=True,
         title=title,

@@ -76,6 +76,7 @@ def test_threads_have_one_trace_anyway():
     assert np.array_equal(whole.start, local.start)
     assert whole.info == local.info
     assert whole.info["split"] == [["0", "1"], ["2", "3"]]
+    assert whole.info["blocks"] == [2, 2]
     pipe.close()
     with pytest.raises(PenstockError, match="this pipeline is closed"):
         pipe.gather_trace()

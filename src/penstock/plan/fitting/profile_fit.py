@@ -23,6 +23,7 @@ from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.model_profile import Profile, ProfiledLayer, RuntimeCosts
 from penstock.schedule.ops import Kind
 from penstock.trace.events import Trace
+from penstock.trace.merged import merged_halves
 
 Table = npt.NDArray[np.float64]
 
@@ -145,7 +146,7 @@ def ops_of(traces: Sequence[Trace]) -> dict[tuple[int, Kind], tuple[float, Table
     found: dict[tuple[int, Kind], list[tuple[float, Table]]] = {}
     for trace in traces:
         rows = np.flatnonzero(np.isin(trace.kind, _KINDS))
-        merged = _merged(trace)[rows]
+        merged = merged_halves(trace)[rows]
         length = (trace.end[rows] - trace.start[rows]).astype(np.float64)
         beside = np.stack(
             [time_beside(trace, rows, (trace.kind[rows] == kind).astype(np.float64)) for kind in _KINDS],
@@ -156,20 +157,6 @@ def ops_of(traces: Sequence[Trace]) -> dict[tuple[int, Kind], tuple[float, Table
                 cell = int(trace.stage[row]), Kind(int(trace.kind[row]))
                 found.setdefault(cell, []).append((float(length[n]), beside[n]))
     return {cell: _trimmed(ops) for cell, ops in found.items()}
-
-
-def _merged(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Return which rows are halves of a backward that follow each other at once, which may run as one."""
-    pairs = np.zeros(len(trace), np.bool_)
-    first = np.flatnonzero(
-        (trace.kind[:-1] == Kind.I)
-        & (trace.kind[1:] == Kind.W)
-        & (trace.stage[:-1] == 0)
-        & (trace.stage[1:] == 0)
-        & (trace.microbatch[:-1] == trace.microbatch[1:])
-    )
-    pairs[first] = pairs[first + 1] = True
-    return pairs
 
 
 def _trimmed(ops: list[tuple[float, Table]]) -> tuple[float, Table]:

@@ -6,8 +6,9 @@ window.penstock = (() => {
   const styles = page.styles;
   const ARRAYS = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
   const MESSAGES = new Set(styles.messages);
-  const ROWS = { top: 0.42, strip: 0.16 };
+  const ROWS = { top: 0.42, strip: 0.16, idle: 0.1 };
   const MAX_LABELS = 3000;
+  const MERGED = 100;
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const decoded = new Map();
   let shown = 0;
@@ -36,13 +37,16 @@ window.penstock = (() => {
       fill[n] = 2 * columns.kind[n] + columns.shade[n];
     }
     const held = packed.held ? column(packed.held) : new Float64Array(count).fill(NaN);
-    return { ...columns, top, bottom, length, fill, held, several: packed.several, usual: length.slice().sort()[count >> 1] ?? 0 };
+    // Names of blocks in tooltips: of the kind, or of a half of a merged backward.
+    const name = Float64Array.from(columns.kind);
+    for (const n of column(packed.merged)) name[n] += MERGED;
+    return { ...columns, name, top, bottom, length, fill, held, several: packed.several, usual: length.slice().sort()[count >> 1] ?? 0 };
   }
 
   function gaps(packed) {
     const columns = Object.fromEntries(Object.entries(packed).map(([name, values]) => [name, column(values)]));
     const offset = (by) => Float64Array.from(columns.rank, (rank) => rank + by);
-    return { ...columns, top: offset(-ROWS.top), bottom: offset(ROWS.top), length: columns.end.map((end, n) => end - columns.start[n]) };
+    return { ...columns, top: offset(-ROWS.idle), bottom: offset(ROWS.idle), length: columns.end.map((end, n) => end - columns.start[n]) };
   }
 
   function step(index) {
@@ -68,40 +72,63 @@ window.penstock = (() => {
 
   function show(index) {
     shown = index;
+    const all = document.getElementById("step") && find("overview");
+    if (all) {
+      const tops = Array.from(all.data.step, (step, n) => (step === index ? all.data.top[n] : 0));
+      fill("chosen", { step: [index], top: [last(tops)] });
+    }
     const packed = page.steps[index], timelines = step(index);
     for (const [name, columns] of Object.entries(timelines)) {
       const data = columns ?? {};
-      const names = ["start", "end", "top", "bottom", "fill", "kind", "stage", "microbatch", "rank", "length", "held"];
-      fill(name, Object.fromEntries(names.map((key) => [key, data[key] ?? []])));
+      const names = ["start", "end", "top", "bottom", "fill", "stage", "microbatch", "rank", "length", "held"];
+      fill(name, { ...Object.fromEntries(names.map((key) => [key, data[key] ?? []])), kind: data.name ?? [] });
     }
     const end = Math.max(last(timelines.measured.end), timelines.planned ? last(timelines.planned.end) : 0) || 1;
     const bars = find("bars-figure");
     window_of(find("measured-figure").x_range, 0, end * 1.005);
     window_of(find("measured-figure").y_range, packed.ranks - 0.5, -0.5);
     fill("bars", packed.bars);
-    fill("gaps", gaps(packed.gaps));
-    window_of(bars.x_range, 0, last(packed.bars.right) || 1);
-    window_of(bars.y_range, packed.ranks - 0.5, -0.5);
-    show_memory(packed);
+    fill("measured-gaps", gaps(packed.gaps));
+    if (packed.planned_gaps) fill("planned-gaps", gaps(packed.planned_gaps));
+    if (bars) {
+      window_of(bars.x_range, 0, last(packed.bars.right) || 1);
+      window_of(bars.y_range, packed.ranks - 0.5, -0.5);
+    }
+    const most = (packed.memory?.measured ?? []).concat(packed.memory?.planned ?? []).map((curve) => last(column(curve.y)));
+    const plot = find("memory-figure");
+    if (plot) window_of(plot.y_range, 0, Math.max(packed.memory?.limit ?? 0, ...most) * 1.08 || 1);
+    fill("limit", { y: packed.memory?.limit == null ? [] : [packed.memory.limit] });
+    show_memory();
     for (const section of document.querySelectorAll("[data-steps]")) {
       section.hidden = !section.dataset.steps.split(" ").includes(String(index));
     }
     label();
   }
 
-  function show_memory(packed) {
+  // Draws the part of the memory curves that is in sight.
+  function show_memory() {
     const plot = find("memory-figure");
     if (!plot) return;
-    const memory = packed.memory ?? { ranks: [], measured: [], planned: [], limit: null };
-    let max = memory.limit ?? 0;
+    const memory = page.steps[shown].memory ?? { ranks: [], measured: [], planned: [] };
+    const { start, end } = plot.x_range, pixels = plot.inner_width || 1000;
+    const colours = memory.ranks.map((rank) => page.ranks[dark.matches ? "dark" : "light"][rank]);
+    const band = { xs: [], ys: [], rank: [], colour: [] };
     for (const [name, curves] of [["memory", memory.measured], ["memory-planned", memory.planned]]) {
-      const xs = curves.map((curve) => column(curve.x)), ys = curves.map((curve) => column(curve.y));
-      for (const y of ys) max = Math.max(max, last(y));
+      const lines = curves.map((curve) => memory_lines(column(curve.x), column(curve.y), start, end, pixels));
+      lines.forEach((line, n) => {
+        if (!line.band || name !== "memory") return;
+        band.xs.push(line.band.xs);
+        band.ys.push(line.band.ys);
+        band.rank.push(memory.ranks[n]);
+        band.colour.push(colours[n]);
+      });
       const ranks = memory.ranks.slice(0, curves.length);
-      fill(name, { xs, ys, rank: ranks, colour: ranks.map((rank) => page.ranks[rank]) });
+      fill(name, { xs: lines.map((line) => line.xs), ys: lines.map((line) => line.ys), rank: ranks, colour: colours.slice(0, curves.length) });
     }
-    fill("limit", { y: memory.limit === null ? [] : [memory.limit] });
-    window_of(plot.y_range, 0, max * 1.08 || 1);
+    fill("memory-band", band);
+    for (const swatch of document.querySelectorAll("[data-rank]")) {
+      swatch.style.background = page.ranks[dark.matches ? "dark" : "light"][swatch.dataset.rank];
+    }
   }
 
   // Labels the blocks that are in sight and wide enough.
@@ -149,7 +176,7 @@ window.penstock = (() => {
 
   // Returns the text of a column's value in a tooltip.
   function describe(name, value) {
-    if (name === "kind") return styles.kinds[value].meaning;
+    if (name === "kind") return value < MERGED ? styles.kinds[value].meaning : styles.merged[value - MERGED];
     if (name === "cause") return styles.causes[value].meaning;
     if (name === "share") return `${(100 * value).toFixed(2)}%`;
     if (name === "stage" || name === "microbatch") return value < 0 ? "" : `${name} ${value}`;
@@ -172,6 +199,7 @@ window.penstock = (() => {
       for (const grid of plot.center) if ("grid_line_color" in grid.attributes) grid.grid_line_color = line;
       if (plot.title) plot.title.text_color = text;
     }
+    show_memory();
   }
 
   // Bokeh would turn text into code here, which the page's policy forbids.
@@ -186,9 +214,12 @@ window.penstock = (() => {
     for (const [place, item] of Object.entries(read("penstock-figures"))) {
       await Bokeh.embed.embed_item(item, place);
     }
+    // Axes of a narrow page leave the room to the drawing.
+    const left = window.innerWidth < 640 ? 44 : 70;
+    for (const name of page.figures) find(name)?.setv({ min_border_left: left });
     const plot = find("measured-figure");
     let due = 0;
-    const later = () => { clearTimeout(due); due = setTimeout(label, 60); };
+    const later = () => { clearTimeout(due); due = setTimeout(() => { label(); show_memory(); }, 60); };
     for (const range of [plot.x_range, plot.y_range]) range.change.connect(later);
     plot.properties.inner_width.change.connect(later);
     dark.addEventListener("change", follow_scheme);
@@ -196,6 +227,13 @@ window.penstock = (() => {
     const chosen = document.getElementById("step");
     chosen?.addEventListener("change", () => show(Number(chosen.value)));
     show(chosen ? Number(chosen.value) : 0);
+    const all = find("overview");
+    all?.selected.change.connect(() => {
+      const [bar] = all.selected.indices;
+      if (bar === undefined || !chosen) return;
+      chosen.value = String(all.data.step[bar]);
+      show(all.data.step[bar]);
+    });
     document.body.dataset.ready = "yes";
   }
 

@@ -1,0 +1,27 @@
+"""The pictures of the guide to the report are drawn from any two runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import missing
+from tests.support.measured import kept_run
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_both_pictures_are_drawn_and_small(tmp_path: Path):
+    runs = [str(kept_run(tmp_path, name)) for name in ("first", "second")]
+    words = ["-m", "bench.report_pictures", *runs, "--folder", str(tmp_path / "pictures")]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("page.png", "compare.png"):
+        content = (tmp_path / "pictures" / name).read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert 5_000 < len(content) < 300_000
