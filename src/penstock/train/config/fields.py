@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -67,12 +67,18 @@ Given = Annotated[Text, Field(min_length=1)]
 FolderName = Annotated[Text, AfterValidator(_check_name)]
 LoggerNames = Annotated[Text, AfterValidator(_check_loggers)]
 AxisOrder = Annotated[Text, AfterValidator(_check_order)]
+Bytes = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Options = dict[str, Any]
 Changed = Literal["refuse", "accept"]
 DataFormat = Literal["auto", "text", "tokens", "jsonl", "parquet", "datasets"]
 RecordKind = Literal["auto", "text", "completion", "chat"]
 TrainedPart = Literal["answers", "last", "all"]
 Overlong = Literal["cut", "refuse"]
-Recompute = Literal["none", "full"] | Count
-Split = Literal["even"] | list[Count]
-Autocast = Literal["", "bf16"]
+Recompute = Literal["none", "full", "auto"] | Count
+Split = Literal["even", "measured"] | list[Count]
+Precision = Literal["fp32", "bf16", "bf16-weights", "fp16"]
+Compile = Literal["none", "block", "stage"]
 Flow = Literal["auto", "on", "off"]
+LrSchedule = Literal["cosine", "linear", "constant"]
+Reduction = Literal["auto", "mean", "sum", "valid_tokens"]
+Buffers = Literal["refuse", "mean", "first"]
