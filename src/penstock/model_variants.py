@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.errors import ConfigError
+
 _REASONS = {
     "add_cross_attention": "attends to an encoder",
     "is_encoder_decoder": "has an encoder",
@@ -60,6 +62,21 @@ def refused_architecture(config: Mapping[str, Any]) -> str | None:
         f"the config's architectures is {', '.join(map(str, names))}, and only causal language models can be split; write "
         "...ForCausalLM there if it is one"
     )
+
+
+def require_positions(sequence: int, positions: int, key: str) -> None:
+    """Raise `ConfigError` if a sample has more tokens than a model is configured for.
+
+    Args:
+        sequence: tokens of a sample.
+        positions: positions of the model, learned or rotary; 0 if its config does not say.
+        key: name of the setting of the tokens, for the message.
+    """
+    if 0 < positions < sequence:
+        raise ConfigError(
+            f"{key} must be at most {positions:,}, the positions of the model (max_position_embeddings or n_positions in "
+            f"its config.json), got {sequence:,}; take {key} = {positions}, or a model for longer samples"
+        )
 
 
 def windows(kind: str, config: Mapping[str, Any], layers: int) -> tuple[int, int]:

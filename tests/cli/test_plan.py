@@ -194,9 +194,12 @@ def test_samples_default_to_those_that_the_model_allows(folder: Path):
         result = plan(name, "-c", "h100*2", "-b", "8", "--layout", "pp=2")
         assert result["tokens_per_second"] == pytest.approx(8 * tokens / result["step_seconds"])
     words = ("llama.json", "-c", "h100*2", "-b", "8", "--layout", "pp=2", "-s")
-    assert not any("max_position_embeddings" in text for text in plan(*words, "512")["assumptions"])
-    (line,) = [text for text in plan(*words, "513")["assumptions"] if "max_position_embeddings" in text]
-    assert line.startswith("Samples have 513 tokens, more than the 512")
+    assert plan(*words, "512")["assumptions"]
+    refused = str(invoke(*words, "513").exception)
+    assert refused.startswith(
+        "sequence must be at most 512, the positions of the model (max_position_embeddings"
+    )
+    assert "got 513; take sequence = 512" in refused
 
 
 REFUSED = {
@@ -226,10 +229,10 @@ REFUSED = {
         "no layout fits in memory; the smallest needs ",
     ),
     "more tokens than positions": (
-        ["gpt2", "-c", "h100*2", "-s", "65", "--layout", "pp=2"], "a sample must have at most 64 tokens, as many as gpt2",
+        ["gpt2", "-c", "h100*2", "-s", "65", "--layout", "pp=2"], "sequence must be at most 64, the positions of the model",
     ),
     "more tokens than positions in a search": (
-        ["gpt2", "-c", "h100*2", "-s", "4096"], "at most 64 tokens, as many as gpt2 has learned positions, got 4,096",
+        ["gpt2", "-c", "h100*2", "-s", "4096"], "n_positions in its config.json), got 4,096; take sequence = 64",
     ),
     "more stages than blocks": (
         ["gpt2", "-c", "h100*16", "--layout", "pp=16"], "the model's 8 blocks cannot be cut into 16 stages",

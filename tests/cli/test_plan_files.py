@@ -106,17 +106,17 @@ def test_a_full_disk_is_one_line(folder: Path, words: list[str]):
 
 def test_the_config_has_what_was_assumed(folder: Path):
     (folder / "own.toml").write_text(
-        '[model]\nlayers = 4\n\n[runtime]\nautocast = "bf16"\nrecompute = "full"\n'
+        '[model]\nlayers = 4\n\n[runtime]\nprecision = "bf16"\nrecompute = "full"\n'
     )
     words = ("own.toml", "-c", "cluster.toml", "-b", "8", "-s", "16", "--out", "run.toml", "--layout")
-    for layout, autocast, recompute in (
-        ("pp=2,dtype=fp32", "", "none"),
-        ("pp=2,dtype=bf16,recompute=2", "bf16", 2),
-        ("pp=2,recompute=selective", "bf16", "none"),
+    for layout, precision, recompute in (
+        ("pp=2,dtype=fp32", "fp32", "none"),
+        ("pp=2,dtype=bf16,recompute=2", "bf16-weights", 2),
+        ("pp=2,recompute=selective", "bf16-weights", "none"),
     ):
         planned(*words, layout)
         runtime = tomllib.loads((folder / "run.toml").read_text())["runtime"]
-        assert runtime == {"autocast": autocast, "recompute": recompute}
+        assert runtime == {"precision": precision, "recompute": recompute}
     output = planned(*words, "dp=2,attention=unfused,overlap=false")
     assert "note:    attention=unfused: the run has fused attention" in output
     assert "# overlap=false: the run reduces gradients" in (folder / "run.toml").read_text()
@@ -127,12 +127,12 @@ def test_a_dtype_that_no_run_has_is_only_predicted(folder: Path, dtype: str):
     cluster = (folder / "cluster.toml").read_text().replace("fp16 = 2e10", "fp16 = 2e10, fp8 = 3e10")
     (folder / "cluster.toml").write_text(cluster)
     words = ("gpt2", "-c", "cluster.toml", "-b", "8", "--fix")
-    assert f"There is no run.toml: penstock train multiplies in fp32 or bf16, not in {dtype}" in planned(
+    assert f"There is no run.toml: penstock plan starts runs in fp32 or bf16, not in {dtype}" in planned(
         *words, f"dtype={dtype}"
     )
     (folder / "cluster.toml").write_text(f'dtype = "{dtype}"\n{cluster}')
     refused = str(invoke("gpt2", "-c", "cluster.toml", "-b", "8", "--out", "run.toml").exception)
-    assert refused.startswith("cannot write run.toml: penstock train multiplies in")
+    assert refused.startswith("cannot write run.toml: penstock plan starts runs in")
     assert not (folder / "run.toml").exists()
 
 

@@ -25,7 +25,7 @@ CONFIG = {
     "train": {"batch": 8},
     "schedule": {"name": "1f1b", "microbatches": 8},
     "parallel": {"pp": 2, "dp": 1, "tp": 1, "virtual_stages": 1, "zero": False, "sequence_parallel": False},
-    "runtime": {"autocast": "bf16"},
+    "runtime": {"precision": "bf16"},
 }
 CLUSTER = """
 ranks_per_node = 2

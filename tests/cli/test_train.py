@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,31 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ("words", "said"),
     [
         (["--set", "train.stepz=3"], "no key train.stepz (did you mean 'steps'"),
+        (
+            ["--steps", "2"],
+            "--steps is no option; write values of the config without dashes:  penstock train train.steps=2",
+        ),
+        (["--lr=1e-4"], "penstock train optim.lr=1e-4"),
+        (["--batch-size", "8", "train.steps=2"], "penstock train train.batch=8"),
+        (["--model.path", "x"], "penstock train model.path=x"),
+        (["--path", "x"], "penstock train model.path=x or data.path=x"),
+        (["--bf16"], "penstock train runtime.precision=bf16"),
+        (["--lr"], "penstock train optim.lr=VALUE"),
+        (["--rank", "2"], "No such option '--rank'. (Did you mean one of: "),
+        (["--colour", "2"], "No such option '--colour'."),
+        (
+            ["train.step=2"],
+            "no key train.step (did you mean 'steps' or 'seed'?), as in train.steps=2; [train] has",
+        ),
+        (["steps=2"], "got 'steps=2'; did you mean train.steps=2?"),
+        (["train.steps", "2"], "train.steps has no value; write  penstock train train.steps=VALUE"),
+        (["model.path"], "model.path has no value; write  penstock train model.path=VALUE"),
+        (
+            ["-lr", "3"],
+            "-l is no option; write values of the config without dashes:  penstock train optim.lr=3",
+        ),
+        (["train.steps.a=2"], "train.steps must be a whole number"),
+        (["optim.arguments.momentum=0.9"], "no argument 'momentum' of AdamW"),
         (["--set", "train.steps=0"], "train.steps must be greater than or equal to 1"),
         (["--ranks", "0"], "parallel.pp must be greater than or equal to 1"),
         (["absent.toml"], "cannot read the config absent.toml"),
@@ -144,6 +170,35 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_printed_config_is_the_config_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text_folder(tmp_path)
+    words = [
+        "optim.name=SGD",
+        "optim.arguments.momentum=0.9",
+        "train.epochs=0.1",
+        "train.batch=2",
+        "train.name=kept",
+    ]
+    options = [word for word in TINY if not word.startswith(("train.steps", "train.batch"))]
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "--set", f"data.path={tmp_path / 'text'}", *options, *words]
+    printed = CliRunner().invoke(group, [*command, "--print-config"])
+    assert printed.exit_code == 0, printed.output
+    assert not (tmp_path / "runs").exists()
+    config = tomllib.loads(printed.stdout)
+    assert config["optim"]["arguments"] == {"momentum": 0.9}
+    assert (config["parallel"]["pp"], config["optim"]["lr"]) == (2, 0.001)
+    assert "steps" not in config["train"]
+    ran = CliRunner().invoke(group, command)
+    assert ran.exit_code == 0, ran.output
+    assert "0.1 epochs of " in ran.output
+    assert "; SGD with weight decay 0, momentum 0.9" in ran.output
+    assert tomllib.loads((tmp_path / "runs/kept/config.toml").read_text()) == config
+    (tmp_path / "printed.toml").write_text(printed.stdout)
+    again = CliRunner().invoke(group, ["train", "printed.toml", "train.name=again"])
+    assert again.exit_code == 0, again.output
 
 
 @pytest.mark.slow

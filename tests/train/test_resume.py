@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.checkpoint.find import damage, read_manifest, steps_in
-from penstock.checkpoint.format.manifest import MANIFEST, dump
+from penstock.checkpoint.format.manifest import MANIFEST, digest_of_config, dump
 from penstock.errors import ConfigError, DataError
 from penstock.run_lock import LOCK
 from penstock.runtime.workers.pool import LocalProcesses
@@ -136,6 +136,18 @@ def test_an_earlier_checkpoint_can_be_chosen(tmp_path: Path, straight: Path):
         (8, {"optim": {"lr": 0.5}}, r"is of another run: optim.lr was 0.004 and is 0.5"),
         (8, {"train": {"seed": 4}}, r"is of another run: train.seed was 0 and is 4"),
         (8, {"model": {"width": 32}}, "does not fit|another run"),
+        (8, {"train": {"accumulate": 2}}, r"is of another run: train.accumulate was 1 and is 2"),
+        (8, {"train": {"reduction": "sum"}}, r"is of another run: train.reduction was 'auto' and is 'sum'"),
+        (
+            8,
+            {"runtime": {"precision": "bf16"}},
+            r"is of another run: runtime.precision was 'fp32' and is 'bf16'",
+        ),
+        (
+            8,
+            {"optim": {"name": "SGD", "lr": 0.004}},
+            r"is of another run: optim.name was 'AdamW' and is 'SGD'",
+        ),
     ],
 )
 def test_what_cannot_go_on_is_refused_and_the_run_stays_as_it_is(
@@ -208,6 +220,23 @@ def test_a_checkpoint_that_does_not_know_its_data_is_gone_on_from_with_a_word(
     (path / MANIFEST).write_bytes(dump(replace(manifest, values={**manifest.values, "extra": extra})))
     said = run(config_of(tmp_path, trained / "text", "straight", 8, str(straight)))
     assert f"{path} has no digest of its data, so it is unknown if the data is the same" in said
+
+
+def test_a_checkpoint_that_is_older_than_a_key_has_its_default(tmp_path: Path, trained: Path, straight: Path):
+    path = steps_in(straight / "checkpoints")[0][1]
+    manifest = read_manifest(path)
+    config = {section: dict(table) for section, table in manifest.config.items()}
+    del config["optim"]["lr_schedule"], config["train"]["accumulate"], config["runtime"]["precision"]
+    older = replace(manifest, config=config, config_sha256=digest_of_config(config))
+    (path / MANIFEST).write_bytes(dump(older))
+    with pytest.raises(ConfigError, match=r"another run: optim.lr_schedule was 'cosine' and is 'linear'"):
+        run(
+            config_of(
+                tmp_path, trained / "text", "straight", 8, str(straight), optim={"lr_schedule": "linear"}
+            )
+        )
+    said = run(config_of(tmp_path, trained / "text", "straight", 8, str(straight)))
+    assert f"resuming from {path}" in said
 
 
 def with_other_data_on_rank_1(rank: int, config: Config, other: Path) -> str:

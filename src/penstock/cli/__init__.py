@@ -29,6 +29,7 @@ from penstock.launch.parent_death import record_failure
 
 COMMANDS = {
     "checkpoint": "list, verify, convert and export checkpoints",
+    "config": "explain the keys of a training run's config",
     "doctor": "check a machine or cluster before a run",
     "eval": "print the loss of a trained model on files",
     "plan": "choose a layout for a model and machines",

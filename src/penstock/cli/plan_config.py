@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 HEADER = "# Written by `penstock plan`."
 """Beginning of a file that a plan is written to."""
 _BYTES = 256
-_AUTOCAST = {"fp32": "", "bf16": "bf16"}
-"""Values of runtime.autocast by the dtype of matrix products."""
+_PRECISION = {"fp32": "fp32", "bf16": "bf16-weights"}
+"""Values of runtime.precision by the dtype of matrix products, with weights and optimizer of the size that is predicted."""
 
 
 def run_tables(
@@ -54,7 +54,7 @@ def run_tables(
     parallel |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
     runtime = config.setdefault("runtime", {})
     runtime["recompute"] = "none" if layout.recompute == "selective" else layout.recompute
-    runtime["autocast"] = _AUTOCAST[plan.dtype]
+    runtime["precision"] = _PRECISION[plan.dtype]
     return config
 
 
@@ -94,9 +94,9 @@ def data_of_run(config: dict[str, dict[str, Any]], vocabulary: int) -> str | Non
 
 def why_not_trained(dtype: str) -> str | None:
     """Return why `penstock train` has no matrix products in a dtype; None if it has."""
-    if dtype in _AUTOCAST:
+    if dtype in _PRECISION:
         return None
-    return f"penstock train multiplies in {' or '.join(_AUTOCAST)}, not in {dtype}; plan with dtype=bf16 to start it"
+    return f"penstock plan starts runs in {' or '.join(_PRECISION)}, not in {dtype}; plan with dtype=bf16 to start it"
 
 
 def differences(layout: Layout) -> list[str]:

@@ -110,7 +110,9 @@ def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None)
             "samples"
         )
     if profile.shape is not None:
-        layout = layout.with_values(dtype="bf16" if config.get("runtime", {}).get("autocast") else "fp32")
+        layout = layout.with_values(
+            dtype=str(config.get("runtime", {}).get("precision", "fp32")).removesuffix("-weights")
+        )
         if layout.dtype not in cluster.device.matmul:
             raise ConfigError(
                 f"{run} multiplied in {layout.dtype}, and {cluster.name} has rates for {', '.join(cluster.device.matmul)}; "
@@ -140,6 +142,7 @@ def _layout_of(run: Path, config: dict[str, Any]) -> tuple[Layout, int, int]:
         schedule, parallel, runtime = config["schedule"], config["parallel"], config.get("runtime", {})
         batch = config["train"]["batch"]
         split = schedule.get("split", "even")
+        split = "even" if split == "measured" else split
         layout = Layout(
             parallel["pp"], parallel["dp"], parallel["tp"], parallel["virtual_stages"],
             batch // schedule["microbatches"], schedule["name"], runtime.get("recompute", "none"), parallel["zero"],

@@ -17,14 +17,54 @@ if TYPE_CHECKING:
     from penstock.train.config.config import Config
 
 
+class _TrainCommand(click.Command):
+    """The command, with a hint for config keys that are written as options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)  # click takes them from the list
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = _hint(error.option_name, given, similar=bool(error.possibilities))
+            if hint is None:
+                raise
+            raise click.UsageError(f"{error.option_name} is no option; {hint}", ctx) from error
+
+
+def _hint(option: str, arguments: list[str], similar: bool) -> str | None:
+    """Return how to write the key of the config that an unknown option may have meant; None if there is none.
+
+    Args:
+        option: the option.
+        arguments: arguments of the command.
+        similar: whether an option has a similar name.
+    """
+    from penstock.train.config.config import HINTS
+    from penstock.train.config.help.hints import assignments
+
+    if not option.startswith("--"):  # click takes the letters of -lr one by one
+        option = next(text.partition("=")[0] for text in arguments if text.startswith(option))
+    keys = HINTS.exact(option) or ([] if similar else HINTS.nearest(option))
+    if not keys:
+        return None
+    at = next(n for n, argument in enumerate(arguments) if argument.partition("=")[0] == option)
+    _, equals, value = arguments[at].partition("=")
+    if not equals:
+        following = arguments[at + 1 : at + 2]
+        value = following[0] if following and not following[0].startswith("--") else "VALUE"
+    written = assignments(keys[:3], value)
+    return f"write values of the config without dashes:  penstock train {written}"
+
+
 @click.command(
+    cls=_TrainCommand,
     epilog="Example:  penstock train --set train.steps=100 --set schedule.name=gpipe\n\n"
     "          penstock train --resume runs/first --set parallel.pp=4\n\n"
     "          penstock train my.toml --ranks 2 --plan auto\n\n"
     "          penstock train --restarts 3 --set parallel.pp=2 train.checkpoint_every=50\n\n"
     "          torchrun --nproc-per-node 2 -m penstock train my.toml\n\n"
     "          srun -N 2 --ntasks-per-node 8 penstock train my.toml --set parallel.dp=2\n\n"
-    "          torchrun --nproc-per-node 8 -m penstock train --set parallel.pp=2 parallel.dp=2 parallel.tp=2"
+    "          torchrun --nproc-per-node 8 -m penstock train --set parallel.pp=2 parallel.dp=2 parallel.tp=2",
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [SECTION.KEY=VALUE]...")
 @click.option(
@@ -60,6 +100,11 @@ if TYPE_CHECKING:
     "that are predicted to take least time. On the CPUs of one machine, in threads or under a launcher.",
 )
 @click.option(
+    "--print-config",
+    is_flag=True,
+    help="Print the config with all its defaults as TOML, and train nothing. `penstock config` explains every key.",
+)
+@click.option(
     "--profile",
     is_flag=True,
     help="Profile one step with torch.profiler, and write it to RUN/profile for ui.perfetto.dev.",
@@ -72,6 +117,7 @@ def command(
     as_json: bool,
     restarts: int | None,
     plan: str | None,
+    print_config: bool,
     profile: bool,
 ) -> int | None:
     """Train a model through a pipeline.
@@ -101,19 +147,28 @@ def command(
     outlive_readers()
     from penstock.launch.signals import Interrupts
     from penstock.runtime.start.launch_environment import find_launch
+    from penstock.train.config.config import HINTS
     from penstock.train.config.file import load
     from penstock.train.loop import train
     from penstock.train.report.progress import reporter
 
     files = [argument for argument in arguments if "=" not in argument]
+    for name in files:
+        if name in HINTS.exact(name) and not os.path.lexists(name):
+            raise click.UsageError(f"{name} has no value; write  penstock train {name}=VALUE")
     if len(files) > 1:
-        raise click.UsageError(f"give at most one config, got {', '.join(files)}")
+        raise click.UsageError(
+            f"give at most one config, got {', '.join(files)}; values of it are written as section.key=value"
+        )
     pairs = [*overrides, *(argument for argument in arguments if "=" in argument)]
     if ranks is not None:
         pairs.append(f"parallel.pp={ranks}")
     config = load(_config_file(files, resume), pairs)
     if resume is not None:
         config = replace(config, train=replace(config.train, resume=resume))
+    if print_config:
+        _print(config)
+        return None
     if restarts is not None and plan is None:
         return _supervise(config, restarts, as_json, profile)
     launch = find_launch()
@@ -150,6 +205,17 @@ def command(
     if outcome.report is not None:
         click.echo(f"\nreport: {outcome.report}")
     return None
+
+
+def _print(config: Config) -> None:
+    """Print a config as it is resolved for the processes that were started."""
+    from penstock.runtime.start.launch_environment import find_launch
+    from penstock.train.config.file import dump
+    from penstock.train.config.resolve import resolve
+
+    launch = find_launch()
+    if launch is None or launch.rank == 0:
+        click.echo(dump(resolve(config, launch.size if launch else None)), nl=False)
 
 
 def _supervise(config: Config, restarts: int, as_json: bool, profile: bool) -> int:

@@ -13,11 +13,6 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
     """Return sentences about what a layout leaves open, and what a prediction of it takes as given."""
     sentences = []
     if profile.shape is not None:
-        if 0 < profile.shape.context < sequence:
-            sentences.append(
-                f"Samples have {sequence:,} tokens, more than the {profile.shape.context:,} of max_position_embeddings in "
-                "the model's config.json; raise it there before the run."
-            )
         if profile.shape.windowed and profile.shape.window < sequence:
             sentences.append(
                 f"Attention is counted over all {sequence:,} tokens, but {profile.shape.windowed} of {profile.shape.layers} "

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock import model_variants
 from penstock.errors import ConfigError
 from penstock.profile.layer_cost import DeviceWork, LayerCost
 from penstock.profile.model_shape import ModelShape
@@ -82,12 +83,8 @@ def require_divisible(shape: ModelShape, tp: int) -> None:
 
 
 def require_positions(shape: ModelShape, sequence: int) -> None:
-    """Raise `ConfigError` if a sample has more tokens than the model's table of positions has rows."""
-    if 0 < shape.positions < sequence:
-        raise ConfigError(
-            f"a sample must have at most {shape.positions:,} tokens, as many as {shape.name} has learned positions, got "
-            f"{sequence:,}; take shorter samples, or a model with more positions"
-        )
+    """Raise `ConfigError` if a sample has more tokens than the model is configured for."""
+    model_variants.require_positions(sequence, shape.positions or shape.context, "sequence")
 
 
 def largest_tp(shape: ModelShape, limit: int) -> int:

@@ -24,6 +24,7 @@ from penstock.runtime.workers.timeout import Timeout
 from penstock.runtime.workers.world import current_world
 from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import find_mesh
+from penstock.train.model.precision import autocast_of
 from penstock.train.model.trainable import TrainableModel, build_model
 from penstock.train.report.device import choose_device, sharing_cores
 
@@ -113,7 +114,7 @@ def _measure(config: Config, model: TrainableModel, shape: MeshShape, run_group:
         model.layers, given, target=given if model.target_is_input else tokens[:, 1:], loss_fn=model.loss_fn,
         microbatches=sorted({sizes[0], sizes[-1]}), ranks=1 if exchange is not None else shape.ranks,
         effort=Effort(seconds=_SECONDS), exchange=exchange, name="model", seed=config.train.seed,
-        autocast=torch.bfloat16 if config.runtime.autocast == "bf16" else None,
+        autocast=autocast_of(config.runtime.precision),
     )  # fmt: skip
 
 

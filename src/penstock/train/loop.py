@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from penstock.atomic import write_text
-from penstock.errors import DataError, StoppedError
+from penstock.errors import ConfigError, DataError, StoppedError
 from penstock.heartbeat import Heartbeat, clear_signs
 from penstock.host import to_stderr
 from penstock.huggingface.save import save_transformers
@@ -22,6 +22,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.launch_environment import host_advice
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
+from penstock.stage.split import Split
 from penstock.trace.folder import drop_after
 from penstock.train import run_folder
 from penstock.train.callbacks.callback import Callback, EndEvent, StartEvent, values_of
@@ -31,7 +32,8 @@ from penstock.train.config.config import Config
 from penstock.train.config.mesh_config import describe, shape_of
 from penstock.train.config.optim import build_optimizer
 from penstock.train.config.resolve import resolve
-from penstock.train.data.run_data import RunData, bigram_baseline, open_data
+from penstock.train.data.run_data import RunData, bigram_baseline, open_data, steps_of, training_batch
+from penstock.train.model.precision import autocast_of
 from penstock.train.model.sampling import sample_run
 from penstock.train.model.trainable import TrainableModel, build_model, default_text_note
 from penstock.train.report.device import choose_device, sharing_cores
@@ -42,6 +44,7 @@ from penstock.train.report.start_record import keep_start
 from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.tokenizing import tokenizing_bar
 from penstock.train.report.traces import Traces, write_page
+from penstock.train.report.update_notes import update_notes
 from penstock.train.resume import RunCheckpointer
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
 
@@ -117,6 +120,7 @@ def train(
     device = choose_device(config.runtime.device, in_processes=in_processes)
     with tokenizing_bar() as watch:
         data = open_data(config, model, watch)
+    config = with_steps(config, data)
     with (
         sharing_cores(shape_of(config.parallel).ranks, config.runtime.threads, in_processes=in_processes),
         build_pipeline(config, model, device, data) as pipe,
@@ -130,16 +134,19 @@ def train(
         found: list[Callback] = []
         run_group.decide(lambda: found.extend([*find_callbacks(config), *callbacks]))
         path = Path(run_group.decide(lambda: str(_create(path, config, lock_held if lock else None))))
-        optimizer = build_optimizer(
-            pipe, config.optim, config.train.steps, config.parallel.zero, config.schedule.flow
-        )
+        optimizer = build_optimizer(pipe, config)
         with make_reporter(config.train.steps, run_group.leads) as shown:
             reporter, calls = LoggedReporter(shown), CallbackList(found, shown.say)
             with RunCheckpointer(
                 path, config, data.digest, pipe, optimizer, run_group, reporter, calls
             ) as checkpointer:
                 first_lines = [_opening(config, model, path, pipe, device, data)]
-                notes = (default_text_note(config, model), *data.notes, host_advice())
+                notes = (
+                    *update_notes(config, data),
+                    default_text_note(config, model),
+                    *data.notes,
+                    host_advice(),
+                )
                 first_lines += [line for line in notes if line]
                 for line in first_lines if run_group.leads else ():
                     shown.say(line)
@@ -238,7 +245,7 @@ def _keep_start(
     """Note when, where and how the run was started; for the leader alone."""
     keep_start(
         path, reporter.say, step=done, layout=f"{config.schedule.name} on {describe(shape_of(config.parallel))}",
-        device=device, processes=processes, threads=threads, dtype=config.runtime.autocast or "fp32",
+        device=device, processes=processes, threads=threads, dtype=config.runtime.precision,
     )  # fmt: skip
 
 
@@ -275,6 +282,15 @@ def _save(model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup
     save_together(run_group, pipe, own_state(pipe), path)
 
 
+def with_steps(config: Config, data: RunData) -> Config:
+    """Return a config whose ``train.steps`` is the number of steps of ``train.epochs``, if that is set."""
+    train = config.train
+    if not train.epochs:
+        return config
+    steps = steps_of(train.epochs, train.batch * train.accumulate, data)
+    return replace(config, train=replace(train, steps=steps))
+
+
 def build_pipeline(
     config: Config, model: TrainableModel, device: torch.device, data: RunData | None
 ) -> Pipeline:
@@ -284,33 +300,57 @@ def build_pipeline(
         config: the config.
         model: the model.
         device: device of the stages.
-        data: data of the run; where targets may be -100, the loss is the mean over the others of the whole batch. None for
-            data that is not known yet.
+        data: data of the run; where targets may be -100, the loss is the mean over the others of the whole batch. The first
+            batch has the microbatch that ``schedule.split = "measured"`` runs. None for data that is not known yet.
+
+    Raises:
+        ConfigError: if ``train.reduction`` does not suit data with masked targets, or the pipeline cannot be built.
     """
     masked = data is None or data.masked
-    parallel = config.parallel
+    parallel, runtime, reduction = config.parallel, config.runtime, config.train.reduction
+    if data is not None and masked and reduction in ("mean", "sum"):
+        raise ConfigError(
+            f"train.reduction must be 'auto' or 'valid_tokens' for data with targets that are not trained on, got "
+            f"{reduction!r}: it would weigh a token by how many others its microbatch has"
+        )
+    by_tokens = masked or reduction == "valid_tokens"
     assert parallel.virtual_stages is not None, "resolved"
+    split: Split = config.schedule.split
+    if split == "measured" and data is not None:
+        batch = training_batch(data, config, model, 0)
+        rows = slice(config.train.batch // config.schedule.microbatches)
+        split = {"measured": (batch.x[rows], batch.y[rows], {k: v[rows] for k, v in batch.named.items()})}
+    elif split == "measured":
+        split = "even"
     return Pipeline(
         model.layers,
         model.masked_loss_fn if masked else model.loss_fn,
         microbatches=config.schedule.microbatches // parallel.dp,
         schedule=config.schedule.name,
         virtual_stages=parallel.virtual_stages,
-        split=config.schedule.split,
-        recompute=config.runtime.recompute,
-        autocast=torch.bfloat16 if config.runtime.autocast == "bf16" else None,
+        split=split,
+        recompute=runtime.recompute,
+        autocast=autocast_of(runtime.precision),
+        seed=config.train.seed,
+        reduction=model.valid_tokens if by_tokens else "sum" if reduction == "sum" else "mean",
         device=device,
-        timeout=config.runtime.timeout,
-        reduction=model.valid_tokens if masked else "mean",
+        timeout=runtime.timeout,
         mesh=shape_of(parallel),
         parallel=ParallelOptions(
             bucket_bytes=parallel.bucket_bytes or "auto",
+            buffers=parallel.buffers,
             check_replicas=parallel.check_replicas,
             family=model.family,
             sequence_parallel=parallel.sequence_parallel,
         ),
         execution=ExecutionOptions(
-            first_timeout=config.runtime.first_timeout, threads=config.runtime.threads
+            first_timeout=runtime.first_timeout,
+            threads=runtime.threads,
+            memory=runtime.memory or None,
+            offload=runtime.offload,
+            compile=runtime.compile,
+            check_finite=runtime.check_finite,
+            strict=runtime.strict,
         ),
     )
 

@@ -19,6 +19,7 @@ from penstock.checkpoint.find import (
     step_of,
     steps_in,
 )
+from penstock.checkpoint.format.manifest import Manifest
 from penstock.errors import ConfigError, DataError, PenstockError, StoppedError, TransportError
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
@@ -33,8 +34,8 @@ from penstock.train.run_folder import AUTO, keep_config
 SET_ASIDE = ".set-aside"
 _LOGGER = logging.getLogger(__name__)
 
-_NUMERIC_KEYS = ("seed", "batch")
-"""Keys of ``[train]`` that change the numbers, as do those of ``[model]``, ``[optim]`` and ``[data]`` except two."""
+_NUMERIC_KEYS = {"train": ("seed", "batch", "accumulate", "reduction"), "runtime": ("precision",)}
+"""Keys that change the numbers, beside those of ``[model]``, ``[optim]`` and ``[data]`` (except two)."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class RunCheckpointer:
         if not train.resume:
             return RunProgress()
         path = Path(train.resume).expanduser()
+        self._run_group.decide(lambda: self._require_newest_same(path))
         loaded = self._checkpoints.load(path) if is_checkpoint(path) else self._checkpoints.load_newest()
         if loaded is None:
             if train.resume != AUTO:
@@ -120,7 +122,7 @@ class RunCheckpointer:
             self._reporter.say("no checkpoint to resume from: the run starts at its first step")
             self._run_group.decide(lambda: keep_config(self._run, self._config))
             return RunProgress()
-        self._require_same(loaded)
+        self._require_same(loaded.path, read_manifest(loaded.path))
         self._require_same_data(loaded)
         for problem in loaded.refused:
             self._reporter.say(f"refused: {problem}")
@@ -147,22 +149,34 @@ class RunCheckpointer:
                 self._reporter.say(f"set aside: {renamed}")
         keep_config(self._run, self._config)
 
-    def _require_same(self, loaded: Loaded) -> None:
-        before, now = read_manifest(loaded.path).config, asdict(self._config)
-        if "data" in loaded.extra:  # data may have moved: the digest tells whether it is the same
+    def _require_newest_same(self, chosen: Path) -> None:
+        """Raise if the newest checkpoint is of another run, before its state is found not to fit this optimizer."""
+        newest = [path for _, path in steps_in(self._run / FOLDER)][:1]
+        for path in [chosen] if is_checkpoint(chosen) else newest:
+            try:
+                manifest = read_manifest(path)
+            except DataError:
+                return  # an earlier one may be sound
+            self._require_same(path, manifest)
+
+    def _require_same(self, path: Path, manifest: Manifest) -> None:
+        before, now = manifest.config, asdict(self._config)
+        extra = manifest.values.get("extra")
+        # Data may have moved: the digest tells whether it is the same.
+        if isinstance(extra, dict) and "data" in extra:
             del now["data"]["path"]
             for config in (before, now):
                 for source in _sources(config):
                     source.pop("path", None)
         changed = [
             f"{section}.{key} was {_shown(before, section, key)} and is {value!r}"
-            for section in ("model", "data", "optim", "train")
+            for section in ("model", "data", "optim", "train", "runtime")
             for key, value in now[section].items()
             if _changes_numbers(section, key) and _shown(before, section, key) != repr(value)
         ]
         if changed:
             raise ConfigError(
-                f"{loaded.path} is of another run: {'; '.join(changed)}. Resume with the old values, or start a new run"
+                f"{path} is of another run: {'; '.join(changed)}. Resume with the old values, or start a new run"
             )
 
     def _require_same_data(self, loaded: Loaded) -> None:
@@ -258,7 +272,8 @@ class RunCheckpointer:
 def _changes_numbers(section: str, key: str) -> bool:
     if section == "data":
         return key not in ("changed", "cache")
-    return key in _NUMERIC_KEYS if section == "train" else True
+    keys = _NUMERIC_KEYS.get(section)
+    return keys is None or key in keys
 
 
 def _sources(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from penstock.trace.bubbles import busy
 from penstock.train.callbacks.callback import EvaluateEvent, StepEvent, values_of
 from penstock.train.callbacks.callback_list import CallbackList
 from penstock.train.config.config import Config
-from penstock.train.data.run_data import RunData, held_out_bits, training_batch
+from penstock.train.data.run_data import RunData, held_out_bits, mean_loss, training_batch
 from penstock.train.model.trainable import TrainableModel
 from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.progress import Reporter
@@ -65,17 +65,26 @@ class Result:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step that this process has done, and maybe not the others; `in_pipe` is the time of ``pipe.step`` in seconds."""
+    """A step that this process has done, and maybe not the others.
+
+    Attributes:
+        done: number of the step, from 1.
+        results: results of its batches.
+        update: result of the optimizer's step.
+        in_pipe: time of the last ``pipe.step`` in seconds.
+        scale: factor of the loss (1 without a scaler).
+    """
 
     done: int
-    result: StepResult
+    results: tuple[StepResult, ...]
     update: OptimizerStep
     in_pipe: float
+    scale: float
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measurements of a step that changed the weights; `in_pipe` is the time of ``pipe.step`` in seconds."""
+    """Measurements of a step that changed the weights; `in_pipe` is the time of the last ``pipe.step`` in seconds."""
 
     done: int
     loss: float
@@ -179,16 +188,26 @@ class Trainer:
 
     def _launch(self, step: int) -> _Launched | None:
         """Do a step and its update; None if it was skipped."""
-        run = self._run
-        batch = training_batch(run.data, run.config, run.model, step)
-        before = perf_counter()
+        run, accumulate = self._run, self._run.config.train.accumulate
+        results: list[StepResult] = []
+        scale = 1.0 if run.optimizer.scaler is None else run.optimizer.scaler.scale
         try:
-            result = run.pipe.step(batch.x, batch.y, **batch.named)
-            in_pipe = perf_counter() - before
+            while True:
+                # Data and dropout depend on the number of the batch.
+                run.pipe.steps = step * accumulate + len(results)
+                batch = training_batch(run.data, run.config, run.model, run.pipe.steps)
+                before = perf_counter()
+                results.append(run.pipe.step(batch.x, batch.y, **batch.named))
+                in_pipe = perf_counter() - before
+                if len(results) == accumulate:
+                    break
+                run.optimizer.step()
+            # Between steps, and so in checkpoints, it is the number of steps.
+            run.pipe.steps = step + 1
             self._votes.append(self._begin_vote())
-            return _Launched(step + 1, result, run.optimizer.step(), in_pipe)
+            return _Launched(step + 1, tuple(results), run.optimizer.step(), in_pipe, scale)
         except NonFiniteError as error:
-            # Dropout and data depend on the number of the step, so a skipped step counts as well.
+            # A skipped step counts as well.
             run.pipe.steps = step + 1
             run.optimizer.zero_grad()
             self._skip(step + 1, error)
@@ -201,13 +220,16 @@ class Trainer:
 
     def _read(self, launched: _Launched) -> _Measured | None:
         """Read the result of a step; None if it was skipped. Where steps flow, this waits for the other processes."""
-        update, result = launched.update, launched.result
+        update = launched.update
+        if self._run.optimizer.scaler is not None and update.skipped:
+            self._overflow(launched)
+            return None
         try:
-            assert result.loss is not None, "a training step has a loss"
-            loss = float(result.loss)
+            losses = [mean_loss(self._run.pipe, result) for result in launched.results]
         except NonFiniteError as error:
             self._skip(launched.done, error)
             return None
+        loss = sum(losses) / len(losses)
         assert update.grad_norm is not None, "every step is applied, and measured"
         self._progress = RunProgress(max(self._progress.done, launched.done), loss)
         self._run.heartbeat.step = launched.done
@@ -226,6 +248,24 @@ class Trainer:
         """Give the callbacks a step that is not logged; None for one that was skipped, or is not read yet."""
         if measured is not None and self._run.callbacks:
             self._run.callbacks.on_step(self._event(measured))
+
+    def _overflow(self, launched: _Launched) -> None:
+        """Note a step that is skipped since a gradient overflowed at this loss scale; the next step has a smaller one.
+
+        At a scale of 1 or less the scale is not the cause, and the step counts as one that is not finite.
+        """
+        run, done, scaler = self._run, launched.done, self._run.optimizer.scaler
+        assert scaler is not None, "it has skipped the step"
+        if launched.scale <= 1:
+            self._skip(done, NonFiniteError("", what=f"a gradient, at a loss scale of {launched.scale:g},"))
+            return
+        self._progress = replace(self._progress, done=max(self._progress.done, done))
+        run.reporter.step(done, self._progress.loss)
+        run.reporter.say(
+            f"step {done}: a gradient overflowed at a loss scale of {launched.scale:g}; the step is skipped, and the scale "
+            f"is now {scaler.scale:g}"
+        )
+        run.metrics.write("skipped", step=done, loss_scale=launched.scale, seconds=self._seconds())
 
     def _skip(self, done: int, error: NonFiniteError) -> None:
         """Skip a step that is not finite on some rank: no weight changes, and the next step takes the next batch."""
@@ -291,8 +331,8 @@ class Trainer:
         return perf_counter() - self._began
 
     def _tokens(self, steps: int, seconds: float) -> float:
-        config = self._run.config
-        return config.train.batch * config.data.sequence * steps / seconds if steps else 0.0
+        train, sequence = self._run.config.train, self._run.config.data.sequence
+        return train.batch * train.accumulate * sequence * steps / seconds if steps else 0.0
 
 
 def on_gpu(device: torch.device | None) -> bool:

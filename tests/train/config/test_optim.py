@@ -7,6 +7,7 @@ import math
 import pytest
 
 from penstock.runtime.pipeline import Pipeline
+from penstock.train.config.config import Config
 from penstock.train.config.optim import build_optimizer, lr_factor
 from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.config.sections.optim_section import OptimConfig
@@ -18,7 +19,7 @@ CONFIG = OptimConfig(lr=2.0, final_lr=0.1, warmup=0.3, weight_decay=0.3)
 def test_matrices_decay_and_norms_and_embeddings_do_not():
     model = layers(ModelConfig(width=8, layers=1, heads=2, kv_heads=1, hidden=8))
     with Pipeline(model, next_token_loss, microbatches=1, ranks=1) as pipe:
-        optimizer = build_optimizer(pipe, CONFIG, 10)
+        optimizer = build_optimizer(pipe, Config(optim=CONFIG))
         decaying, others = ({name for name, _ in part} for part in optimizer.parts(0))
         assert [g["weight_decay"] for g in optimizer.optimizers[0].param_groups] == [0.3, 0.0]
         assert others == {

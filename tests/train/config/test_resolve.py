@@ -12,6 +12,7 @@ from penstock.train.config.resolve import resolve
 def test_unset_ranks_are_two_threads_or_the_processes_there_are():
     assert resolve(Config(), None).parallel.pp == 2
     assert resolve(Config(), 5).parallel.pp == 5
+    assert resolve(from_mapping({"model": {"layers": 1}}), None).parallel.pp == 1
     assert resolve(from_mapping({"parallel": {"pp": 3}}), None).parallel.pp == 3
     assert resolve(from_mapping({"parallel": {"pp": 3}}), 3).parallel.pp == 3
 

@@ -23,6 +23,7 @@ from penstock.train.model.trainable import build_model, default_text_note
 from penstock.train.report.progress import Reporter
 from tests.support import hf_folders, hf_models
 from tests.support.tiny_run import WORDS, text_folder, tiny
+from tests.support.trainer import run
 
 
 def quietly(steps: int, leads: bool) -> Reporter:
@@ -153,7 +154,10 @@ def test_bytes_serve_a_model_of_256_tokens_without_a_tokenizer(tmp_path: Path):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path, family: str):
     folder = hf_folders.folder(tmp_path, family, tied=False)
-    with pytest.raises(ConfigError, match=r"data.sequence is 65, but the model has 64 positions"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.sequence must be at most 64, the positions .*, got 65; take data.sequence = 64",
+    ):
         build_model(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 65}}))
     with pytest.raises(ConfigError, match=r"data.sequence must be at least 2"):
         build_model(from_mapping({"model": {"path": str(folder)}, "data": {"sequence": 1}}))
@@ -171,3 +175,38 @@ def test_what_is_no_model_is_refused(tmp_path: Path):
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(DataError, match="cannot read the weights"):
         build_model(of(path=str(folder)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-weights", "fp16"])
+def test_weights_have_the_dtype_of_the_precision_whatever_the_folder_has(tmp_path: Path, precision: str):
+    """An update of fine-tuning is smaller than the last bit of a bf16 weight, so only main weights may be updated."""
+    folder = hf_folders.folder(tmp_path, "llama", tied=True)
+    AutoModelForCausalLM.from_pretrained(folder).bfloat16().save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    tables = {"model": {"path": str(folder)}, "data": {"sequence": 12}, "runtime": {"precision": precision}}
+    expected = torch.bfloat16 if precision == "bf16-weights" else torch.float32
+    for layer in build_model(from_mapping(tables)).layers:
+        for name, p in layer.build().named_parameters():
+            assert p.dtype == expected
+            if f"{layer.name}.{name}" in stored:
+                assert torch.equal(p.detach().bfloat16(), stored[f"{layer.name}.{name}"])
+
+
+def test_the_first_lines_of_fine_tuning_say_its_defaults(tmp_path: Path):
+    folder = hf_folders.folder(tmp_path, "llama", tied=False)
+    sections = {
+        "train": {"steps": 1, "accumulate": 2},
+        "runtime": {"precision": "bf16-weights", "recompute": "full"},
+    }
+    config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(folder)}, **sections)
+    said = run(config)
+    assert said[1:3] == [
+        "2 batches of 8 samples a step, 16 in all; precision bf16-weights (bf16 weights; fp32 gradients and main weights); "
+        "recompute full",
+        "fine-tuning with AdamW: learning rate 2e-05 (warm-up over 30% of the steps, then cosine to 5% of it), weight decay "
+        "0.01 (none for norms, biases and embeddings); set [optim] for others",
+    ]
+    saved = load_file(tmp_path / "runs" / "tiny" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "tiny")

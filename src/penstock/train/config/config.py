@@ -12,6 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.errors import ConfigError, nearest
 from penstock.train.config.fields import Table
+from penstock.train.config.help.hints import KeyHints, assignments
+from penstock.train.config.optim_defaults import optim_defaults
+from penstock.train.config.optimizers import require_optimizer
 from penstock.train.config.sections.data_section import DataConfig, SourceConfig
 from penstock.train.config.sections.layout_section import ParallelConfig, ScheduleConfig
 from penstock.train.config.sections.model_section import ModelConfig
@@ -20,8 +23,6 @@ from penstock.train.config.sections.train_section import RuntimeConfig, SampleCo
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-
-FINE_TUNING_LR = 2e-5
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,14 @@ class Config(Table):
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
 
+HINTS = KeyHints({section: type(table) for section, table in vars(Config()).items()})
+"""Hints for misspelt keys of any section."""
 _CONFIG = TypeAdapter(Config)
 _PLAIN = "text without NUL and without broken characters"
 _EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a section with keys",
+    "dict_type": "a table of names and values",
     "finite_number": "a finite number",
     "float_type": "a finite number",
     "int_type": "a whole number",
@@ -68,15 +72,38 @@ def from_mapping(tables: dict[str, Any]) -> Config:
     except ValidationError as error:
         raise ConfigError(_explain(error.errors(include_url=False)[0])) from None
     _check_model(tables.get("model", {}))
-    if config.model.path and "lr" not in tables.get("optim", {}):
-        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=FINE_TUNING_LR))
+    config = dataclasses.replace(
+        config,
+        optim=optim_defaults(config.optim, set(tables.get("optim", {})), fine_tunes=bool(config.model.path)),
+        schedule=_schedule_defaults(config, set(tables.get("schedule", {}))),
+    )
+    _check_train(tables.get("train", {}), config)
     _check_together(config)
+    require_optimizer(config.optim, config.parallel.zero and config.parallel.dp > 1, config.parallel.tp)
     return config
+
+
+def _schedule_defaults(config: Config, given: set[str]) -> ScheduleConfig:
+    """Return ``[schedule]`` with a number of microbatches that the batch allows, if none is given."""
+    schedule, dp, batch = config.schedule, config.parallel.dp, config.train.batch
+    if "microbatches" in given:
+        return schedule
+    if batch % dp:
+        raise ConfigError(
+            f"train.batch {batch} does not divide over parallel.dp {dp}: every replica does an equal share of the batch; "
+            f"take {batch + -batch % dp}, or another multiple of {dp}"
+        )
+    most = max(schedule.microbatches, dp)
+    allowed = [m for m in range(dp, most + 1, dp) if batch % m == 0]
+    return dataclasses.replace(schedule, microbatches=allowed[-1])
 
 
 def _explain(error: ErrorDetails) -> str:
     """Turn one of pydantic's errors into a line."""
-    section, *keys = map(str, error["loc"])
+    # The kinds of a union are in the location, too, as literal['even','measured'].
+    section, *keys = (
+        str(part) for part in error["loc"] if not re.match(r"literal\b|constrained-|list\[", str(part))
+    )
     name = ".".join((section, *keys))
     if error["type"] == "unexpected_keyword_argument":
         nested = section == "data" and len(keys) > 1
@@ -84,7 +111,9 @@ def _explain(error: ErrorDetails) -> str:
         known = [each.name for each in dataclasses.fields(table)]
         if keys:
             header = "[[data.sources]]" if nested else f"[{section}]"
-            return f"no key {name}{nearest(keys[-1], known)}; {header} has {', '.join(known)}"
+            near = "" if nested else _elsewhere(name)
+            as_in = "" if nested else _as_in(name, error["input"])
+            return f"no key {name}{near or nearest(keys[-1], known)}{as_in}; {header} has {', '.join(known)}"
         return f"no section [{section}]{nearest(section, known)}; the sections are {', '.join(known)}"
     allowed = _EXPECTED.get(error["type"]) or re.sub("^(Input should be|Value error,) ", "", error["msg"])
     try:
@@ -94,6 +123,19 @@ def _explain(error: ErrorDetails) -> str:
     if len(value) > _SHOWN:
         value = f"{value[: _SHOWN // 2]}...{value[-_SHOWN // 2 :]}"
     return f"{name} must be {allowed}, got {value}"
+
+
+def _elsewhere(name: str) -> str:
+    """Return ``' (did you mean ...?)'`` with keys that have this name in other sections or tools, or an empty string."""
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if (near := HINTS.exact(name)) else ""
+
+
+def _as_in(name: str, value: object) -> str:
+    """Return the likeliest key with the value that was given, as it is written on the command line."""
+    near = HINTS.nearest(name)
+    if not near or isinstance(value, list | dict) or len(str(value)) > _SHOWN // 4:
+        return ""
+    return f", as in {assignments(near[:1], str(value).lower() if isinstance(value, bool) else str(value))}"
 
 
 def _check_model(table: dict[str, Any]) -> None:
@@ -106,6 +148,21 @@ def _check_model(table: dict[str, Any]) -> None:
     if sizes := sorted(set(table) - {"path", "config"}):
         raise ConfigError(
             f"model.{sizes[0]} belongs to Penstock's own model; the sizes of a Hugging Face model are in its config.json"
+        )
+
+
+def _check_train(table: dict[str, Any], config: Config) -> None:
+    """Raise if keys are given that exclude each other."""
+    if config.train.epochs and "steps" in table:
+        raise ConfigError(
+            f"train.steps is {config.train.steps} and train.epochs is {config.train.epochs:g}; give one of them "
+            "(train.epochs = 0 counts steps)"
+        )
+    runtime = config.runtime
+    if (runtime.recompute == "auto") != bool(runtime.memory):
+        raise ConfigError(
+            f"runtime.memory is {runtime.memory} and runtime.recompute is {runtime.recompute!r}; 'auto' needs memory, the "
+            "bytes of activations that a rank may hold, and nothing else does"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -82,13 +82,19 @@ LoggerNames = Annotated[Text, AfterValidator(_check_loggers)]
 CallbackNames = Annotated[Text, AfterValidator(_check_callbacks)]
 Port = Annotated[int, Field(strict=True, ge=0, lt=2**16)]
 AxisOrder = Annotated[Text, AfterValidator(_check_order)]
+Bytes = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Options = dict[str, Any]
 Changed = Literal["refuse", "accept"]
 DataFormat = Literal["auto", "text", "tokens", "jsonl", "parquet", "datasets"]
 RecordKind = Literal["auto", "text", "completion", "chat"]
 TrainedPart = Literal["answers", "last", "all"]
 Overlong = Literal["cut", "refuse"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-Recompute = Literal["none", "full"] | Count
-Split = Literal["even"] | list[Count]
-Autocast = Literal["", "bf16"]
+Recompute = Literal["none", "full", "auto"] | Count
+Split = Literal["even", "measured"] | list[Count]
+Precision = Literal["fp32", "bf16", "bf16-weights", "fp16"]
+Compile = Literal["none", "block", "stage"]
 Flow = Literal["auto", "on", "off"]
+LrSchedule = Literal["cosine", "linear", "constant"]
+Reduction = Literal["auto", "mean", "sum", "valid_tokens"]
+Buffers = Literal["refuse", "mean", "first"]

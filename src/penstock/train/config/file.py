@@ -12,7 +12,8 @@ import tomli_w
 
 from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ConfigError
-from penstock.train.config.config import Config, from_mapping
+from penstock.train.config.config import HINTS, Config, from_mapping
+from penstock.train.config.help.hints import assignments
 
 _MAX_BYTES = 4 * MEGABYTE
 
@@ -29,8 +30,10 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     """
     tables = {} if path is None else _read(path)
     for override in overrides:
-        section, key, value = _split(override)
-        table = tables.setdefault(section, {})
+        (*sections, key), value = _split(override)
+        table: Any = tables
+        for section in sections:
+            table = table.setdefault(section, {}) if isinstance(table, dict) else None
         if isinstance(table, dict):  # else `from_mapping` raises
             table[key] = value
     return from_mapping(tables)
@@ -45,22 +48,30 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no TOML file: {error}") from error
 
 
-def _split(override: str) -> tuple[str, str, Any]:
+def _split(override: str) -> tuple[list[str], Any]:
+    """Return the names of an override, section first, and its value."""
     name, equals, text = override.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not (equals and dot and section and key and name.strip().isprintable()):
-        raise ConfigError(f"an override must be section.key=value, as in train.steps=100, got {override!r}")
+    name = name.strip()
+    names = name.split(".")
+    if not (equals and len(names) > 1 and all(names) and name.isprintable()):
+        near = HINTS.nearest(name) if equals and name.isprintable() else []
+        hint = f"; did you mean {assignments(near, text.strip())}?" if near else ""
+        raise ConfigError(
+            f"an override must be section.key=value, as in train.steps=100, got {override!r}{hint}"
+        )
     try:
         tables = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
-        return section, key, text
+        return names, text
     # A line break in the text could smuggle in further keys.
-    return section, key, tables["value"] if len(tables) == 1 else text
+    return names, tables["value"] if len(tables) == 1 else text
 
 
 def dump(config: Config) -> str:
     """Return the config as TOML that `load` reads back as an equal config; unset keys are left out."""
     tables = _without_unset(asdict(config))
+    if config.train.epochs:
+        del tables["train"]["steps"]
     # The sizes of a Hugging Face model are in its own config.
     sizes = tables["model"]
     tables["model"] = {key: path for key in ("path", "config") if (path := sizes.pop(key))} or sizes

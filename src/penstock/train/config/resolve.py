@@ -27,6 +27,8 @@ def resolve(config: Config, processes: int | None) -> Config:
         ConfigError: if ``[parallel]`` needs another number of processes, or the batches do not fit in memory.
     """
     pp = find_mesh(config.parallel, processes).pp
+    if config.parallel.pp is None and processes is None and not (config.model.path or config.model.config):
+        pp = min(pp, config.model.layers)
     v = config.parallel.virtual_stages
     if not is_csv(config.schedule.name):
         v = require_family(config.schedule.name).require_counts(

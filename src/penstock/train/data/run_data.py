@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.errors import ConfigError
+from penstock.runtime.batch.result import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.config import Config
 from penstock.train.data.bigram import bigram_bits, bigram_counts
@@ -87,10 +89,10 @@ def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name,
     return data
 
 
-def training_batch(data: RunData, config: Config, model: TrainableModel, step: int) -> Batch:
-    """Return the training batch of a step."""
+def training_batch(data: RunData, config: Config, model: TrainableModel, number: int) -> Batch:
+    """Return a training batch by its number, from 0 without a limit."""
     size = config.train.batch
-    rows = data.training.read(np.arange(step * size, (step + 1) * size, dtype=np.int64))
+    rows = data.training.read(np.arange(number * size, (number + 1) * size, dtype=np.int64))
     return _batch(rows, config, model)
 
 
@@ -130,7 +132,31 @@ def total_loss(pipe: Pipeline, batches: Iterable[Batch]) -> tuple[float, int]:
     """
     nats, tokens = 0.0, 0
     for batch in batches:
-        loss = pipe.evaluate(batch.x, batch.y, **batch.named).loss
-        assert loss is not None, "an evaluation with a target has a loss"
-        nats, tokens = nats + float(loss) * batch.valid, tokens + batch.valid
+        loss = mean_loss(pipe, pipe.evaluate(batch.x, batch.y, **batch.named))
+        nats, tokens = nats + loss * batch.valid, tokens + batch.valid
     return nats, tokens
+
+
+def mean_loss(pipe: Pipeline, result: StepResult) -> float:
+    """Return the loss of a batch in nats a token, also where the pipeline adds the losses of its microbatches."""
+    assert result.loss is not None, "the batch has a target"
+    return float(result.loss) / (pipe.microbatches * pipe.replicas if pipe.reduction == "sum" else 1)
+
+
+def steps_of(epochs: float, samples: int, data: RunData) -> int:
+    """Return the number of steps that see every training sample `epochs` times, the last one maybe once more.
+
+    Args:
+        epochs: passes over the training samples.
+        samples: samples of a step.
+        data: the data of the run.
+
+    Raises:
+        ConfigError: if these are more steps than a run can have.
+    """
+    steps = max(1, math.ceil(round(epochs * data.per_epoch / samples, 6)))
+    if steps >= 2**31:
+        raise ConfigError(
+            f"train.epochs {epochs:g} of {data.per_epoch:,} samples take {steps:,} steps; a run has less than {2**31:,}"
+        )
+    return steps

@@ -42,13 +42,18 @@ def layers(config: ModelConfig, seed: int = 0) -> list[Layer]:
 
 
 def next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy in nats; logits (batch, sequence, vocabulary), target int64 (batch, sequence)."""
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    """Return the mean cross entropy in nats; logits (batch, sequence, vocabulary), target int64 (batch, sequence).
+
+    It is computed in float32.
+    """
+    return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
 def masked_next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy over the targets that are not -100, in nats; 0 if all are. Shapes: `next_token_loss`."""
-    total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(
+        logits.float().flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total / (target != IGNORED).sum().clamp(min=1)
 
 

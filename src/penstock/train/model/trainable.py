@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface.loss import causal_lm_loss, valid_tokens
 from penstock.huggingface.model_folder import CONFIG
+from penstock.model_variants import require_positions
 from penstock.stage.layers import Layer
 from penstock.train.config.config import Config
 from penstock.train.data.tokenizer import (
@@ -24,6 +25,7 @@ from penstock.train.data.tokenizer import (
     read_tokenizer,
 )
 from penstock.train.model import llama
+from penstock.train.model.precision import weights_dtype, with_weights
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
             has positions.
         DataError: if the files of a folder do not belong together.
     """
-    model = config.model
+    model, dtype = config.model, weights_dtype(config.runtime.precision)
     if not (model.path or model.config):
         layers, tokenizer = llama.layers(model, config.train.seed), _plain_tokenizer(model.vocabulary)
         return TrainableModel(
-            layers,
+            with_weights(layers, dtype),
             llama.next_token_loss,
             model.vocabulary,
             tokenizer,
@@ -85,16 +87,13 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
         raise ConfigError(f"there is no file {source}; model.config must name a Hugging Face config.json")
     hf_config = read_config(source / CONFIG if source.is_dir() else source)
     longest = getattr(hf_config, "max_position_embeddings", None)
+    if longest is not None:
+        require_positions(config.data.sequence, longest, "data.sequence")
     layers = from_transformers(source, seed=config.train.seed)
-    if longest is not None and config.data.sequence > longest:
-        raise ConfigError(
-            f"data.sequence is {config.data.sequence}, but the model has {longest} positions "
-            "(max_position_embeddings in its config.json)"
-        )
     if config.data.sequence < 2:
         raise ConfigError("data.sequence must be at least 2: the first token of a sample is never predicted")
     return TrainableModel(
-        layers,
+        with_weights(layers, dtype),
         causal_lm_loss,
         hf_config.vocab_size,
         _tokenizer_of(hf_config, source if source.is_dir() else source.parent),

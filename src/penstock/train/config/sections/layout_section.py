@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.parallel.data.layout import BUCKET_BYTES
-from penstock.train.config.fields import AxisOrder, Count, Flag, Flow, NotNegative, Split, Table, Text
+from penstock.train.config.fields import (
+    AxisOrder,
+    Buffers,
+    Count,
+    Flag,
+    Flow,
+    NotNegative,
+    Split,
+    Table,
+    Text,
+)
 
 
 @dataclass(frozen=True)
@@ -14,8 +24,10 @@ class ScheduleConfig(Table):
 
     Attributes:
         name: name of a schedule family (``penstock schedule list``), MODULE:FUNCTION that builds one, or path of a CSV file.
-        microbatches: number of equal parts of a batch, divided equally among the ``parallel.dp`` replicas.
-        split: ``even``, or a list with the number of blocks of every stage.
+        microbatches: number of equal parts of a batch, divided equally among the ``parallel.dp`` replicas (default: 8, or
+            the largest number below it that ``train.batch`` allows).
+        split: ``even``; ``measured`` for stages of equal time, measured before the first step; or a list with the number of
+            blocks of every stage.
         flow: ``on`` lets a rank begin the next step while others end this one, with the same numbers; ``off`` does not, and
             ``auto`` does if the run has a process a rank, nothing forbids it, and the schedule gains by it.
     """
@@ -31,7 +43,8 @@ class ParallelConfig(Table):
     """``[parallel]``: the ranks on each axis.
 
     Attributes:
-        pp: pipeline ranks (default: the processes that `dp` and `tp` leave under torchrun, else 2 threads).
+        pp: pipeline ranks (default: the processes that `dp` and `tp` leave under torchrun, else 2 threads, or 1 for
+            a model of one layer).
         virtual_stages: stages a rank (default: the usual number of the schedule family).
         dp: replicas of the pipeline that share each batch; a run takes ``pp * dp * tp`` processes.
         tp: processes that share every matrix of a stage.
@@ -40,6 +53,8 @@ class ParallelConfig(Table):
         bucket_bytes: with `dp`, size of the buckets in which gradients are reduced during the backward; 0 chooses a size
             for each stage after the second step.
         zero: with `dp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
+        buffers: reaction to copies of a stage that change a buffer differently: ``refuse`` the step, or take the ``mean`` or
+            the ``first``.
         check_replicas: steps between two comparisons of replicated weights (`dp`, `tp`, stages on two ranks); 0 for none.
     """
 
@@ -51,4 +66,5 @@ class ParallelConfig(Table):
     sequence_parallel: Flag = False
     bucket_bytes: NotNegative = BUCKET_BYTES
     zero: Flag = False
+    buffers: Buffers = "refuse"
     check_replicas: NotNegative = 100

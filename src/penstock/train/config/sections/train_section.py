@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.train.config.fields import (
-    Autocast,
+    Bytes,
     CallbackNames,
+    Compile,
     Count,
+    Flag,
     FolderName,
     LoggerNames,
     LogLevel,
     NotNegative,
     NotNegativeNumber,
     Port,
+    Precision,
     Recompute,
+    Reduction,
     Seconds,
     Table,
     Text,
@@ -27,9 +31,14 @@ class TrainConfig(Table):
     """``[train]``: the run.
 
     Attributes:
-        steps: number of optimizer steps.
-        batch: samples a step, over all microbatches.
-        seed: seed of the initial weights, the order of the data and the sample.
+        steps: number of steps, each one update of the weights.
+        epochs: passes over the training samples, also a fraction, in place of `steps`; 0 counts `steps`.
+        batch: samples of a batch, over all microbatches.
+        accumulate: batches a step, whose gradients are averaged; a step then trains ``accumulate * batch`` samples.
+        reduction: how microbatches make the loss of a batch: ``mean`` weighs all alike, ``valid_tokens`` by the targets
+            that are trained on, and ``sum`` adds their losses; ``auto`` is ``valid_tokens`` for data with targets that are
+            not trained on, else ``mean``.
+        seed: seed of the initial weights, dropout, the order of the data and the sample.
         name: name of the run folder; empty for the time of the start.
         folder: folder of run folders.
         log_every: steps between two lines of metrics.
@@ -53,7 +62,10 @@ class TrainConfig(Table):
     """
 
     steps: Count = 600
+    epochs: NotNegativeNumber = 0.0
     batch: Count = 16
+    accumulate: Count = 1
+    reduction: Reduction = "auto"
     seed: NotNegative = 0
     name: FolderName = ""
     folder: Text = "runs"
@@ -99,13 +111,26 @@ class RuntimeConfig(Table):
         threads: CPU threads a rank; 0 for OMP_NUM_THREADS, or a share of the cores of the machine or container.
         timeout: limit of any wait between ranks, in seconds.
         first_timeout: limit of the waits in the first step and the first evaluation, in seconds.
-        recompute: layers that run again before their backward, to save memory: ``none``, ``full``, or k for every k-th.
-        autocast: ``bf16`` for mixed precision, or empty for float32.
+        precision: ``fp32``; ``bf16`` for fp32 weights and bf16 autocast; ``bf16-weights`` for bf16 weights, whose gradients
+            and main weights are fp32; ``fp16`` for fp32 weights, fp16 autocast and a scaled loss.
+        recompute: layers that run again before their backward, to save memory: ``none``, ``full``, k for every k-th, or
+            ``auto`` for as few as `memory` allows, measured in the first step.
+        memory: bytes of activations that a rank may hold; for ``recompute = "auto"``, which needs it, and 0 otherwise.
+        offload: keep activations in host memory until their backward, for stages on a GPU.
+        compile: modules given to ``torch.compile``: ``none``, each ``block``, or each ``stage``.
+        check_finite: check every loss and gradient for NaN and infinity before the update; else only the gradients' norm is
+            checked, and on a GPU a step ends with one synchronization fewer.
+        strict: refuse a layer whose split backward gives other gradients than its full backward, which it would run.
     """
 
     device: Text = ""
     threads: Threads = 0
     timeout: Seconds = 60.0
     first_timeout: Seconds = 600.0
+    precision: Precision = "fp32"
     recompute: Recompute = "none"
-    autocast: Autocast = ""
+    memory: Bytes = 0
+    offload: Flag = False
+    compile: Compile = "none"
+    check_finite: Flag = True
+    strict: Flag = False

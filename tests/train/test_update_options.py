@@ -1,0 +1,166 @@
+"""Precision, accumulation, optimizers and the rest of what a config says about updates: the plain loop's numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError, NonFiniteError
+from penstock.huggingface import weights
+from penstock.train.data.run_data import open_data
+from penstock.train.loop import with_steps
+from penstock.train.model.trainable import build_model
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import config_of, lines, run, same, stopped_at
+from tests.support.unsplit import unsplit
+
+Sections = dict[str, dict[str, Any]]
+MOMENTUM: Sections = {"optim": {"name": "SGD", "lr": 0.1, "arguments": {"momentum": 0.9, "nesterov": True}}}
+FP16: Sections = {
+    "optim": {"loss_scale": 2.0**24, "loss_scale_interval": 2},
+    "runtime": {"precision": "fp16"},
+}
+"""A scale at which the first steps overflow, and which grows again after two that do not."""
+
+CASES: dict[str, Sections] = {
+    "accumulation": {"train": {"accumulate": 3}},
+    "bf16 autocast, recomputed, accumulated": {
+        "runtime": {"precision": "bf16", "recompute": "full"},
+        "train": {"accumulate": 2},
+    },
+    "bf16 weights with main weights": {"runtime": {"precision": "bf16-weights"}, "train": {"accumulate": 2}},
+    "fp16 with a scaled loss": {**FP16, "train": {"steps": 8, "accumulate": 2}},
+    "momentum": MOMENTUM,
+    "a line": {"optim": {"name": "RMSprop", "lr": 1e-3, "lr_schedule": "linear"}},
+    "a constant": {"optim": {"name": "Adafactor", "lr_schedule": "constant"}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_the_plain_loop(tmp_path: Path, case: str):
+    config = tiny(tmp_path, text_folder(tmp_path), **CASES[case])
+    said = run(config)
+    losses, norms, last, bits = unsplit(config)
+    folder = tmp_path / "runs" / "tiny"
+    seen = {key: [line[key] for line in lines(folder, "train")] for key in ("loss", "grad_norm")}
+    assert seen == {"loss": losses, "grad_norm": pytest.approx(norms, rel=1e-6)}
+    saved = weights.load(folder)
+    assert saved.keys() == last.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in last.items())
+    assert lines(folder, "final")[0]["held_out_bits"] == pytest.approx(bits, abs=1e-2)
+    overflows = [line for line in said if "a gradient overflowed at a loss scale of" in line]
+    assert len(overflows) == config.train.steps - len(losses)
+    assert bool(overflows) == (case == "fp16 with a scaled loss")
+    assert len(lines(folder, "skipped")) == len(overflows)
+
+
+RESUMED: dict[str, Sections] = {
+    "bf16 weights, momentum, accumulation": {
+        **MOMENTUM, "runtime": {"precision": "bf16-weights"}, "train": {"accumulate": 2},
+    },
+    "fp16, accumulation": {**FP16, "train": {"accumulate": 2, "steps": 8}},
+    "Adafactor, sum": {"optim": {"name": "Adafactor"}, "train": {"reduction": "sum"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow if n else ()) for n, name in enumerate(RESUMED)]
+)
+def test_a_resumed_run_at_another_layout_is_the_run_that_was_never_stopped(tmp_path: Path, case: str):
+    sections = RESUMED[case]
+    steps = sections.get("train", {}).get("steps", 6)
+    text = text_folder(tmp_path)
+    folder = tmp_path / "runs"
+    run(config_of(tmp_path, text, "straight", steps, **sections))
+    run(config_of(tmp_path, text, "again", steps, **sections))
+    stopped_at(tmp_path, folder / "again", steps - 2)
+    run(config_of(tmp_path, text, "again", steps, str(folder / "again"), **sections, parallel={"pp": 4}))
+    same(folder / "again", folder / "straight")
+
+
+def test_epochs_are_passes_over_the_training_samples(tmp_path: Path):
+    text = text_folder(tmp_path)
+    with pytest.raises(ConfigError, match=r"train.steps is 3 and train.epochs is 1.5; give one of them"):
+        tiny(tmp_path, text, train={"epochs": 1.5})
+    config = tiny(tmp_path, text, train={"batch": 4, "accumulate": 2})
+    config = replace(config, train=replace(config.train, epochs=1.5))
+    data = open_data(config, build_model(config))
+    assert data.per_epoch > 16
+    assert with_steps(config, data).train.steps == math.ceil(1.5 * data.per_epoch / 8)
+    with pytest.raises(ConfigError, match="a run has less than 2,147,483,648"):
+        with_steps(replace(config, train=replace(config.train, epochs=1e9)), data)
+
+
+def test_a_sum_is_told_as_the_mean(tmp_path: Path):
+    """The loss in nats a token and the held-out bits do not depend on the reduction; the gradients do."""
+    text = text_folder(tmp_path)
+    seen = {}
+    for reduction in ("mean", "sum", "valid_tokens"):
+        one_step = {"name": reduction, "steps": 1, "reduction": reduction}
+        run(tiny(tmp_path, text, train=one_step, optim={"clip": 0}))
+        folder = tmp_path / "runs" / reduction
+        seen[reduction] = lines(folder, "train")[0]
+    assert seen["sum"]["loss"] == pytest.approx(seen["mean"]["loss"], rel=1e-6)
+    assert seen["valid_tokens"]["loss"] == pytest.approx(seen["mean"]["loss"], rel=1e-6)
+    assert seen["sum"]["grad_norm"] == pytest.approx(4 * seen["mean"]["grad_norm"], rel=1e-5)
+    assert seen["valid_tokens"]["grad_norm"] == pytest.approx(seen["mean"]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_targets_that_are_not_trained_on_are_weighed_by_tokens_only(tmp_path: Path, reduction: str):
+    records = [{"prompt": f"def {n}", "completion": " return self " * (n % 3 + 1)} for n in range(40)]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    sections: Sections = {"data": {"sequence": 48, "held_out": 0.2}, "train": {"reduction": reduction}}
+    with pytest.raises(
+        ConfigError, match=rf"train.reduction must be 'auto' or 'valid_tokens' .*, got '{reduction}'"
+    ):
+        run(tiny(tmp_path, path, **sections))
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_a_loss_that_no_scale_makes_finite_stops_the_run(tmp_path: Path):
+    sections: Sections = {
+        "runtime": {"precision": "fp16"},
+        "optim": {"lr": 1e30, "clip": 0, "loss_scale": 4.0},
+    }
+    config = tiny(tmp_path, text_folder(tmp_path), **sections, train={"steps": 9})
+    with pytest.raises(NonFiniteError, match=r"a gradient, at a loss scale of 1, is NaN or infinite"):
+        run(config)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of torch's own compiler
+@pytest.mark.parametrize("what", ["block", "stage"])
+def test_compiled_stages_train_close_to_the_plain_loop(tmp_path: Path, what: str):
+    config = tiny(tmp_path, text_folder(tmp_path), runtime={"compile": what, "precision": "bf16-weights"})
+    run(config)
+    losses, _, _, _ = unsplit(config)
+    assert [line["loss"] for line in lines(tmp_path / "runs" / "tiny", "train")] == pytest.approx(
+        losses, abs=2e-2
+    )
+
+
+@pytest.mark.parametrize("split", ["even", pytest.param("measured", marks=pytest.mark.slow)])
+def test_what_saves_memory_or_chooses_a_split_changes_no_number(tmp_path: Path, split: str):
+    text = text_folder(tmp_path)
+    run(tiny(tmp_path, text))
+    options: Sections = {
+        "runtime": {
+            "recompute": "auto",
+            "memory": 10**9,
+            "offload": True,
+            "check_finite": False,
+            "strict": True,
+        },
+        "schedule": {"split": split},
+        "parallel": {"buffers": "mean"},
+    }
+    run(tiny(tmp_path, text, **options, train={"name": "options"}))
+    same(tmp_path / "runs" / "options", tmp_path / "runs" / "tiny")
