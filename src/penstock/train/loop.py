@@ -12,6 +12,7 @@ import torch
 from penstock.atomic import write_text
 from penstock.errors import DataError
 from penstock.host import to_stderr
+from penstock.huggingface.adapters.save_adapters import save_adapters
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
 from penstock.run_lock import locked, may_be_restart
@@ -130,6 +131,8 @@ def train(
         ):
             if run_group.leads:
                 reporter.say(_opening(config, model, path, device, data))
+                if model.adapters is not None:
+                    reporter.say(str(model.adapters))
                 if note := default_text_note(config, model):
                     reporter.say(note)
                 for note in data.notes:
@@ -157,7 +160,7 @@ def train(
                     stopping,
                 )
                 result = Trainer(run, progress).train()
-                _save(model, pipe, path, run_group)
+                _save(config, model, pipe, path, run_group)
                 pipe.close()
                 return _finish(run, path, result) if run_group.leads else None
 
@@ -211,8 +214,11 @@ def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
     )
 
 
-def _save(model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup) -> None:
+def _save(config: Config, model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup) -> None:
     """Write the weights into the run's folder; every process calls this and writes its own."""
+    if model.adapters is not None and config.lora.save == "adapters":
+        save_adapters(pipe, path)
+        return
     if model.source is not None:
         save_transformers(pipe, path, model.source)
         return

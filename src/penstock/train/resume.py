@@ -15,6 +15,7 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.config.config import Config
+from penstock.train.config.sections.lora_section import LoraSection
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import is_finished
 from penstock.train.report.progress import Reporter
@@ -23,7 +24,9 @@ from penstock.train.run_folder import AUTO, keep_config
 SET_ASIDE = ".set-aside"
 
 _NUMERIC_KEYS = ("seed", "batch")
-"""Keys of ``[train]`` that change the numbers, as do those of ``[model]``, ``[optim]`` and ``[data]`` except two."""
+"""Keys of ``[train]`` that change the numbers, as do those of ``[model]``, ``[lora]``, ``[optim]`` and ``[data]``, except
+`_OTHER_KEYS`."""
+_OTHER_KEYS = (("data", "changed"), ("data", "cache"), ("lora", "save"))
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class RunCheckpointer:
             optimizer,
             keep_last=config.train.keep_last,
             keep_every=config.train.keep_every,
+            keep_frozen=not config.lora.enabled,
             config=asdict(config),
         )
 
@@ -134,15 +138,19 @@ class RunCheckpointer:
         keep_config(self._run, self._config)
 
     def _require_same(self, loaded: Loaded) -> None:
-        before, now = read_manifest(loaded.path).config, asdict(self._config)
+        before, now = dict(read_manifest(loaded.path).config), asdict(self._config)
+        before.setdefault("lora", asdict(LoraSection()))  # of a run from before there were adapters
         if "data" in loaded.extra:  # data may have moved: the digest tells whether it is the same
             del now["data"]["path"]
             for config in (before, now):
                 for source in _sources(config):
                     source.pop("path", None)
+        if self._config.lora.enabled:
+            # So may the base model have: a load compares the digests of its weights.
+            del now["model"]["path"]
         changed = [
             f"{section}.{key} was {_shown(before, section, key)} and is {value!r}"
-            for section in ("model", "data", "optim", "train")
+            for section in ("model", "lora", "data", "optim", "train")
             for key, value in now[section].items()
             if _changes_numbers(section, key) and _shown(before, section, key) != repr(value)
         ]
@@ -233,9 +241,7 @@ class RunCheckpointer:
 
 
 def _changes_numbers(section: str, key: str) -> bool:
-    if section == "data":
-        return key not in ("changed", "cache")
-    return key in _NUMERIC_KEYS if section == "train" else True
+    return key in _NUMERIC_KEYS if section == "train" else (section, key) not in _OTHER_KEYS
 
 
 def _sources(config: dict[str, Any]) -> list[dict[str, Any]]:

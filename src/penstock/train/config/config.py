@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.train.config.fields import Table
 from penstock.train.config.sections.data_section import DataConfig, SourceConfig
 from penstock.train.config.sections.layout_section import ParallelConfig, ScheduleConfig
+from penstock.train.config.sections.lora_section import LoraSection, check_lora
 from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.config.sections.optim_section import OptimConfig
 from penstock.train.config.sections.train_section import RuntimeConfig, SampleConfig, TrainConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 FINE_TUNING_LR = 2e-5
+LORA_LR = 2e-4
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Config(Table):
     """All sections. `from_mapping` and `penstock.train.config.file.load` build checked ones."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraSection = field(default_factory=LoraSection)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -68,8 +71,10 @@ def from_mapping(tables: dict[str, Any]) -> Config:
     except ValidationError as error:
         raise ConfigError(_explain(error.errors(include_url=False)[0])) from None
     _check_model(tables.get("model", {}))
+    check_lora(tables.get("lora", {}), config.lora, config.model.path, config.parallel.tp)
     if config.model.path and "lr" not in tables.get("optim", {}):
-        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=FINE_TUNING_LR))
+        lr = LORA_LR if config.lora.enabled else FINE_TUNING_LR
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=lr))
     _check_together(config)
     return config
 

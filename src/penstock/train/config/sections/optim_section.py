@@ -13,7 +13,7 @@ class OptimConfig(Table):
 
     Attributes:
         lr: highest learning rate. The default is 0.004, which suits the small model from random weights, but 2e-5 with
-            ``model.path``, whose weights a higher rate would destroy.
+            ``model.path``, whose weights a higher rate would destroy, and 2e-4 for adapters (``[lora]``).
         final_lr: last learning rate, as a share of `lr`.
         warmup: share of the steps in which the rate rises linearly.
         weight_decay: weight decay of matrices; vectors and embeddings have none.
