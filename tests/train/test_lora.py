@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.huggingface.adapters.supported import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.config.config import Config
+from penstock.train.evaluate import evaluate
 from penstock.train.loop import train
 from penstock.train.model.sampling import sample_run
 from penstock.train.report.progress import Reporter
@@ -201,3 +202,13 @@ def test_modules_that_do_not_exist_leave_no_run_folder(tmp_path: Path):
     with pytest.raises(ConfigError, match="target_modules has 'q_projection', which no module"):
         run(config)
     assert not os.path.exists(config.train.folder)
+
+
+@pytest.mark.slow
+def test_a_run_without_checkpoints_is_evaluated_with_its_adapters(straight: Path, tmp_path: Path):
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "runs" / "straight"
+    (expected,) = evaluate(folder / "checkpoints" / "step-00000006", [], []) or ()
+    shutil.rmtree(folder / "checkpoints")
+    (seen,) = evaluate(folder, [], []) or ()
+    assert seen.loss == pytest.approx(expected.loss, abs=1e-6)
