@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
     from penstock.checkpoint.dcp.dcp_read import read_dcp as read_dcp
     from penstock.errors import PenstockError as PenstockError
+    from penstock.huggingface.adapters.save_adapters import save_adapters as save_adapters
     from penstock.huggingface.from_transformers import from_transformers as from_transformers
     from penstock.huggingface.loss import causal_lm_loss as causal_lm_loss
     from penstock.huggingface.loss import valid_tokens as valid_tokens
@@ -109,6 +110,7 @@ _HOME = {
     "read_csv": "penstock.schedule.text",
     "read_dcp": "penstock.checkpoint.dcp.dcp_read",
     "register_family": "penstock.schedule.families",
+    "save_adapters": "penstock.huggingface.adapters.save_adapters",
     "save_transformers": "penstock.huggingface.save",
     "split": "penstock.stage.own_model.own_layers",
     "tensor_parallel": "penstock.parallel.tensor.plan",

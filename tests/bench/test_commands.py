@@ -73,6 +73,11 @@ LINES = {
         r"  +4  10,10,10,0 +N +N +N +N +N", r"  largest: N", r"  +N  in a fresh process: .*", r"  +N  in a running one: .*",
         r"  +N  with nothing compiled yet: .*", r"  +N  PyTorch's .*", r"  +16 +320 +10,240( +N){7}",
     ],
+    "bench.lora": [
+        r"LoRA of rank 8 on 42 matrices: 112,128 of 1,232,000 weights are trained \(N\)", r"1 +N +N", r"10 +N +N",
+        r"largest difference of 10 losses +N", r"largest difference of a trained weight +N",
+        r"largest difference of a logit +N", r"bytes: base N, adapters N, checkpoint N",
+    ],
     "bench.checkpoint": [r"checkpoint +N MB", r"blocking save +N ms", r"stall +N ms: N of it"],
     "bench.faults": [r" 3 \| a stage raises .* \| passed \| error on every rank after: thread N s"],
     "bench.faults.fuzz": [

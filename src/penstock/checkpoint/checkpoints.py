@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from penstock.checkpoint.find import damage, is_checkpoint, read_manifest, steps_in
 from penstock.checkpoint.format.manifest import Manifest
+from penstock.checkpoint.frozen_weights import FrozenDigests
 from penstock.checkpoint.read import Prepared, load_into, prepare
 from penstock.checkpoint.snapshot import HostBuffers, Snapshot, take_snapshot
 from penstock.checkpoint.together import Together
@@ -59,6 +60,8 @@ class Checkpoints:
         optimizer: optimizer of the pipeline, saved with it (default none).
         keep_last: number of the newest checkpoints to keep after a save (default 3); 0 keeps all.
         keep_every: interval in steps; checkpoints whose step is a multiple are kept, too (default 0: none).
+        keep_frozen: whether a save also writes the parameters that are not trained (default True). With False it writes a
+            digest of each, and a load requires that the pipeline has the same ones, from the same base model.
         config: plain values that describe the run, stored in each checkpoint and not compared by a load (default none).
         timeout: seconds to wait for other processes during a save (default 600).
     """
@@ -71,6 +74,7 @@ class Checkpoints:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
+        keep_frozen: bool = True,
         config: Mapping[str, Any] | None = None,
         timeout: float = 600.0,
     ) -> None:
@@ -85,6 +89,7 @@ class Checkpoints:
         self._facts = Facts(pipe.schedule.stages, pipe.seed, _layout(pipe), dict(config or {}))
         self._together = Together(pipe.in_processes, timeout)
         self._host_buffers = HostBuffers()
+        self._frozen = None if keep_frozen else FrozenDigests()
         self._thread: Thread | None = None
         self._written: Path | None = None
         self._failure: BaseException | None = None
@@ -100,7 +105,7 @@ class Checkpoints:
             PenstockError: if the previous save failed, as in `wait`; nothing is written.
         """
         self.wait()
-        snapshot = take_snapshot(self.pipe, self.optimizer, extra or {}, self._host_buffers)
+        snapshot = take_snapshot(self.pipe, self.optimizer, extra or {}, self._host_buffers, self._frozen)
         self._thread = Thread(target=self._write, args=(snapshot,), name="penstock-checkpoint", daemon=True)
         self._thread.start()
 

@@ -15,6 +15,7 @@ from penstock.atomic import replacing
 from penstock.checkpoint.find import damage, is_checkpoint, read_manifest
 from penstock.checkpoint.format import files
 from penstock.checkpoint.format.manifest import Manifest
+from penstock.checkpoint.frozen_weights import require_all_weights
 from penstock.checkpoint.read import Reader
 from penstock.checkpoint.snapshot import layer_of
 from penstock.checkpoint.write import finish, write_stages
@@ -110,7 +111,12 @@ def _stage(name: str, stage_of: dict[str, int]) -> int:
 
 
 def model_weights(source: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Return the model's tensors by their names in the whole model."""
+    """Return the model's tensors by their names in the whole model.
+
+    Raises:
+        ConfigError: if the checkpoint has the trained ones alone.
+    """
+    require_all_weights(manifest.values, source)
     with Reader(source, manifest) as reader:
         return {
             name.removeprefix("model/"): reader.tensor(name)

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.checkpoint.find import difference
 from penstock.checkpoint.format.json_values import decode
 from penstock.checkpoint.format.manifest import Manifest
+from penstock.checkpoint.frozen_weights import digests_in, require_same
 from penstock.errors import ConfigError, DataError
 from penstock.parallel.data.shard_slice import ONE_A_PARAMETER, ShardValues
 from penstock.parallel.data.shards import ShardedParameter
@@ -170,7 +171,9 @@ def load_into(prepared: Prepared, pipe: Pipeline, optimizer: PipelineOptimizer |
 def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
     """Return the argument of `Pipeline.load_state_dict`: this process's weights, and the names of all others."""
     parameters = dict(pipe.named_parameters())
-    held = dict.fromkeys([*pipe.state_dict(), *parameters])
+    own = pipe.state_dict()
+    held = dict.fromkeys([*own, *parameters])
+    digests = digests_in(reader.manifest.values, reader.path)
     values = reader.manifest.values.get("model")
     if not isinstance(values, dict):
         raise DataError(f"{reader.path}: 'model' must be a dictionary, got {values!r:.80}")
@@ -182,9 +185,12 @@ def _weights(reader: Reader, pipe: Pipeline) -> dict[str, Any]:
         elif key in reader.manifest.tensors:
             parameter = parameters.get(name)
             weights[name] = reader.tensor(key) if parameter is None else reader.like(key, parameter)
+    frozen = {name: own[name] for name in held if name in digests and name in own and name not in weights}
+    require_same(frozen, digests, reader.path)
+    weights |= frozen
     names = [name.removeprefix("model/") for name in reader.manifest.tensors if name.startswith("model/")]
     # Of weights on other processes only the names matter, so that unknown names are refused.
-    return {**dict.fromkeys(names, _ELSEWHERE), **weights}
+    return {**dict.fromkeys([*names, *digests], _ELSEWHERE), **weights}
 
 
 _ELSEWHERE = torch.empty(0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.format.json_values import encode
+from penstock.checkpoint.frozen_weights import KEY, FrozenDigests
 from penstock.errors import ConfigError
 from penstock.parallel.dtensor import full_tensor
 from penstock.runtime.optim.optimizer import PipelineOptimizer
@@ -62,7 +63,11 @@ class HostBuffers:
 
 
 def take_snapshot(
-    pipe: Pipeline, optimizer: PipelineOptimizer | None, extra: Mapping[str, Any], copies: HostBuffers
+    pipe: Pipeline,
+    optimizer: PipelineOptimizer | None,
+    extra: Mapping[str, Any],
+    copies: HostBuffers,
+    frozen: FrozenDigests | None = None,
 ) -> Snapshot:
     """Copy this process's part of the state; sharded tensors are gathered.
 
@@ -70,6 +75,7 @@ def take_snapshot(
         pipe, optimizer: pipeline and optimizer, between two steps.
         extra: the user's own values, for the checkpoint.
         copies: memory for the copies; its previous copies are overwritten.
+        frozen: digests to keep in place of parameters that are not trained (default None, keep these, too).
 
     Raises:
         ConfigError: if a value cannot be kept in a checkpoint, or gradients are still being accumulated.
@@ -100,8 +106,16 @@ def take_snapshot(
         return stage_of.get(layer_of(name, stage_of))
 
     values: dict[str, Any] = {"model": {}, "optimizer": None, "extra": {}, "tied": pipe.tied_names}
+    parameters = {} if frozen is None else dict(pipe.named_parameters())
+    if frozen is not None:
+        values[KEY] = {}
     for name, value in model.items():
         stage = stage_for(name)
+        parameter = parameters.get(name)
+        if frozen is not None and parameter is not None and not parameter.requires_grad:
+            if keeps and stage is not None:
+                values[KEY][name] = frozen.of(name, parameter, value)
+            continue
         encoded = encode(value, f"model/{name}", put_for(stage))
         if not isinstance(value, Tensor) and stage is not None:
             values["model"][name] = encoded
@@ -159,6 +173,8 @@ def join_values(parts: list[dict[str, Any]]) -> dict[str, Any]:
             key: {name: v for part in parts for name, v in part["optimizer"][key].items()} for key in BY_NAME
         }
         joined["optimizer"] = {**first["optimizer"], **by_name}
+    if KEY in first:
+        joined[KEY] = {name: v for part in parts for name, v in part[KEY].items()}
     return joined
 
 

@@ -68,7 +68,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         DataError: if there is no safetensors file, a file is missing or damaged, or the index contradicts the files.
     """
     if (folder / WEIGHTS).is_file():
-        return _header(folder / WEIGHTS)
+        return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         hint = (
@@ -88,7 +88,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         )
     stored: dict[str, Stored] = {}
     for file in sorted(set(places.values())):
-        stored |= _header(folder / file)
+        stored |= read_header(folder / file)
     wrong = [
         f"{name} is not in {file}"
         for name, file in sorted(places.items())
@@ -102,7 +102,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return stored
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file by name, from its header.
+
+    Raises:
+        DataError: if the file is missing or damaged.
+    """
     try:
         with TensorFile(path) as file:
             return {

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from penstock.atomic import write_text
 from penstock.errors import ConfigError
+from penstock.huggingface.adapters.adapted_model import adapters_of
+from penstock.huggingface.adapters.merge import merged_state
 from penstock.huggingface.families import FAMILIES, HEAD, ModelFamily, require_library
 from penstock.huggingface.from_transformers import config_from, local_folder, on_meta, tied_names
 from penstock.huggingface.model_folder import CONFIG, read_json
@@ -42,7 +44,8 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
     """Write a pipeline's weights in Hugging Face's layout; in processes every rank calls this and writes its own part.
 
     The folder gets ``config.json``, ``model.safetensors`` (from several processes one file a rank and an index), and the
-    generation config and tokenizer files of `like`, if it has them. Weights of an earlier save are replaced.
+    generation config and tokenizer files of `like`, if it has them. Weights of an earlier save are replaced. Adapters that
+    `from_transformers` knows are merged into the weights; `penstock.save_adapters` saves them alone.
 
     Args:
         pipe: pipeline of the layers that `from_transformers` returned.
@@ -51,8 +54,8 @@ def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: obje
 
     Raises:
         ConfigError: on every process, before anything is written: if `like` is none of these, the folder cannot be
-            created, or the weights are not those of the architecture (for example with adapters), so that the folder
-            would load with new weights.
+            created, or the weights are not those of the architecture (for example with adapters of your own), so that the
+            folder would load with new weights.
     """
     require_library()
     path = Path(folder).expanduser()
@@ -73,7 +76,8 @@ def _as_stored(pipe: Pipeline, config: dict[str, Any]) -> dict[str, Tensor]:
     """Return the pipeline's state by the names in files, without second names of tied parameters."""
     tied = {f"{layer.name}.{inner}" for layer in pipe.layers for inner in layer.tied}
     state = {name: value for name, value in own_state(pipe).items() if name not in tied}
-    return stored_names(state, config)
+    adapters = adapters_of(pipe.layers)
+    return stored_names(state if adapters is None else merged_state(pipe, state, adapters), config)
 
 
 def stored_names(state: Mapping[str, T], config: dict[str, Any]) -> dict[str, T]:
@@ -124,10 +128,14 @@ def write_beside(folder: Path, config: dict[str, Any], state: dict[str, Tensor],
     if generation is not None:
         generation.save_pretrained(folder)
     if isinstance(like, str | os.PathLike):
-        source = _config_file(like).parent
-        for name in COPIED_FILES:
-            if (source / name).is_file() and source.resolve() != folder.resolve():
-                shutil.copyfile(source / name, folder / name)
+        copy_files(_config_file(like).parent, folder)
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Copy those of `COPIED_FILES` that a folder has to another."""
+    for name in COPIED_FILES:
+        if (source / name).is_file() and source.resolve() != folder.resolve():
+            shutil.copyfile(source / name, folder / name)
 
 
 def config_of(like: object) -> dict[str, Any]:

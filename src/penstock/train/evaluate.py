@@ -14,6 +14,7 @@ from penstock.checkpoint.checkpoints import Checkpoints
 from penstock.checkpoint.find import FOLDER, is_checkpoint
 from penstock.errors import ConfigError
 from penstock.huggingface import weights
+from penstock.huggingface.adapters.supported import ADAPTER_WEIGHTS
 from penstock.huggingface.model_folder import CONFIG, INDEX, WEIGHTS, read_json
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.world import current_world
@@ -125,7 +126,7 @@ def _config_of(target: Path, overrides: Sequence[str]) -> tuple[Config, Path | N
 
 
 def _has_weights(run: Path) -> bool:
-    return (run / WEIGHTS).is_file() or (run / INDEX).is_file()
+    return any((run / name).is_file() for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS))
 
 
 def _open(

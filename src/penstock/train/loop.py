@@ -14,6 +14,7 @@ from penstock.atomic import write_text
 from penstock.errors import ConfigError, DataError, StoppedError
 from penstock.heartbeat import Heartbeat, clear_signs
 from penstock.host import to_stderr
+from penstock.huggingface.adapters.save_adapters import save_adapters
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
 from penstock.run_lock import locked, may_be_restart
@@ -141,7 +142,9 @@ def train(
                 path, config, data.digest, pipe, optimizer, run_group, reporter, calls
             ) as checkpointer:
                 first_lines = [_opening(config, model, path, pipe, device, data)]
+                adapters = None if model.adapters is None else str(model.adapters)
                 notes = (
+                    adapters,
                     *update_notes(config, data),
                     default_text_note(config, model),
                     *data.notes,
@@ -188,7 +191,7 @@ def train(
                         stopping,
                     )
                     result = Trainer(run, progress).train()
-                    _save(model, pipe, path, run_group)
+                    _save(config, model, pipe, path, run_group)
                     pipe.close()
                     return _finish(run, path, result) if run_group.leads else None
 
@@ -274,8 +277,11 @@ def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
     )
 
 
-def _save(model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup) -> None:
+def _save(config: Config, model: TrainableModel, pipe: Pipeline, path: Path, run_group: RunGroup) -> None:
     """Write the weights into the run's folder; every process calls this and writes its own."""
+    if model.adapters is not None and config.lora.save == "adapters":
+        save_adapters(pipe, path)
+        return
     if model.source is not None:
         save_transformers(pipe, path, model.source)
         return

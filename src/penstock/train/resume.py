@@ -26,6 +26,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.callbacks.callback import Callback, SaveEvent
 from penstock.train.config.config import Config
+from penstock.train.config.sections.lora_section import LoraSection
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import is_finished
 from penstock.train.report.progress import Reporter
@@ -35,7 +36,8 @@ SET_ASIDE = ".set-aside"
 _LOGGER = logging.getLogger(__name__)
 
 _NUMERIC_KEYS = {"train": ("seed", "batch", "accumulate", "reduction"), "runtime": ("precision",)}
-"""Keys that change the numbers, beside those of ``[model]``, ``[optim]`` and ``[data]`` (except two)."""
+"""Keys that change the numbers, beside those of ``[model]``, ``[lora]``, ``[optim]`` and ``[data]``, except `_OTHER_KEYS`."""
+_OTHER_KEYS = (("data", "changed"), ("data", "cache"), ("lora", "save"))
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class RunCheckpointer:
             optimizer,
             keep_last=config.train.keep_last,
             keep_every=config.train.keep_every,
+            keep_frozen=not config.lora.enabled,
             config=asdict(config),
         )
 
@@ -160,7 +163,8 @@ class RunCheckpointer:
             self._require_same(path, manifest)
 
     def _require_same(self, path: Path, manifest: Manifest) -> None:
-        before, now = manifest.config, asdict(self._config)
+        before, now = dict(manifest.config), asdict(self._config)
+        before.setdefault("lora", asdict(LoraSection()))  # of a run from before there were adapters
         extra = manifest.values.get("extra")
         # Data may have moved: the digest tells whether it is the same.
         if isinstance(extra, dict) and "data" in extra:
@@ -168,9 +172,12 @@ class RunCheckpointer:
             for config in (before, now):
                 for source in _sources(config):
                     source.pop("path", None)
+        if self._config.lora.enabled:
+            # So may the base model have: a load compares the digests of its weights.
+            del now["model"]["path"]
         changed = [
             f"{section}.{key} was {_shown(before, section, key)} and is {value!r}"
-            for section in ("model", "data", "optim", "train", "runtime")
+            for section in ("model", "lora", "data", "optim", "train", "runtime")
             for key, value in now[section].items()
             if _changes_numbers(section, key) and _shown(before, section, key) != repr(value)
         ]
@@ -270,10 +277,8 @@ class RunCheckpointer:
 
 
 def _changes_numbers(section: str, key: str) -> bool:
-    if section == "data":
-        return key not in ("changed", "cache")
     keys = _NUMERIC_KEYS.get(section)
-    return keys is None or key in keys
+    return (section, key) not in _OTHER_KEYS if keys is None else key in keys
 
 
 def _sources(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -127,6 +127,13 @@ def tensor_parallel(
     ]
     size = mesh.size()
     parents = dict(modules)
+    if size > 1 and (
+        adapted := next((name for name, module in modules if hasattr(module, "base_layer")), None)
+    ):
+        raise ConfigError(
+            f"{adapted} has an adapter (peft), and tensor parallelism does not shard adapters; leave tp at 1, or merge the "
+            "adapters first"
+        )
     for name, module in modules:
         _require_divisible(plan, name, module, parents.get(name.rpartition(".")[0]), size)
         _require_planned(plan, name, module)

@@ -17,6 +17,7 @@ from penstock.train.config.optim_defaults import optim_defaults
 from penstock.train.config.optimizers import require_optimizer
 from penstock.train.config.sections.data_section import DataConfig, SourceConfig
 from penstock.train.config.sections.layout_section import ParallelConfig, ScheduleConfig
+from penstock.train.config.sections.lora_section import LoraSection, check_lora
 from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.config.sections.optim_section import OptimConfig
 from penstock.train.config.sections.train_section import RuntimeConfig, SampleConfig, TrainConfig
@@ -30,6 +31,7 @@ class Config(Table):
     """All sections. `from_mapping` and `penstock.train.config.file.load` build checked ones."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraSection = field(default_factory=LoraSection)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -72,9 +74,15 @@ def from_mapping(tables: dict[str, Any]) -> Config:
     except ValidationError as error:
         raise ConfigError(_explain(error.errors(include_url=False)[0])) from None
     _check_model(tables.get("model", {}))
+    check_lora(tables.get("lora", {}), config.lora, config.model.path, config.parallel.tp)
     config = dataclasses.replace(
         config,
-        optim=optim_defaults(config.optim, set(tables.get("optim", {})), fine_tunes=bool(config.model.path)),
+        optim=optim_defaults(
+            config.optim,
+            set(tables.get("optim", {})),
+            fine_tunes=bool(config.model.path),
+            adapters=config.lora.enabled,
+        ),
         schedule=_schedule_defaults(config, set(tables.get("schedule", {}))),
     )
     _check_train(tables.get("train", {}), config)

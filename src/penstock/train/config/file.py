@@ -14,6 +14,7 @@ from penstock.bounded_io import MEGABYTE, read_bytes
 from penstock.errors import ConfigError
 from penstock.train.config.config import HINTS, Config, from_mapping
 from penstock.train.config.help.hints import assignments
+from penstock.train.config.sections.lora_section import written
 
 _MAX_BYTES = 4 * MEGABYTE
 
@@ -75,7 +76,8 @@ def dump(config: Config) -> str:
     # The sizes of a Hugging Face model are in its own config.
     sizes = tables["model"]
     tables["model"] = {key: path for key in ("path", "config") if (path := sizes.pop(key))} or sizes
-    return tomli_w.dumps(tables)
+    tables["lora"] = written(config.lora)
+    return tomli_w.dumps({section: table for section, table in tables.items() if table})
 
 
 def _without_unset(value: Any) -> Any:

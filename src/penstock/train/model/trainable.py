@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
+from penstock.huggingface.adapters.adapted_model import Adapters, adapters_of
 from penstock.huggingface.loss import causal_lm_loss, valid_tokens
 from penstock.huggingface.model_folder import CONFIG
 from penstock.model_variants import require_positions
@@ -25,6 +26,7 @@ from penstock.train.data.tokenizer import (
     read_tokenizer,
 )
 from penstock.train.model import llama
+from penstock.train.model.lora import new_adapters
 from penstock.train.model.precision import weights_dtype, with_weights
 
 
@@ -43,6 +45,7 @@ class TrainableModel:
             if it is the tokens that follow.
         source: folder or ``config.json`` of a Hugging Face model; None for Penstock's own.
         family: name of the plan for tensor parallelism; see `penstock.parallel.tensor.plan.PLANS`.
+        adapters: the adapters that are trained in place of the model's weights; None for none.
     """
 
     layers: list[Layer]
@@ -54,6 +57,7 @@ class TrainableModel:
     target_is_input: bool = False
     source: Path | None = None
     family: str = "penstock"
+    adapters: Adapters | None = None
 
 
 def build_model(config: Config, run: Path | None = None) -> TrainableModel:
@@ -82,14 +86,19 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
     # Here, since it loads torch's compiler, which takes a second.
     from penstock.huggingface.from_transformers import from_transformers, local_folder, read_config
 
-    source = local_folder(run or model.path) if run or model.path else Path(model.config).expanduser()
+    # A run's adapters are in its folder, without the base; merged ones are part of the weights there.
+    beside = config.lora.enabled and (run is None or config.lora.save == "adapters")
+    folder = model.path if beside else run or model.path
+    source = local_folder(folder) if folder else Path(model.config).expanduser()
     if not os.path.exists(source):
         raise ConfigError(f"there is no file {source}; model.config must name a Hugging Face config.json")
     hf_config = read_config(source / CONFIG if source.is_dir() else source)
     longest = getattr(hf_config, "max_position_embeddings", None)
     if longest is not None:
         require_positions(config.data.sequence, longest, "data.sequence")
-    layers = from_transformers(source, seed=config.train.seed)
+    layers = from_transformers(
+        source, seed=config.train.seed, adapters=(run or new_adapters(config.lora)) if beside else None
+    )
     if config.data.sequence < 2:
         raise ConfigError("data.sequence must be at least 2: the first token of a sample is never predicted")
     return TrainableModel(
@@ -102,6 +111,7 @@ def build_model(config: Config, run: Path | None = None) -> TrainableModel:
         target_is_input=True,
         source=source,
         family=hf_config.model_type,
+        adapters=adapters_of(layers),
     )
 
 
