@@ -36,7 +36,7 @@ SET_ASIDE = ".set-aside"
 _LOGGER = logging.getLogger(__name__)
 
 _NUMERIC_KEYS = {"train": ("seed", "batch", "accumulate", "reduction"), "runtime": ("precision",)}
-"""Keys that change the numbers, beside those of ``[model]``, ``[lora]``, ``[optim]`` and ``[data]``, except `_OTHER_KEYS`."""
+"""Keys that change the numbers; so do all of ``[model]``, ``[lora]``, ``[optim]`` and ``[data]`` but `_OTHER_KEYS`."""
 _OTHER_KEYS = (("data", "changed"), ("data", "cache"), ("lora", "save"))
 
 
