@@ -97,7 +97,7 @@ def test_other_changes_are_refused_by_name_in_the_first_step(habit: str):
 
 @pytest.mark.parametrize("habit", [name for name in HABITS if ".data" not in name])
 def test_changes_that_begin_later_are_refused_when_they_begin(habit: str):
-    more, name = HABITS[habit]
+    more, _ = HABITS[habit]
     late = iter([False, False, True])
     optimizer = Own(weights(), lambda o: more(o) if next(late) else None, lr=0.1)
     outside = OutsideChanges(optimizer)

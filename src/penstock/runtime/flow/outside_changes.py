@@ -66,7 +66,8 @@ class OutsideChanges:
     def _values(self) -> dict[str, object]:
         """Return all that a step must not change, by a name for the user."""
         optimizer = self._optimizer
-        trained, idle = [], []
+        trained: list[Tensor] = []
+        idle: list[Tensor] = []
         for group in optimizer.param_groups:
             for p in group["params"]:
                 (idle if p.grad is None else trained).append(p)
