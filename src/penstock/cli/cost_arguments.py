@@ -74,14 +74,20 @@ def stage_bytes(option: str, text: str) -> int | list[int]:
     """
     try:
         numbers = [
-            int(word) if word.strip().isdecimal() else int(parse_bytes(option, word))
-            for word in text.split(",")
+            int(word) if word.strip().isdecimal() else _whole_bytes(option, word) for word in text.split(",")
         ]
     except ConfigError:
         raise ConfigError(
-            f"{option} must be a number of bytes, or one per stage such as 10,20,30, got {text!r}"
+            f"{option} must be a whole number of bytes, or one per stage such as 10,20,30, got {text!r}"
         ) from None
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _whole_bytes(option: str, text: str) -> int:
+    size = parse_bytes(option, text)
+    if size != int(size):
+        raise ConfigError(f"{option} must be whole bytes, got {text!r}")
+    return int(size)
 
 
 def _number(text: str) -> int | float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,7 @@ def search_command(
     v = virtual_stages or (2 if placement == "v" else 1)
     require_size("search", ranks, microbatches, v)
     placed = shaped_placement(placement, ranks, v)
-    budget = _budget(memory_limit, saved, waiting)
+    budget, counted = _budget(memory_limit, saved, waiting, placed.stages)
     table = priced(costs, latency, placed)
     result = search_schedule(
         placed,
@@ -105,6 +106,7 @@ def search_command(
         seconds=seconds,
         seed=seed,
     )
+    result = replace(result, peak=counted.peak(result.schedule))
     if out is not None:
         write_csv(result.schedule, out)
     if as_json:
@@ -115,19 +117,26 @@ def search_command(
             click.echo(f"\nwritten: {out}")
 
 
-def _budget(memory_limit: str | None, saved: str, waiting: str) -> Budget | None:
+def _budget(memory_limit: str | None, saved: str, waiting: str, stages: int) -> tuple[Budget | None, Budget]:
+    """Return the limit, if there is one, and a budget that counts memory with the sizes given."""
     from penstock.schedule.memory import Budget
 
-    sizes = stage_bytes("--saved", saved), stage_bytes("--waiting", waiting)
+    sizes = {name: stage_bytes(name, text) for name, text in (("--saved", saved), ("--waiting", waiting))}
+    for name, size in sizes.items():
+        if isinstance(size, list) and len(size) != stages:
+            raise ConfigError(
+                f"{name} must be one number of bytes, or one for each of the {stages} stages, got {len(size)}"
+            )
+    counted = Budget(0, sizes["--saved"], sizes["--waiting"])
     if memory_limit is None:
-        return None
+        return None, counted
     in_units = memory_limit.strip().isdecimal()
     if not in_units and saved == "1":
         raise ConfigError(
             f"--memory-limit must be a number of activations unless --saved gives their bytes, got {memory_limit!r}"
         )
     limit = int(memory_limit) if in_units else int(parse_bytes("--memory-limit", memory_limit))
-    return Budget(limit, *sizes)
+    return replace(counted, limit=limit), counted
 
 
 def _show(result: CertifiedSchedule, microbatches: int, budget: Budget | None, counted: bool) -> None:
@@ -135,7 +144,7 @@ def _show(result: CertifiedSchedule, microbatches: int, budget: Budget | None, c
     allowed = "no limit" if budget is None else f"of {budget.limits(1)[0]}"
     ended = {
         "proved": "the lower bound is reached: no order is quicker",
-        "converged": "the search found nothing better for a long time",
+        "converged": "the search ended by itself",
         "time": "the time was over",
         "interrupted": "interrupted",
     }[result.ended]
