@@ -62,7 +62,9 @@ def parse_bytes(option: str, text: str) -> float:
     except ValueError:
         size = 0.0
     if not 0 < size < 1e18:
-        raise ConfigError(f"{option} must be bytes above 0, such as 70GB or 64GiB, got {text!r}")
+        raise ConfigError(
+            f"{option} must be bytes above 0 in B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 70GB, got {text!r}"
+        )
     return size
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +14,7 @@ import click
 
 from penstock.cli.cost_arguments import COSTS, LATENCY, parse_bytes, priced, stage_bytes
 from penstock.errors import ConfigError
+from penstock.launch.exit_codes import of_signal
 
 if TYPE_CHECKING:
     from penstock.schedule.memory import Budget
@@ -87,25 +91,33 @@ def search_command(
     from penstock.output_files import SCHEDULE, OutputFile, require_outputs
     from penstock.schedule.families.searched import shaped_placement
     from penstock.schedule.size import require_size
-    from penstock.schedule.text import write_csv
+    from penstock.schedule.text import is_csv, write_csv
     from penstock.simulate.certified_search import search_schedule
 
+    if math.isnan(seconds):
+        raise ConfigError("--seconds must be a number above 0, got nan")
     if out is not None:
+        if not is_csv(out) and (Path(out).is_file() or not os.path.exists(out)):
+            raise ConfigError(f"--out must end in .csv, by which other commands know a schedule, got {out!r}")
         require_outputs([OutputFile("--out", Path(out), SCHEDULE)])
     v = virtual_stages or (2 if placement == "v" else 1)
     require_size("search", ranks, microbatches, v)
     placed = shaped_placement(placement, ranks, v)
     budget, counted = _budget(memory_limit, saved, waiting, placed.stages)
     table = priced(costs, latency, placed)
-    result = search_schedule(
-        placed,
-        microbatches,
-        table,
-        "split" if backward == "split" else "full",
-        budget,
-        seconds=seconds,
-        seed=seed,
-    )
+    try:
+        result = search_schedule(
+            placed,
+            microbatches,
+            table,
+            "split" if backward == "split" else "full",
+            budget,
+            seconds=seconds,
+            seed=seed,
+        )
+    except KeyboardInterrupt:
+        click.echo("penstock: interrupted before there was an order; no file was written", err=True)
+        click.get_current_context().exit(of_signal(signal.SIGINT))
     result = replace(result, peak=counted.peak(result.schedule))
     if out is not None:
         write_csv(result.schedule, out)
