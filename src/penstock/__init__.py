@@ -17,7 +17,23 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
     from penstock.checkpoint.dcp.dcp_read import read_dcp as read_dcp
+    from penstock.errors import BatchError as BatchError
+    from penstock.errors import ConfigError as ConfigError
+    from penstock.errors import DataError as DataError
+    from penstock.errors import HangError as HangError
+    from penstock.errors import NonFiniteError as NonFiniteError
+    from penstock.errors import PeerError as PeerError
     from penstock.errors import PenstockError as PenstockError
+    from penstock.errors import ProfileError as ProfileError
+    from penstock.errors import ReplicaError as ReplicaError
+    from penstock.errors import ScheduleError as ScheduleError
+    from penstock.errors import SplitBackwardError as SplitBackwardError
+    from penstock.errors import SplitError as SplitError
+    from penstock.errors import StageError as StageError
+    from penstock.errors import StageShapeError as StageShapeError
+    from penstock.errors import StoppedError as StoppedError
+    from penstock.errors import TransportError as TransportError
+    from penstock.errors import WaitTimeoutError as WaitTimeoutError
     from penstock.huggingface.adapters.save_adapters import save_adapters as save_adapters
     from penstock.huggingface.from_transformers import from_transformers as from_transformers
     from penstock.huggingface.loss import causal_lm_loss as causal_lm_loss
@@ -67,36 +83,52 @@ if TYPE_CHECKING:
     from penstock.train.callbacks.callback_list import CallbackList as CallbackList
 
 _HOME = {
+    "BatchError": "penstock.errors",
     "Callback": "penstock.train.callbacks.callback",
     "CallbackList": "penstock.train.callbacks.callback_list",
     "Checkpoints": "penstock.checkpoint.checkpoints",
+    "ConfigError": "penstock.errors",
+    "DataError": "penstock.errors",
     "EndEvent": "penstock.train.callbacks.callback",
     "EvaluateEvent": "penstock.train.callbacks.callback",
     "ExecutionOptions": "penstock.runtime.options",
     "GradScaler": "penstock.runtime.optim.grad_scaler",
     "GradientBuckets": "penstock.parallel.data.buckets",
     "GroupReducer": "penstock.parallel.data.reducer",
+    "HangError": "penstock.errors",
     "Kind": "penstock.schedule.ops",
     "Layer": "penstock.stage.layers",
     "MeshShape": "penstock.parallel.mesh",
     "Microbatches": "penstock.stage.values",
+    "NonFiniteError": "penstock.errors",
     "Op": "penstock.schedule.ops",
     "OptimizerStep": "penstock.runtime.optim.optimizer",
     "Pair": "penstock.schedule.ops",
     "ParallelOptions": "penstock.runtime.options",
+    "PeerError": "penstock.errors",
     "PenstockError": "penstock.errors",
     "Pipeline": "penstock.runtime.pipeline",
     "PipelineOptimizer": "penstock.runtime.optim.optimizer",
     "Placement": "penstock.schedule.placement",
+    "ProfileError": "penstock.errors",
     "Program": "penstock.schedule.program",
+    "ReplicaError": "penstock.errors",
     "SaveEvent": "penstock.train.callbacks.callback",
     "Schedule": "penstock.schedule.schedule",
+    "ScheduleError": "penstock.errors",
     "ShardedOptimizer": "penstock.parallel.data.zero",
+    "SplitBackwardError": "penstock.errors",
+    "SplitError": "penstock.errors",
+    "StageError": "penstock.errors",
+    "StageShapeError": "penstock.errors",
     "StartEvent": "penstock.train.callbacks.callback",
     "StepEvent": "penstock.train.callbacks.callback",
     "StepResult": "penstock.runtime.batch.result",
+    "StoppedError": "penstock.errors",
     "Trace": "penstock.trace.events",
     "TraceEvent": "penstock.train.callbacks.callback",
+    "TransportError": "penstock.errors",
+    "WaitTimeoutError": "penstock.errors",
     "add_loss": "penstock.stage.named",
     "build_schedule": "penstock.schedule.families",
     "causal_lm_loss": "penstock.huggingface.loss",

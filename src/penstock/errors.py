@@ -145,6 +145,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error's class and message; its class alone if the message is empty."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def is_gloo_timeout(error: RuntimeError) -> bool:
     """Return whether gloo raised an error because a wait timed out; else the connection broke."""
     return "imed out" in str(error)  # "Timed out" or "timed out"; gloo has no class of its own for it

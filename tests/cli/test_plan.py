@@ -414,4 +414,5 @@ def test_the_best_plans_may_get_an_order_of_their_own(folder: Path):
     assert path.exists() == (ours["step_seconds"] < plain["step_seconds"])
     if path.exists():
         check(read_csv(path))
+        assert ours["layout"]["schedule"] == str(path.absolute())  # so that a run may begin in any folder
     assert "belong to a search" in message(*words[:-4], "--layout", "pp=4", "--search-orders", "1")

@@ -106,3 +106,93 @@ def test_what_cannot_be_searched_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+C20 = "F=1\nB=1\nW=1\nranks_per_node=3\nlatency=0\nbandwidth_between_nodes=10.0\nmessage_bytes=[0,0,1000]\n"
+
+
+@pytest.mark.parametrize(("microbatches", "makespan"), [(1, 12), (3, 18)])
+def test_the_bound_of_two_pipes_counts_every_assignment_of_microbatches(
+    tmp_path: Path, microbatches: int, makespan: int
+):
+    file = tmp_path / "costs.toml"
+    file.write_text(C20)  # messages are slow in one of the two directions alone
+    found = search(
+        "-p", 4, "-m", microbatches, "--placement", "bidirectional", "--costs", file, "--seconds", 4
+    )  # fmt: skip
+    assert found["makespan"] == makespan
+    assert found["lower_bound"] <= makespan
+    assert (found["ended"] == "proved") == (found["gap"] == 0)
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        "F=[1,2,3,4]\nB=[1,2,3,4]\nW=[1,2,3,4]\nlatency=1.0\nblocks='both'\n",
+        "F=[1,2,3,4]\nB=[1,2,3,4]\nW=[1,2,3,4]\nfull=[1,3,5,6]\nlatency=0.5\nblocks='both'\n",
+        "F=1\nB=1\nW=1\nranks_per_node=2\nlatency=0.1\nlatency_between_nodes=3\n",
+        "F=1\nB=1\nW=1\npair=1.5\npair_output='early'\n",
+    ],
+    ids=["blocking", "blocking and joined", "nodes", "pairs"],
+)
+@pytest.mark.parametrize("backward", ["full", "split"])
+def test_proved_means_a_gap_of_0_and_the_bound_is_the_one_that_ended_the_search(
+    tmp_path: Path, costs: str, backward: str
+):
+    file = tmp_path / "costs.toml"
+    file.write_text(costs)
+    found = search("-p", 4, "-m", 4, "--backward", backward, "--costs", file, "--seconds", 1)
+    assert (found["ended"] == "proved") == (found["gap"] < 1e-8)
+
+
+def test_memory_is_counted_in_bytes_without_a_limit():
+    assert search("-p", 4, "-m", 4, "--saved", "9GB", "--seconds", 1)["peak"] == 36 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--memory-limit", "40GB", "--saved", "9GB,8GB"), "--saved must be one number of bytes, or one for each of the 4"),
+        (("--saved", "9GB,8GB"), "--saved must be one number of bytes, or one for each of the 4"),
+        (("--waiting", "1,2,3"), "--waiting must be one number of bytes, or one for each of the 4"),
+        (("--memory-limit", "3", "--saved", "1.5"), "--saved must be a whole number of bytes"),
+        (("--seconds", "nan"), "--seconds must be a number above 0"),
+        (("--out", "best.json"), "--out must end in .csv"),
+    ],
+)  # fmt: skip
+def test_sizes_and_paths_that_cannot_be_used_are_refused(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.argv", ["penstock", "schedule", "search", "-p", "4", "-m", "4", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_before_the_first_order_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from penstock.simulate import certified_search
+
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["penstock", "schedule", "search", "-p", "4", "-m", "4"])
+    monkeypatch.setattr(certified_search, "search_schedule", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
+    assert "interrupted before there was an order" in capsys.readouterr().err
+
+
+def test_the_family_joins_backwards_that_are_quicker_whole(tmp_path: Path):
+    file = tmp_path / "costs.toml"
+    file.write_text("F=1\nB=1\nW=1\nfull=1.2\n")
+    words = ("-p", 4, "-m", 6, "--costs", file, "--json")
+    spans = {name: json.loads(run("simulate", name, *words))["makespan"] for name in ("searched", "1f1b")}
+    assert spans["searched"] <= spans["1f1b"] + 1e-9
+
+
+def test_checking_the_family_gives_it_the_memory_limit():
+    assert "valid" in run("schedule", "check", "searched", "-p", 2, "-m", 3, "--memory-limit", 1)

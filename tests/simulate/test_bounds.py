@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import ConfigError
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
@@ -147,3 +149,14 @@ def test_the_kind_of_backward_is_read_from_the_schedule():
     assert bound_of(whole, costs).makespan == 11
     assert bound_of(split, costs).makespan == 9
     assert np.isin([Kind.I, Kind.W], split.kind).all()
+
+
+def test_a_latency_with_a_fraction_counts_in_full_beside_whole_seconds():
+    placement = Placement.loop(4)
+    link = Link(0.75)
+    costs = Costs.of(placement, 1, 1, 1, communication=Communication(same_node=link, other_node=link))
+    bound = lower_bound(placement, 6, costs, "full")
+    assert bound.machine[3] == 6 * 3 + 3 * (3 + 2 * 0.75)
+    huge = replace(costs, communication=Communication(same_node=Link(4 * 10**18)))
+    with pytest.raises(ConfigError, match="take more than"):
+        lower_bound(placement, 6, huge)

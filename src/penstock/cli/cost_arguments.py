@@ -62,7 +62,9 @@ def parse_bytes(option: str, text: str) -> float:
     except ValueError:
         size = 0.0
     if not 0 < size < 1e18:
-        raise ConfigError(f"{option} must be bytes above 0, such as 70GB or 64GiB, got {text!r}")
+        raise ConfigError(
+            f"{option} must be bytes above 0 in B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 70GB, got {text!r}"
+        )
     return size
 
 
@@ -74,14 +76,20 @@ def stage_bytes(option: str, text: str) -> int | list[int]:
     """
     try:
         numbers = [
-            int(word) if word.strip().isdecimal() else int(parse_bytes(option, word))
-            for word in text.split(",")
+            int(word) if word.strip().isdecimal() else _whole_bytes(option, word) for word in text.split(",")
         ]
     except ConfigError:
         raise ConfigError(
-            f"{option} must be a number of bytes, or one per stage such as 10,20,30, got {text!r}"
+            f"{option} must be a whole number of bytes, or one per stage such as 10,20,30, got {text!r}"
         ) from None
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _whole_bytes(option: str, text: str) -> int:
+    size = parse_bytes(option, text)
+    if size != int(size):
+        raise ConfigError(f"{option} must be whole bytes, got {text!r}")
+    return int(size)
 
 
 def _number(text: str) -> int | float | None:

@@ -123,7 +123,9 @@ def command(
             f"a plan of a profile is Python for your own script, got --out {out}; give --out plan.py"
         )
     read = [model, cluster_name.partition("*")[0], *([] if run is None else [str(run / "config.toml")])]
-    order = None if order_seconds is None else (out or Path("run.toml")).with_name("plan-order.csv")
+    order = (
+        None if order_seconds is None else (out or Path("run.toml")).absolute().with_name("plan-order.csv")
+    )
     require_writable(out, page, order, read)
     if seconds is not None and not seconds > 0:
         raise click.UsageError(f"--seconds must be above 0, got {seconds}")
@@ -167,6 +169,8 @@ def command(
         lines += ["", f"There is no {out}: {untrained}."]
     elif out is not None:
         lines += _run_lines(Path(model), profile, cluster, best, sequence, batch, out)
+    if best.layout.schedule == str(order):
+        lines += ["", f"order:   {order}"]
     if as_json:
         ran = {} if comparison is None else {"from_run": comparison.as_dict()}
         click.echo(json.dumps(result.as_dict() | ran))

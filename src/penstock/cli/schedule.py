@@ -100,7 +100,7 @@ def check(
     """
     from penstock.schedule.check import check as prove
 
-    schedule = _schedule(**arguments)
+    schedule = _schedule(**arguments, memory_limit=memory_limit if saved == "1" else None)
     budget = _budget(memory_limit, saved, waiting, freed_at)
     try:
         proof = prove(schedule, budget=budget if memory_limit is not None else None)
@@ -202,9 +202,14 @@ def _schedule(
     microbatches: int | None,
     virtual_stages: int | None,
     options: tuple[str, ...],
+    memory_limit: int | None = None,
 ) -> Schedule:
-    """Return the schedule that the argument and options name."""
-    return find_schedule(schedule, ranks, microbatches, virtual_stages, named_values(options))
+    """Return the schedule that the argument and options name; a family that adapts to a memory limit gets it."""
+    from penstock.schedule.families import FAMILIES
+
+    adapts = schedule in FAMILIES and "memory_limit" in FAMILIES[schedule].options
+    adapted = {"memory_limit": memory_limit} if adapts and memory_limit is not None else {}
+    return find_schedule(schedule, ranks, microbatches, virtual_stages, adapted | named_values(options))
 
 
 def _budget(limit: int | None, saved: str, waiting: str, freed_at: str) -> Budget:

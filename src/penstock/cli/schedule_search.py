@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +14,7 @@ import click
 
 from penstock.cli.cost_arguments import COSTS, LATENCY, parse_bytes, priced, stage_bytes
 from penstock.errors import ConfigError
+from penstock.launch.exit_codes import of_signal
 
 if TYPE_CHECKING:
     from penstock.schedule.memory import Budget
@@ -86,25 +91,34 @@ def search_command(
     from penstock.output_files import SCHEDULE, OutputFile, require_outputs
     from penstock.schedule.families.searched import shaped_placement
     from penstock.schedule.size import require_size
-    from penstock.schedule.text import write_csv
+    from penstock.schedule.text import is_csv, write_csv
     from penstock.simulate.certified_search import search_schedule
 
+    if math.isnan(seconds):
+        raise ConfigError("--seconds must be a number above 0, got nan")
     if out is not None:
+        if not is_csv(out) and (Path(out).is_file() or not os.path.exists(out)):
+            raise ConfigError(f"--out must end in .csv, by which other commands know a schedule, got {out!r}")
         require_outputs([OutputFile("--out", Path(out), SCHEDULE)])
     v = virtual_stages or (2 if placement == "v" else 1)
     require_size("search", ranks, microbatches, v)
     placed = shaped_placement(placement, ranks, v)
-    budget = _budget(memory_limit, saved, waiting)
+    budget, counted = _budget(memory_limit, saved, waiting, placed.stages)
     table = priced(costs, latency, placed)
-    result = search_schedule(
-        placed,
-        microbatches,
-        table,
-        "split" if backward == "split" else "full",
-        budget,
-        seconds=seconds,
-        seed=seed,
-    )
+    try:
+        result = search_schedule(
+            placed,
+            microbatches,
+            table,
+            "split" if backward == "split" else "full",
+            budget,
+            seconds=seconds,
+            seed=seed,
+        )
+    except KeyboardInterrupt:
+        click.echo("penstock: interrupted before there was an order; no file was written", err=True)
+        click.get_current_context().exit(of_signal(signal.SIGINT))
+    result = replace(result, peak=counted.peak(result.schedule))
     if out is not None:
         write_csv(result.schedule, out)
     if as_json:
@@ -115,19 +129,26 @@ def search_command(
             click.echo(f"\nwritten: {out}")
 
 
-def _budget(memory_limit: str | None, saved: str, waiting: str) -> Budget | None:
+def _budget(memory_limit: str | None, saved: str, waiting: str, stages: int) -> tuple[Budget | None, Budget]:
+    """Return the limit, if there is one, and a budget that counts memory with the sizes given."""
     from penstock.schedule.memory import Budget
 
-    sizes = stage_bytes("--saved", saved), stage_bytes("--waiting", waiting)
+    sizes = {name: stage_bytes(name, text) for name, text in (("--saved", saved), ("--waiting", waiting))}
+    for name, size in sizes.items():
+        if isinstance(size, list) and len(size) != stages:
+            raise ConfigError(
+                f"{name} must be one number of bytes, or one for each of the {stages} stages, got {len(size)}"
+            )
+    counted = Budget(0, sizes["--saved"], sizes["--waiting"])
     if memory_limit is None:
-        return None
+        return None, counted
     in_units = memory_limit.strip().isdecimal()
     if not in_units and saved == "1":
         raise ConfigError(
             f"--memory-limit must be a number of activations unless --saved gives their bytes, got {memory_limit!r}"
         )
     limit = int(memory_limit) if in_units else int(parse_bytes("--memory-limit", memory_limit))
-    return Budget(limit, *sizes)
+    return replace(counted, limit=limit), counted
 
 
 def _show(result: CertifiedSchedule, microbatches: int, budget: Budget | None, counted: bool) -> None:
@@ -135,7 +156,7 @@ def _show(result: CertifiedSchedule, microbatches: int, budget: Budget | None, c
     allowed = "no limit" if budget is None else f"of {budget.limits(1)[0]}"
     ended = {
         "proved": "the lower bound is reached: no order is quicker",
-        "converged": "the search found nothing better for a long time",
+        "converged": "the search ended by itself",
         "time": "the time was over",
         "interrupted": "interrupted",
     }[result.ended]

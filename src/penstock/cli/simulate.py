@@ -238,6 +238,8 @@ def _schedule(
         placement = shaped_placement(str(values.get("placement", "loop")), counts[0], v)
         table = priced(costs, latency, placement)
         adapted["costs"] = tuple(table.seconds[:, kind].tolist() for kind in (Kind.F, Kind.I, Kind.W))
+        if "full" in FAMILIES[name].options:
+            adapted["full"] = table.seconds[:, Kind.B].tolist()
         adapted["latency"] = float(table.communication.transfer(placement.stages).max(initial=0))
         adapted |= {} if memory_limit is None else {"memory_limit": memory_limit}
     return find_schedule(name, ranks, microbatches, virtual_stages, adapted | dict(values))

@@ -162,8 +162,8 @@ class Engine:
                     executor.refuse(self._step, error)
             if trains and self._rank_threads is not None:
                 self._late.note(executors, self._rank_threads.at_work)
-            if self.flow is not None and trains:
-                self.flow.fail(self._step, error)
+            if self.flow is not None:
+                self.flow.fail(self._step, trains, error, executors[0].failure)
             self._copies.restore()
             if self._world is None:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
@@ -380,7 +380,8 @@ class Engine:
         self.closed = True
         try:
             if self._status == "idle":
-                self.wait_for_parameters()
+                wait = self.wait_for_parameters if self.flow is None else self.flow.finish
+                wait()
         finally:
             self._end()
 

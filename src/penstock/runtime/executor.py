@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from penstock.errors import PeerError, PenstockError
+from penstock.errors import PenstockError, describe_error
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import (
     COUNTED,
@@ -28,7 +28,7 @@ from penstock.runtime.consensus import (
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.flow.reports import RankReport
 from penstock.runtime.flow.step_flow import StepFlow, UpdateUndoneError
-from penstock.runtime.health.failure_report import explain_error
+from penstock.runtime.health.failure_report import explain_error, failure_of
 from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_progress
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.tracing.clocks import clock
@@ -59,6 +59,7 @@ class Executor:
         records: times and memory of the last step's ops.
         progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
         flow: flow of the training steps into each other; None if every step ends on all ranks at once.
+        failure: notice of the last step that failed, as the other ranks have it; None if none has.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Executor:
         self.replica_reduction = replica_reduction
         self.fixed = fixed
         self.flow: StepFlow | None = None
+        self.failure: Failure | None = None
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
@@ -189,11 +191,14 @@ class Executor:
 
     def refuse(self, step: int, error: BaseException) -> None:
         """Tell the other ranks that this process cannot run a step."""
+        text = (
+            str(error) if isinstance(error, PenstockError) else f"rank {self.rank}: {describe_error(error)}"
+        )
+        refused = self.flow is None or self.flow.can_refuse()
+        self.failure = Failure(self.rank, step, text, refused)
         if self.channel is not None:
-            ours = isinstance(error, PenstockError)
-            text = str(error) if ours else f"rank {self.rank}: {type(error).__name__}: {error}"
             self.channel.open(step)
-            self.channel.fail(Failure(self.rank, step, text))
+            self.channel.fail(self.failure)
 
     def _begin(self, step: int, work: Work, attempt: int = 0) -> None:
         progress = self.progress
@@ -225,11 +230,9 @@ class Executor:
         self._clear()
         if self.shared is not None:
             self.shared.abandon()
+        self.failure = failure_of(error, report, self.rank, step, self.program, self.progress)
         if self.channel is not None:
-            failure = error.failure if isinstance(error, PeerError) else None
-            if not isinstance(failure, Failure):
-                failure = Failure(self.rank, step, str(report))
-            self.channel.fail(failure)
+            self.channel.fail(self.failure)
         if report is error:
             raise error
         raise report from error

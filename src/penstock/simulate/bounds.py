@@ -66,11 +66,11 @@ def lower_bound(
         ranks: ranks whose one-machine bounds count (default all); fewer give a weaker bound in less time.
 
     Raises:
-        ConfigError: if the costs do not cover the stages.
+        ConfigError: if the costs do not cover the stages, or are too large to add up.
     """
-    costs.cover(placement.stages)
+    costs.require_sums(placement.stages, placement.ranks, microbatches)
     paths = paths_of(placement, costs, backward)
-    machine = np.zeros(placement.ranks, paths.forward.dtype)
+    machine = np.zeros(placement.ranks, paths.head[Kind.F].dtype)
     for sharing, stages in _shared(placement):
         if ranks is None or not ranks.isdisjoint(sharing):
             machine[sharing] = _machine(paths, stages, len(sharing), microbatches, costs)

@@ -16,7 +16,7 @@ from penstock.schedule.memory import Budget
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.search.best_order import Ended, OrderSearch
+from penstock.schedule.search.best_order import Ended, FoundOrder, OrderSearch
 from penstock.schedule.search.order_problem import BackwardMode, OrderProblem, pipes_of
 from penstock.simulate.costs import Costs
 from penstock.simulate.memory_bounds import bound_in_memory
@@ -24,6 +24,8 @@ from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import bubbles, makespan
 from penstock.trace.events import Trace
 
+_EXACT = 1e-9
+"""Relative difference up to which two times differ by rounding alone."""
 SECONDS = 10.0
 """Time of a search, unless another is given."""
 
@@ -115,9 +117,20 @@ def search_schedule(
     began = perf_counter()
     problem = order_problem(placement, microbatches, costs, backward, budget)
     bound = bound_in_memory(placement, microbatches, costs, backward, budget)
-    found = OrderSearch(problem, CatalogueStarts(), bound=float(bound), seed=seed, progress=progress).run(
-        seconds
-    )
+    if costs.pair is None:  # the search counts the halves of pairs apart
+        bound = max(bound, _rounded(problem.least_of_all, bound))
+    found: FoundOrder | None = None
+    for number, each in enumerate(problem.assignments):
+        left = (seconds - (perf_counter() - began)) / (len(problem.assignments) - number)
+        if found is not None and (
+            found.ended == "interrupted" or _reaches(found.makespan, bound) or left <= 0
+        ):
+            break
+        search = OrderSearch(each, CatalogueStarts(), bound=float(bound), seed=seed, progress=progress)
+        best = search.run(max(left, 0.0))
+        if found is None or best.makespan < found.makespan:
+            found, problem = best, each
+    assert found is not None, "there is an assignment"
     schedule, start = problem.schedule(found.codes, "searched"), found.start
     trace = simulate(check(schedule, budget=budget).program, costs)
     if costs.pair is not None:
@@ -128,10 +141,21 @@ def search_schedule(
                 if makespan(timed) < makespan(trace):
                     schedule, trace, start = other, timed, name
     span = makespan(trace)
+    ended: Ended = "converged" if found.ended == "proved" else found.ended
+    ended = "proved" if _reaches(span, bound) else ended
     return CertifiedSchedule(
         schedule, trace, span, min(bound, span), bubbles(trace).busy.max(),
-        (budget or Budget(0)).peak(schedule), start, found.rounds, found.ended, perf_counter() - began,
+        (budget or Budget(0)).peak(schedule), start, found.rounds, ended, perf_counter() - began,
     )  # fmt: skip
+
+
+def _rounded(least: float, like: Any) -> Any:
+    """Return a bound as a whole number if all times are whole; rounding errors do not raise it."""
+    return int(np.ceil(least - _EXACT * least)) if isinstance(like, int) else least
+
+
+def _reaches(span: Any, bound: Any) -> bool:
+    return bool(span <= bound * (1 + _EXACT))
 
 
 def order_problem(

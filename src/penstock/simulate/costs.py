@@ -201,6 +201,20 @@ class Costs:
         """
         _covers("the costs", self.stages, stages)
 
+    def require_sums(self, stages: int, ranks: int, microbatches: int) -> None:
+        """Raise `ConfigError` unless the costs cover the stages, and all of a step's times fit 64 bits.
+
+        Raises:
+            ConfigError: as `cover`, or if the times are too large.
+        """
+        self.cover(stages)
+        messages = 2 * self.communication.transfer(stages).max(axis=1, initial=0).astype(float).sum()
+        if microbatches * (self.seconds.astype(float).sum() + messages) > _MAX:
+            raise ConfigError(
+                f"the ops and messages of {microbatches} microbatches on {ranks} ranks take more than {_MAX:,} seconds "
+                "together; give smaller costs"
+            )
+
 
 def _column(name: str, cost: Cost, placement: Placement) -> Table:
     """Return seconds of every stage; whole numbers stay whole where possible."""

@@ -38,10 +38,11 @@ def simulate(
 
     Raises:
         ScheduleError: if the program deadlocks.
-        ConfigError: if the costs do not cover its stages, or a pair is shorter than one of its halves.
+        ConfigError: if the costs do not cover its stages or are too large to add up, or a pair is shorter than one of its
+            halves.
     """
     schedule = program.schedule
-    costs.cover(schedule.stages)
+    costs.require_sums(schedule.stages, schedule.ranks, schedule.microbatches)
     start, end = _times(program, costs, pause)
     split_pairs = costs.pair_output == "early" and bool(schedule.paired.any())
     stuck = np.flatnonzero(end < 0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from penstock.schedule.check import check
 from penstock.schedule.families import FAMILIES
 from penstock.schedule.families.starts import STARTS
 from penstock.schedule.memory import Budget
+from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.annealing import time_order
 from penstock.schedule.search.joined_backwards import joined
-from penstock.schedule.search.order_problem import WHOLE, numbers
+from penstock.schedule.search.order_problem import WHOLE, BackwardMode, OrderProblem, numbers
 from penstock.simulate.certified_search import order_problem
 from penstock.simulate.simulator import simulate
 from penstock.trace.bubbles import makespan
@@ -87,3 +89,24 @@ def test_the_pipes_share_the_microbatches():
     for m, (down, up) in itertools.product([5, 6], [(3, 2), (3, 3)]):
         if down + up == m:
             assert small_problem(Placement.two_way(4), m).counts == (down, up)
+
+
+@pytest.mark.parametrize("backward", ["full", "split"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_of_two_pipes_is_the_least_of_all_assignments(backward: BackwardMode, seed: int):
+    random = np.random.default_rng(seed)
+    for microbatches in (1, 2, 3, 8, 13):
+        placement = Placement.two_way(4)
+        seconds = random.integers(1, 9, (4, len(Kind))).astype(float)
+        travel = random.integers(0, 20, (2, 3)) * random.integers(0, 2, (2, 3)).astype(float)
+        problem = OrderProblem(
+            placement, microbatches, backward, seconds, travel, mixed=bool(seed % 2) and backward == "split"
+        )
+        each = [replace(problem, in_first=first).least for first in range(microbatches + 1)]
+        assert problem.least_of_all == min(each)
+        for assigned in problem.assignments:
+            assert sum(assigned.counts) == microbatches
+            alone = assigned.one_by_one()
+            assert (
+                assigned.least <= time_order(assigned.tables_of(alone), alone, max(assigned.counts))[0] + 1e-9
+            )

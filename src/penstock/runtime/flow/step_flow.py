@@ -12,6 +12,9 @@ that it fits any order in which the ranks end.
 
 from __future__ import annotations
 
+import atexit
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -19,16 +22,20 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.errors import PeerError, PenstockError, first_line
+from penstock.errors import PeerError, PenstockError, describe_error, first_line
 from penstock.runtime.batch.result import StepResult, step_result
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import Losses
+from penstock.runtime.flow.flowing_step import FlowingStep
 from penstock.runtime.flow.lazy_result import FlowingResult
 from penstock.runtime.flow.reports import RankReport, ReportExchange, Verdict, judge
 from penstock.runtime.optim.grad_norm import LocalNorms
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.world import World
+
+_PATIENCE = 10.0
+"""Seconds that an interrupted rank, or one that ends, waits for the reports of the last step."""
 
 
 class UpdateUndoneError(Exception):
@@ -63,40 +70,6 @@ class Update(Protocol):
         """Undo the update made ahead."""
 
 
-class FlowingStep:
-    """A training step that this rank has done, and maybe not the others.
-
-    Attributes:
-        number: number of the step.
-        report: this rank's report.
-        verdict: the verdict on the step; None while it is not known.
-        updated: whether the update has been made, ahead or not.
-        ahead: whether it was made before the verdict was known.
-    """
-
-    def __init__(self, number: int, report: RankReport, reports: Future[list[RankReport]]) -> None:
-        self.number = number
-        self.report = report
-        self.verdict: Verdict | None = None
-        self.updated = self.ahead = False
-        self._reports = reports
-
-    @property
-    def reported(self) -> bool:
-        """True if the reports of all ranks have arrived."""
-        return self._reports.done()
-
-    def reports(self) -> list[RankReport]:
-        """Wait for the reports of all ranks, whose exchange has the timeout of every wait."""
-        return self._reports.result()
-
-    def decide(self, verdict: Verdict) -> None:
-        """Set the verdict, and drop the reports, which a result that is kept would keep."""
-        self.verdict = verdict
-        self.report = RankReport(Losses())
-        self._reports = Future()
-
-
 class StepFlow:
     """The flow of one process's training steps.
 
@@ -124,6 +97,8 @@ class StepFlow:
         self._first = True
         self._undone = False  # whether ranks that ran ahead of the last settled step had to begin again
         self._failed = ""
+        self._apart = False  # whether other ranks may have an update that was undone here
+        self._unread: dict[int, PenstockError] = {}  # errors of skipped steps that were not read, by step
         self.ahead = self.undone = 0
         self.refusal: PenstockError | None = None
         channel.steps_flow = True
@@ -198,8 +173,13 @@ class StepFlow:
             self._first = False
         return self._last
 
-    def settle(self) -> Verdict:
+    def settle(self, patience: float | None = None) -> Verdict:
         """Wait for the verdict on the last step, if it is not known, and make its update right.
+
+        An interrupt ends the wait and changes nothing.
+
+        Args:
+            patience: seconds to wait (default: the timeout).
 
         Raises:
             PenstockError: if a rank failed, or the step cannot count on any; the update has been undone.
@@ -209,28 +189,40 @@ class StepFlow:
         if last.verdict is not None:
             return last.verdict
         try:
-            verdict = judge(last.reports(), self.update.join, self._last_stage, last.number)
-            if verdict.error is not None and not verdict.skips:
-                self.refusal = None if isinstance(verdict.error, PeerError) else verdict.error
-                raise verdict.error
-        except BaseException as error:
-            self._abandon(last, error)
+            reports = last.reports(patience)
+        except Exception as error:
+            self._abandon(last, error, apart=True)
             raise
+        verdict = judge(reports, self.update.join, self._last_stage, last.number)
+        if verdict.error is not None and not verdict.skips:
+            self.refusal = None if isinstance(verdict.error, PeerError) else verdict.error
+            self._abandon(last, verdict.error, apart=False)
+            raise verdict.error
         last.decide(verdict)
+        if verdict.error is not None:
+            self._unread[last.number] = verdict.error
         self._undone = self.update.changes(verdict)
         if last.ahead:
             self.undone += self._undone
+            self._apart = True
             self.update.confirm(verdict)
+            self._apart = False
         return verdict
 
-    def _abandon(self, last: FlowingStep, error: BaseException) -> None:
+    def _abandon(self, last: FlowingStep, error: BaseException, apart: bool) -> None:
+        self._apart = apart or last.ahead
         if last.ahead:
             self.update.undo()
-        known = (
-            error if isinstance(error, PenstockError) else PenstockError(f"{type(error).__name__}: {error}")
-        )
+        self._apart = apart
+        known = error if isinstance(error, PenstockError) else PenstockError(describe_error(error))
         last.decide(Verdict(last.report.losses, known, None))
         self._failed = self._failed or first_line(error)
+
+    def read(self, step: FlowingStep) -> Verdict:
+        """Wait for the verdict on a step for the user, who knows of its error then."""
+        verdict = step.verdict or self.settle()
+        self._unread.pop(step.number, None)
+        return verdict
 
     def make_update(self) -> FlowingStep:
         """Update the weights after a step, ahead of its verdict if nothing speaks against it.
@@ -263,7 +255,7 @@ class StepFlow:
         done = [work.without_batch() for work in works]  # a result that is read late must not keep the batch
 
         def wait() -> StepResult:
-            verdict = last.verdict or self.settle()
+            verdict = self.read(last)
             if verdict.error is not None:
                 raise verdict.error
             done[0].losses = verdict.losses
@@ -272,28 +264,103 @@ class StepFlow:
         return FlowingResult(wait)
 
     def wait(self) -> None:
-        """Wait until the last step has ended on all ranks and its update is right; raises what `settle` raises."""
+        """Wait until the last step has ended on all ranks and its update is right.
+
+        Raises:
+            PenstockError: as `settle`, and if the ranks' weights may not be those after one and the same step.
+        """
         if self.unsettled is not None:
             self.settle()
+        if self._apart:
+            raise PenstockError(
+                f"rank {self._rank} could not learn whether all ranks completed the last step, so the ranks' weights may be "
+                f"a step apart; load a checkpoint, and build a new pipeline. The failure: {self._failed}"
+            )
 
-    def fail(self, number: int, error: BaseException) -> None:
-        """Tell all ranks that a step failed here, and settle the one before it."""
+    def fail(self, number: int, trains: bool, error: BaseException, failure: Failure | None) -> None:
+        """Tell all ranks that a step failed here, and settle the one before it.
+
+        Args:
+            number: number of the step.
+            trains: True for a training step, False for an evaluation, which ends on all ranks at once.
+            error: error that stopped it.
+            failure: notice that the other ranks may have; of an earlier step if this one did not begin.
+        """
+        if not trains:
+            self._channel.forgive(number)
+            return
         last = self._last
+        if failure is None or failure.step != number:
+            failure = Failure(self._rank, number, describe_error(error))
+        reports: Future[list[RankReport]] | None = None
         if last is None or last.number < number:
-            failure = error.failure if isinstance(error, PeerError) else None
-            if not isinstance(failure, Failure):
-                failure = Failure(self._rank, number, str(error) or type(error).__name__)
-            self._exchange.begin(RankReport(Losses(), failure=failure))
+            reports = self._exchange.begin(RankReport(Losses(), failure=failure))
         if last is not None and last.verdict is None:
-            if isinstance(error, Exception) or last.reported:
-                with suppress(Exception):  # the first error is the one to raise
-                    self.settle()
-            else:  # an interrupt does not wait for the other ranks
-                self._abandon(last, error)
-        self._failed = self._failed or first_line(error)
+            self._settle_failed(last, error)
+        if reports is None or not failure.refused or not self._all_refuse(number, reports):
+            self._failed = self._failed or first_line(error)
+
+    def _settle_failed(self, last: FlowingStep, error: BaseException) -> None:
+        """Settle the step before one that failed, so that all ranks have the same weights."""
+        try:
+            self.settle(_PATIENCE if isinstance(error, KeyboardInterrupt) else None)
+        except Exception:  # the first error is the one to raise
+            return
+        except BaseException as again:
+            if last.verdict is None:
+                self._abandon(last, again, apart=True)
+            raise
+
+    def can_refuse(self) -> bool:
+        """Return whether the next step can be refused alone: the one before has ended on all ranks, with its update."""
+        with suppress(Exception):
+            self.begin()
+            self.wait()
+            return True
+        return False
+
+    def _all_refuse(self, number: int, reports: Future[list[RankReport]]) -> bool:
+        """Wait until all ranks have refused a step; return False if any of them failed in another way."""
+        try:
+            refused = all(each.failure is not None and each.failure.refused for each in reports.result())
+        except Exception:
+            return False
+        if not refused or self._failed:
+            return False
+        self._channel.forgive(number)
+        self._last, self._undone = None, False
+        return True
+
+    def finish(self) -> None:
+        """Wait for the last step, and warn of steps that were left out and whose results were not read."""
+        if self.unsettled is not None:
+            self.settle()
+        if self._unread and not self._failed:
+            warnings.warn(self._describe_unread(), RuntimeWarning, stacklevel=2)
+            self._unread.clear()
+
+    def _describe_unread(self) -> str:
+        steps = ", ".join(map(str, self._unread))
+        last = list(self._unread.values())[-1]
+        return (
+            f"rank {self._rank}: the updates of {len(self._unread)} steps ({steps}) were left out, and their results were "
+            f"not read: {last}"
+        )
+
+    def end_at_exit(self) -> None:
+        """Wait for the last step of a pipeline that is still open when the process ends; write to stderr if it counts for
+        nothing."""
+        try:
+            if self.unsettled is not None and not self._failed:
+                self.settle(_PATIENCE)
+        except Exception as error:
+            print(f"penstock: rank {self._rank}: the last step failed: {first_line(error)}", file=sys.stderr)
+        if self._unread and not self._failed:
+            print(f"penstock: {self._describe_unread()}. Close the pipeline before the end", file=sys.stderr)
 
     def close(self) -> None:
         """End the exchange."""
+        atexit.unregister(self.end_at_exit)
         self._exchange.close()
         self._channel.steps_flow = False
 
@@ -307,7 +374,9 @@ def open_flow(world: World, update: Update, last_stage: int) -> StepFlow:
         last_stage: number of the last stage.
     """
     assert world.channel is not None, "connected"
-    return StepFlow(world.channel, ReportExchange(world.reports()), update, world.rank, last_stage)
+    flow = StepFlow(world.channel, ReportExchange(world.reports()), update, world.rank, last_stage)
+    atexit.register(flow.end_at_exit)
+    return flow
 
 
 def _nothing() -> None:

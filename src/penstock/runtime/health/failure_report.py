@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.errors import PeerError, ReplicaError, StageError, TransportError, WaitTimeoutError
+from penstock.errors import (
+    PeerError,
+    ReplicaError,
+    StageError,
+    TransportError,
+    WaitTimeoutError,
+    describe_error,
+)
 from penstock.runtime.health.hang import dump_stacks
 from penstock.runtime.health.rank_progress import (
     ROW,
@@ -14,7 +21,7 @@ from penstock.runtime.health.rank_progress import (
     describe_progress,
     rows_of,
 )
-from penstock.runtime.transport.channel import Channel
+from penstock.runtime.transport.channel import Channel, Failure
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.stage.compute.runner import Messages
@@ -59,7 +66,31 @@ def explain_error(
     if inputs is not None and row >= 0 and program.schedule.kind[row] == Kind.F:
         shapes = f" (the stage's input was {describe(inputs[0])})"
     kind = type(error) if isinstance(error, StageError) else StageError
-    return kind(f"{where}: {type(error).__name__}: {error}{shapes}")
+    return kind(f"{where}: {describe_error(error)}{shapes}")
+
+
+def failure_of(
+    error: BaseException,
+    report: BaseException,
+    rank: int,
+    step: int,
+    program: Program,
+    progress: RankProgress,
+) -> Failure:
+    """Return the notice for the other ranks: the first cause, by rank, stage, microbatch and op.
+
+    Args:
+        error: error that stopped the rank.
+        report: what `explain_error` made of it.
+        rank, step: rank and step.
+        program: program of the step.
+        progress: numbers of the rank.
+    """
+    if isinstance(error, PeerError) and isinstance(error.failure, Failure):
+        return error.failure
+    if isinstance(report, Exception):
+        return Failure(rank, step, str(report) or type(report).__name__)
+    return Failure(rank, step, f"{_where(rank, program, progress)}: {describe_error(report)}")
 
 
 def _show_stacks(error: TransportError, rank: int, channel: Channel) -> None:

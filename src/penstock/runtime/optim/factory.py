@@ -130,7 +130,9 @@ def require_flow(pipe: Pipeline, flow: bool, *, accumulate: int, scaler: bool, z
     if not flow:
         return
     if problem := flow_problem(pipe, accumulate=accumulate, scaler=scaler, zero=zero):
-        raise ConfigError(f"flow=True cannot be used: {problem}; use flow=False")
+        raise ConfigError(
+            f"flow=True cannot be used: {problem}; use flow=False, or in penstock train schedule.flow=off"
+        )
 
 
 def require_no_fp16(pipe: Pipeline) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.flow.group_options import GroupOptions, Later
+from penstock.runtime.flow.outside_changes import OutsideChanges
 from penstock.runtime.flow.reports import RankReport, Verdict
 from penstock.runtime.optim.grad_norm import GlobalNorm, LocalNorms, is_clipped, scale_gradients
 from penstock.runtime.optim.main_weights import MainWeights
@@ -50,6 +52,9 @@ class FlowingUpdate:
         self._clip, self._norm = clip, norm
         self._parameters, self._counters = parameters, counters
         self._copy = UpdateCopy(optimizer)
+        self._options = GroupOptions(optimizer)
+        self._outside = OutsideChanges(optimizer)
+        self._changes_options = False  # whether the optimizer's own step does
         self._grads: list[Tensor | None] = []
         self._reported: list[tuple[int, int]] = []
         norm.agree()
@@ -63,7 +68,8 @@ class FlowingUpdate:
         return self._norm.join(parts)
 
     def suspects(self, report: RankReport) -> bool:
-        if report.refusal is not None or report.failure is not None:
+        # What the user sets could not be told from what the step sets, if both change an option.
+        if report.refusal is not None or report.failure is not None or self._changes_options:
             return True
         norms = report.norms
         return (
@@ -97,27 +103,42 @@ class FlowingUpdate:
         self._main.lend_gradients()
         self._copy.take()
         self._grads = [p.grad for p in self._parameters]
-        self._apply()
+        try:
+            self._apply()
+        except BaseException:
+            self._restore(self._options.take_back(repeats=True))
+            raise
         self._drop_gradients()
 
     def confirm(self, verdict: Verdict) -> None:
-        if not self.changes(verdict):
+        changes = self.changes(verdict)
+        later = self._options.take_back(repeats=changes)
+        if changes:
+            grads = self._grads
+            self._restore([])
+            self._give(grads)
+            self._make(verdict)
+        else:
             self._grads = []
             self._count()
-            return
-        grads = self._grads
-        self.undo()
-        self._give(grads)
-        self._make(verdict)
+        self._options.give_back(later)
 
     def undo(self) -> None:
+        self._restore(self._options.take_back(repeats=True))
+
+    def _restore(self, later: Later) -> None:
         self._grads = []
         self._copy.restore()
         self._main.round_into_parameters()
+        self._options.give_back(later)
 
     def _apply(self) -> None:
         before = self._versions()
-        self._optimizer.step()
+        self._options.take()
+        try:
+            self._outside.check(self._optimizer.step)
+        finally:
+            self._changes_options |= self._options.step_ended()
         if before != self._versions():
             raise ConfigError(
                 f"{type(self._optimizer).__name__} changes the gradients in its step, so that an update could not be "

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.dtensor import local
 from penstock.runtime.flow.reports import Verdict
-from penstock.runtime.flow.step_flow import FlowingStep, StepFlow
+from penstock.runtime.flow.step_flow import StepFlow
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.factory import (
     MakeOptimizer,
@@ -62,14 +62,13 @@ class FlowingOptimizerStep(OptimizerStep):
     """Result of `PipelineOptimizer.step` with ``flow=True``: reading all but `lr` waits until the update is certain.
 
     Args:
-        step: the step that the update follows.
-        settle: function that waits for the verdict on it.
+        read: function that waits for the verdict on the step.
         lr: learning rate of each group in this step.
     """
 
-    def __init__(self, step: FlowingStep, settle: Callable[[], Verdict], lr: tuple[float, ...]) -> None:
+    def __init__(self, read: Callable[[], Verdict], lr: tuple[float, ...]) -> None:
         object.__setattr__(self, "lr", lr)
-        object.__setattr__(self, "_verdict", lambda: step.verdict or settle())
+        object.__setattr__(self, "_verdict", read)
 
     @property
     def _known(self) -> Verdict:
@@ -252,7 +251,7 @@ class PipelineOptimizer:
 
     def _flow_on(self, flow: StepFlow) -> OptimizerStep:
         rates = self._rates()
-        return FlowingOptimizerStep(flow.make_update(), flow.settle, rates)
+        return FlowingOptimizerStep(partial(flow.read, flow.make_update()), rates)
 
     def _update(self) -> Tensor | None:
         if self.accumulate > 1:

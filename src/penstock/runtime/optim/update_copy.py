@@ -1,4 +1,4 @@
-"""A copy of everything that an optimizer's step changes, so that the step can be undone bit for bit."""
+"""A copy of the weights and the optimizer state that a step changes, so that the step can be undone bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class UpdateCopy:
         self._copied: list[tuple[Tensor, Tensor]] = []
         self._weights: list[Tensor] = []
         self._states: dict[Tensor, dict[str, Any]] = {}
-        self._options: list[dict[str, Any]] = []
 
     @property
     def bytes(self) -> int:
@@ -44,14 +43,6 @@ class UpdateCopy:
             for p in self._weights
             if p in state
         }
-        self._options = [
-            {
-                k: v.clone() if isinstance(v, Tensor) else copy.copy(v)
-                for k, v in group.items()
-                if k != "params"
-            }
-            for group in groups
-        ]
         found = {(id(p), ""): local(p.detach()) for p in self._weights}
         for p, entries in self._states.items():
             found |= {(id(p), key): value for key, value in entries.items() if isinstance(value, Tensor)}
@@ -79,5 +70,3 @@ class UpdateCopy:
                 state[parameter] = self._states[parameter]
             else:
                 state.pop(parameter, None)
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
-            group.update(options)

@@ -23,11 +23,13 @@ class Failure(NamedTuple):
         rank: rank that failed first.
         step: number of the step.
         message: text of its error, with stage, op and microbatch.
+        refused: whether the rank refused the step before it ran any of it (default False).
     """
 
     rank: int
     step: int
     message: str
+    refused: bool = False
 
 
 class Channel(Protocol):

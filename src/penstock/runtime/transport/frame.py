@@ -79,7 +79,8 @@ def write_notice(buffer: memoryview, attempt: int, failure: Failure | None) -> i
     """
     rank, message = (-1, "") if failure is None else (failure.rank, failure.message)
     text = message.encode()[: FRAME_BYTES - HEADER_BYTES]
-    Header(NOTICE, attempt, rank, 0, len(text), 0).write(buffer, text)
+    refused = int(failure is not None and failure.refused)
+    Header(NOTICE, attempt, rank, refused, len(text), 0).write(buffer, text)
     return HEADER_BYTES + len(text)
 
 
@@ -88,7 +89,7 @@ def read_notice(header: Header, buffer: memoryview) -> Failure | None:
     if header.tag < 0:
         return None
     text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + header.layout_bytes])
-    return Failure(header.tag, header.attempt // 2, text.decode(errors="replace"))
+    return Failure(header.tag, header.attempt // 2, text.decode(errors="replace"), bool(header.layout))
 
 
 def require_fits(peer: int, layout_bytes: int, available: int) -> None:

@@ -81,6 +81,7 @@ class ProcessChannel:
             if peer not in self._in:
                 self._in[peer] = GroupIncoming(group, peer, slots, timeout, communicators.get((peer, rank)))
         self.steps_flow = False
+        self._forgiven = 0
         self.on_restart: Callable[[], None] = lambda: None
         self._attempt = 0  # two for each step; the second begins it again
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
@@ -171,7 +172,12 @@ class ProcessChannel:
     @property
     def _oldest_failure(self) -> int:
         """The first attempt whose failures still count."""
-        return self._attempt // 2 * 2 - 2 if self.steps_flow else self._attempt
+        oldest = self._attempt // 2 * 2 - 2 if self.steps_flow else self._attempt
+        return max(oldest, self._forgiven)
+
+    def forgive(self, step: int) -> None:
+        """Ignore failures of a step and of those before it from now on, since all ranks know of them."""
+        self._forgiven = 2 * step + 2
 
     def fail(self, failure: Failure) -> None:
         self._peer_registry.report_error(failure.message)

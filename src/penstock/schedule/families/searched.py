@@ -51,6 +51,7 @@ def searched(
     placement: Shape = "loop",
     backward: BackwardMode = "split",
     costs: tuple[Cost, Cost, Cost] = (1.0, 1.0, 1.0),
+    full: Cost | None = None,
     latency: float = 0.0,
     memory_limit: int | None = None,
     rounds: int = ROUNDS,
@@ -65,6 +66,8 @@ def searched(
         placement: "loop" (default), "v", or "bidirectional".
         backward: "split" (default) or "full".
         costs: seconds of F, I and W, each one number for a rank, which its stages share, or one a stage (default 1 each).
+        full: seconds of a full backward, likewise (default: those of I and W). Where it is quicker, a split backward is
+            joined to a full one.
         latency: seconds a message takes between ranks (default 0).
         memory_limit: activations a rank may hold, in microbatches of a stage (default: no limit).
         rounds: rounds of the search (default 16).
@@ -96,19 +99,21 @@ def searched(
             raise ScheduleError(f"searched: {name} must be a whole number of at least {least}, got {count!r}")
     placed = shaped_placement(placement, ranks, virtual_stages)
     f, b, w = (_per_stage(name, cost, placed) for name, cost in zip("FIW", costs, strict=True))
+    whole = b + w if full is None else _per_stage("B", full, placed)
     seconds = np.zeros((placed.stages, len(Kind)))
-    for kind, column in ((Kind.F, f), (Kind.I, b), (Kind.W, w), (Kind.B, b + w), (Kind.R, f)):
+    for kind, column in ((Kind.F, f), (Kind.I, b), (Kind.W, w), (Kind.B, whole), (Kind.R, f)):
         seconds[:, kind] = column
     pipes = np.array(pipes_of(placed))
     travel = np.where(pipes[:, 1:] != pipes[:, :-1], float(latency), 0.0)
     budget = None if memory_limit is None else Budget(memory_limit)
-    search = OrderSearch(
-        OrderProblem(placed, microbatches, backward, seconds, travel, budget), CatalogueStarts(), seed=seed
-    )
+    mixed = backward == "split" and bool((whole < b + w).any())
+    problem = OrderProblem(placed, microbatches, backward, seconds, travel, budget, mixed=mixed)
+    search = OrderSearch(problem, CatalogueStarts(), seed=seed)
     options: dict[str, object] = {
         "placement": placement, "backward": backward, "costs": tuple(tuple(map(float, c)) for c in (f, b, w)),
         "latency": float(latency), "memory_limit": memory_limit, "rounds": rounds, "seed": seed,
     }  # fmt: skip
+    options |= {} if full is None else {"full": tuple(map(float, whole))}
     return search.problem.schedule(search.run(math.inf, rounds).codes, "searched", options)
 
 

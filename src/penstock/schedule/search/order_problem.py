@@ -86,6 +86,7 @@ class OrderProblem:
         budget: limit on the memory of every rank; None for no limit.
         sender_blocks, receiver_blocks: whether a message takes the time of its sender or receiver (default False).
         mixed: whether a split backward may be joined to a B where that is quicker (default False).
+        in_first: number of microbatches of the first of two pipes; the other has the rest (default: half, rounded up).
     """
 
     placement: Placement
@@ -97,6 +98,7 @@ class OrderProblem:
     sender_blocks: bool = False
     receiver_blocks: bool = False
     mixed: bool = False
+    in_first: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -120,7 +122,42 @@ class OrderProblem:
         """Number of microbatches of each pipe."""
         if len(self.pipes) == 1:
             return (self.microbatches,)
-        return (self.microbatches + 1) // 2, self.microbatches // 2
+        first = (self.microbatches + 1) // 2 if self.in_first is None else self.in_first
+        return first, self.microbatches - first
+
+    @cached_property
+    def assignments(self) -> list[OrderProblem]:
+        """This problem with other numbers of microbatches in two pipes that differ; those that may take least come first."""
+        if len(self.pipes) == 1 or np.array_equal(*self.travel):
+            return [self]
+        half = self.microbatches // 2
+        numbers = {self.counts[0], half, self.microbatches - half, self._least_assignment}
+        made = [replace(self, in_first=number) for number in sorted(numbers, reverse=True)]
+        return sorted(made, key=lambda problem: problem.least)
+
+    @cached_property
+    def least_of_all(self) -> float:
+        """Makespan that no order can beat, however the microbatches are divided between two pipes."""
+        if len(self.pipes) == 1:
+            return self.least
+        return self._least_in(self._least_assignment)
+
+    @cached_property
+    def _least_assignment(self) -> int:
+        """The number of microbatches in the first of two pipes with the smallest `least`."""
+        # With microbatches in both pipes it is the largest of some linear functions of the number, and so convex.
+        low, high = 1, self.microbatches - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._least_in(middle) <= self._least_in(middle + 1):
+                high = middle
+            else:
+                low = middle + 1
+        ends = {0, self.microbatches, *([low] if self.microbatches > 1 else [])}
+        return min(sorted(ends, reverse=True), key=self._least_in)
+
+    def _least_in(self, first: int) -> float:
+        return replace(self, in_first=first).least
 
     @cached_property
     def node_ranks(self) -> Ints:
@@ -182,12 +219,13 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
         whole = self._least_of(
             own, head, tail[:, GRADIENT] if self.backward == "full" else np.zeros(len(own))
         )
-        return max(float((way + tail[:, FORWARD]).max()), through, whole)
+        return max(float((way + tail[:, FORWARD])[self.node_counts > 0].max()), through, whole)
 
     def _least_of(self, seconds: Floats, head: Floats, after: Floats) -> float:
         """Return the largest time of a rank: before its first op, in the ops of its nodes, and after its last."""
         work = np.bincount(self.node_ranks, seconds * self.node_counts, self.ranks)
-        ends = [head[held].min() + after[held].min() for held in self.nodes_of]
+        used = [held[self.node_counts[held] > 0] for held in self.nodes_of]
+        ends = [head[held].min() + after[held].min() for held in used]
         return float((work + np.array(ends)).max())
 
     @cached_property
@@ -323,8 +361,9 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
         return self.tables._replace(offsets=np.concatenate([[0], np.cumsum(size)]))
 
     def shortened(self, microbatches: int) -> OrderProblem:
-        """Return the same problem with fewer microbatches."""
-        return replace(self, microbatches=microbatches)
+        """Return the same problem with fewer microbatches, in two pipes in proportion."""
+        first = None if self.in_first is None else round(self.in_first * microbatches / self.microbatches)
+        return replace(self, microbatches=microbatches, in_first=first)
 
 
 def numbers(codes: Ints) -> Ints:
