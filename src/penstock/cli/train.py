@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from dataclasses import asdict, replace
@@ -25,25 +26,27 @@ class _TrainCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            hint = _hint(error.option_name, given, similar=bool(error.possibilities))
+            hint = _hint(error.option_name, given, list(error.possibilities or ()))
             if hint is None:
                 raise
             raise click.UsageError(f"{error.option_name} is no option; {hint}", ctx) from error
 
 
-def _hint(option: str, arguments: list[str], similar: bool) -> str | None:
+def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:
     """Return how to write the key of the config that an unknown option may have meant; None if there is none.
 
     Args:
         option: the option.
         arguments: arguments of the command.
-        similar: whether an option has a similar name.
+        similar: options with a similar name.
     """
     from penstock.train.config.config import HINTS
     from penstock.train.config.help.hints import assignments
 
     if not option.startswith("--"):  # click takes the letters of -lr one by one
         option = next(text.partition("=")[0] for text in arguments if text.startswith(option))
+    if difflib.get_close_matches(option, similar, cutoff=0.9):
+        return None  # a misspelt option, such as --rank
     keys = HINTS.exact(option) or ([] if similar else HINTS.nearest(option))
     if not keys:
         return None

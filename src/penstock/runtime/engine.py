@@ -365,8 +365,7 @@ class Engine:
         """Return the trace of the last step of this process's ranks; None before the first."""
         if not self._traced:
             return None
-        trace = measured_trace(self._traced)
-        stages = self.local_stages
+        trace, stages = measured_trace(self._traced), self.local_stages
         return replace(trace, info={**trace.info, "split": stages.split, "blocks": stages.blocks})
 
     def gather_trace(self, local: Trace | None) -> Trace | None:
@@ -380,8 +379,7 @@ class Engine:
         self.closed = True
         try:
             if self._status == "idle":
-                wait = self.wait_for_parameters if self.flow is None else self.flow.finish
-                wait()
+                (self.wait_for_parameters if self.flow is None else self.flow.finish)()
         finally:
             self._end()
 

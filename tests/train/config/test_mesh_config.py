@@ -67,8 +67,15 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused(given, processes, sai
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ({"parallel": {"dp": 3}}, "microbatches 8 do not divide .* take a multiple of 3, or parallel.dp = 1"),
-        ({"parallel": {"dp": 12}}, "take a multiple of 12, or parallel.dp = 4"),
+        ({"parallel": {"dp": 3}}, "train.batch 16 does not divide over parallel.dp 3: .* take 18, or"),
+        (
+            {"parallel": {"dp": 3}, "schedule": {"microbatches": 8}},
+            "microbatches 8 do not divide .* take a multiple of 3, or parallel.dp = 1",
+        ),
+        (
+            {"parallel": {"dp": 12}, "schedule": {"microbatches": 8}},
+            "take a multiple of 12, or parallel.dp = 4",
+        ),
         ({"parallel": {"order": "pp,dp"}}, "parallel.order must be pp, dp and tp once each"),
         ({"parallel": {"tp": 0}}, "parallel.tp must be greater than or equal to 1"),
         ({"parallel": {"sequence_parallel": 1}}, "parallel.sequence_parallel must be true or false, got 1"),

@@ -31,8 +31,8 @@ class Config(Table):
     """All sections. `from_mapping` and `penstock.train.config.file.load` build checked ones."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoraSection = field(default_factory=LoraSection)
     data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraSection = field(default_factory=LoraSection)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
