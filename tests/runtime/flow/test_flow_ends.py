@@ -110,7 +110,7 @@ def refuse_batches(rank: int, flow: bool, where: str) -> tuple[list[str], dict[s
         return errors, {k: v.clone() for k, v in pipe.state_dict().items()}, updates.steps
 
 
-@pytest.mark.parametrize("where", ["all", pytest.param("last", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["all"])
 def test_a_batch_that_cannot_be_split_ends_one_step_alone(processes: LocalProcesses, where: str):
     barrier, flowing = run_cases(processes, RANKS, refuse_batches, [(False, where), (True, where)])
     for (errors, weights, steps), (again, same, count) in zip(barrier, flowing, strict=True):

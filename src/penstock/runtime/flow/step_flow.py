@@ -35,7 +35,7 @@ from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.world import World
 
 _PATIENCE = 10.0
-"""Seconds that an interrupted rank, or one that ends, waits for the reports of the last step."""
+"""Seconds that a rank that was interrupted, ends, or refused a step waits for the reports of all ranks."""
 
 
 class UpdateUndoneError(Exception):
@@ -322,7 +322,9 @@ class StepFlow:
     def _all_refuse(self, number: int, reports: Future[list[RankReport]]) -> bool:
         """Wait until all ranks have refused a step; return False if any of them failed in another way."""
         try:
-            refused = all(each.failure is not None and each.failure.refused for each in reports.result())
+            refused = all(
+                each.failure is not None and each.failure.refused for each in reports.result(_PATIENCE)
+            )
         except Exception:
             return False
         if not refused or self._failed:
