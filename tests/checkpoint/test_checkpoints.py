@@ -103,6 +103,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_continues_at_other_layouts_in_processes(tmp_path: Path, processes: LocalProcesses):
     losses, before = [], None
     for count, options in LAYOUTS:

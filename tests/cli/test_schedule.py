@@ -56,6 +56,7 @@ def test_the_list_for_a_program_has_formulas_and_what_was_measured():
     assert all(row["refused"] is None for row in rows.values())
 
 
+@pytest.mark.slow
 def test_the_list_says_which_counts_a_family_refuses():
     rows = {
         row["name"]: row
@@ -170,7 +171,7 @@ def test_draw_draws_in_the_terminal_and_into_a_file(tmp_path: Path):
         (("show", "gpipe", "-p", 2, "-m", 2, "-o", "speed=1"), "gpipe has no option 'speed'; it takes none"),
         (
             ("check", "gpipe", "-p", 2, "-m", 2, "--saved", "1,x"),
-            "--saved must be a number of bytes, or one per stage",
+            "--saved must be a whole number of bytes, or one per stage",
         ),
         (("check", "gpipe", "-p", 2, "-m", 2, "--saved", "1,2,3"), "saved has shape (3,)"),
         (("check", "none.csv"), "cannot read the schedule none.csv"),

@@ -67,7 +67,9 @@ def losses_and_gradients(rank: int, cases: list[tuple[str, int]]) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize("ranks", COUNTS)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(ranks, marks=pytest.mark.slow if ranks > 2 else ()) for ranks in COUNTS]
+)
 def test_processes_run_every_family(processes: LocalProcesses, ranks):
     cases = [(f, m) for f, p, m in CASES if p == ranks]
     parts = processes.run(ranks, losses_and_gradients, cases, timeout=300)

@@ -58,7 +58,8 @@ def assert_same_curve(config: Config, root: Path) -> None:
     assert torch.allclose(peft_models.logits(again), peft_models.logits(plain.model), atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("llama", 2), pytest.param("gpt2", 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 2), ("gpt2", 4)])
 def test_fifty_steps_are_those_of_peft_alone(family: str, ranks: int, tmp_path: Path):
     config = config_of(tmp_path, family, parallel={"pp": ranks})
     outcome = train(config, lambda steps, leads: Reporter())

@@ -180,7 +180,7 @@ def train_dp_and_tp(rank: int, sequence: bool):
     return first, {name: whole(p.detach()).clone() for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_buckets_reduce_what_is_cut_and_replicas_stay_bit_identical(processes: LocalProcesses, sequence):
     results = processes.run(4, train_dp_and_tp, sequence, timeout=600)
     net = built_in()

@@ -24,7 +24,9 @@ def found(small: SmallSpace, top: int = 3) -> SearchResult:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))]
+)
 def test_no_layout_of_a_small_space_is_quicker(seed: int):
     small = small_space(seed)
     quickest: dict[tuple[object, ...], float] = {}

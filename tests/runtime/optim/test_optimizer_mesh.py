@@ -61,7 +61,7 @@ def trained(rank: int, mesh: MeshShape | None, fused: bool, accumulate: int) -> 
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(2, 1, 2), MeshShape(1, 2, 2)], ids=["pp2 tp2", "dp2 tp2"])
-@pytest.mark.parametrize(("fused", "accumulate"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize(("fused", "accumulate"), [(True, 1), pytest.param(False, 3, marks=pytest.mark.slow)])
 def test_adamw_with_groups_is_that_of_the_unsplit_model(
     processes: LocalProcesses, mesh: MeshShape, fused: bool, accumulate: int
 ):

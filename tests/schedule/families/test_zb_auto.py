@@ -67,6 +67,7 @@ PUBLISHED = (
 KEPT = 32 * 4096 / (34 * 4096 + 5 * 32 * 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "m", "costs", "latency", "one", "two"), PUBLISHED)
 def test_the_papers_rates_at_both_limits_or_better(
     p: int, m: int, costs: Costs, latency: float, one: float, two: float

@@ -134,6 +134,7 @@ def in_process(rank: int, how: str) -> list[torch.Tensor]:
     return steps(model(how), 4, recompute=2)[:2]
 
 
+@pytest.mark.slow
 def test_in_processes_as_well(processes: LocalProcesses):
     wanted = expected(model("late"))[:2]
     assert all(same(actual, wanted) for actual in processes.run(4, in_process, "late"))

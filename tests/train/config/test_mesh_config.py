@@ -154,7 +154,7 @@ MESHES = {
 }
 
 
-FAST = ("pp2 dp2", "pp2 tp2, tp outermost, along the sequence", "pp2 dp2, ZeRO")
+FAST = ("pp2 dp2", "pp2 dp2, ZeRO")
 
 
 @pytest.mark.parametrize(
