@@ -103,6 +103,10 @@ def advise(trace: Trace, plan: PlannedStep) -> Advice:
     )
     proposed = tuple(change for change in candidates if 1 - change.makespan / total >= MIN_GAIN)
     sentence = " ".join(_sentence(now, change, is_measured(trace)) for change in proposed)
+    slow = alternatives.slow_stage()
+    if slow is not None and not any(change in moved for change in proposed):
+        # A slow machine is worth a word, even if no block can be moved off it.
+        sentence = f"{slow[0].upper()}{slow[1:]}. {sentence or _without_proposal(len(ranked))}"
     return Advice(sentence or _without_proposal(len(ranked)), proposed, (now, *ranked))
 
 

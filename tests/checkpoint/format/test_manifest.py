@@ -130,7 +130,8 @@ def test_no_source_unpickles_files_of_others():
             if isinstance(node, ast.Import):
                 assert not modules & {alias.name for alias in node.names}, path
             if isinstance(node, ast.ImportFrom):
-                assert node.module not in modules, path
+                only_writes = node.module == "pickle" and {alias.name for alias in node.names} == {"dumps"}
+                assert node.module not in modules or only_writes, path
             if isinstance(node, ast.Attribute) and node.attr == "load" and isinstance(node.value, ast.Name):
                 assert node.value.id != "torch", path
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":

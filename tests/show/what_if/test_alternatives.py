@@ -7,6 +7,7 @@ from torch import nn
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
+from penstock.show.advice import advise
 from penstock.show.planned import plan
 from penstock.show.what_if.alternatives import Alternatives
 from penstock.show.what_if.change import ChangeLines
@@ -50,6 +51,11 @@ def test_no_layer_moves_to_where_it_needs_more_memory_than_any_rank_has_now():
 
 def test_without_layers_to_move_nothing_is_moved():
     assert list(alternatives(slow([1, 1, 1, 1])).moved()) == []
+
+
+def test_a_slow_stage_is_named_even_if_nothing_can_be_moved_off_it():
+    trace = slow([1, 1, 1, 1])
+    assert advise(trace, plan(trace)).sentence.startswith("Stage 2 takes 2.00 times the median. ")
 
 
 def test_without_names_of_layers_even_stages_are_simulated():

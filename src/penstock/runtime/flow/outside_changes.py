@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pickle import dumps
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -137,12 +137,12 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def _pickled(value: object) -> object:
     try:
-        return pickle.dumps(value)
+        return dumps(value)
     except Exception:  # it cannot be compared by its content
         return id(value)
 
 
 def _random_states() -> tuple[object, ...]:
     numpy = sys.modules.get("numpy")
-    drawn = () if numpy is None else (pickle.dumps(numpy.random.get_state()),)
+    drawn = () if numpy is None else (dumps(numpy.random.get_state()),)
     return (*default_states(), random.getstate(), *drawn)

@@ -56,16 +56,24 @@ class Alternatives:
         trace = self._conditions.simulate(self._program, self._costs)
         return _change("unchanged", self._schedule, self._memory, trace)
 
+    def slow_stage(self) -> str | None:
+        """Return a clause that names the slowest stage; None if it is not slow."""
+        slowest, ratio = self._slowest()
+        return None if ratio < SLOW else f"stage {slowest} takes {ratio:.2f} times the median"
+
+    def _slowest(self) -> tuple[int, float]:
+        spent = _work(self._schedule, self._costs)
+        median = float(np.median(spent))
+        slowest = int(spent.argmax())
+        return slowest, float(spent[slowest]) / median if median > 0 else 1.0
+
     def moved(self) -> Iterator[Change]:
         """Yield changes that move one block off the slowest stage, or equal stages if the trace names no layers."""
         schedule, costs, parts = self._schedule, self._costs, self._parts
-        spent = _work(schedule, costs)
-        median = float(np.median(spent))
-        slowest = int(spent.argmax())
-        ratio = float(spent[slowest]) / median if median > 0 else 1.0
-        if ratio < SLOW:
+        named = self.slow_stage()
+        if named is None:
             return
-        slow = f"stage {slowest} takes {ratio:.2f} times the median; with"
+        slowest, slow = self._slowest()[0], f"{named}; with"
         if parts is None:
             seconds = np.broadcast_to(costs.seconds.mean(axis=0), costs.seconds.shape)
             trace = self._conditions.simulate(self._program, _repriced(costs, seconds))
