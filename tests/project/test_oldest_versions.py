@@ -29,7 +29,9 @@ def bounds() -> dict[str, str]:
 
 
 def test_the_oldest_versions_are_the_lower_bounds():
-    oldest = {p.name: str(p.specifier).removeprefix("==") for p in pins("constraints-oldest.txt") if applies(p)}
+    oldest = {
+        p.name: str(p.specifier).removeprefix("==") for p in pins("constraints-oldest.txt") if applies(p)
+    }
     assert {name: exact(version) for name, version in bounds().items()} == {
         name: exact(version) for name, version in oldest.items()
     }

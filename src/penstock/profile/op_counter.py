@@ -21,10 +21,8 @@ _forward_flops: Callable[..., int] = sdpa_flop_count
 _backward_flops: Callable[..., int] = sdpa_backward_flop_count
 _CPU_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_GROUPED = {
-    getattr(_aten, name).default for name in ("_grouped_mm", "_scaled_grouped_mm") if hasattr(_aten, name)
-}
-"""Matrix products of experts, which torch's own counter leaves out; torch before 2.8 lacks one of them."""
+_GROUPED = {_aten._grouped_mm.default, _aten._scaled_grouped_mm.default}
+"""Matrix products of experts, which torch's own counter leaves out."""
 
 
 @dataclass
