@@ -11,7 +11,9 @@ CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.penstock-installed
 
 # Tests of ranks as threads and of what needs no torch: those that run on macOS, too.
-THREADS := $(addprefix tests/,plan profile schedule show simulate stage trace zoo runtime parallel project)
+THREADS := $(addprefix tests/,plan profile schedule show simulate stage trace project) $(addprefix tests/runtime/,model \
+	test_autocast.py test_conversion.py test_dropped.py test_equality.py test_gradient_kinds.py test_loss_state.py \
+	test_no_graph.py test_options.py test_pipeline.py test_recompute.py)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
