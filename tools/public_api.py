@@ -35,11 +35,11 @@ class Change(NamedTuple):
 
 def changes(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> list[Change]:
     """Return the differences between two interfaces, by name."""
-    found = [Change(name, "was removed", True) for name in old.keys() - new.keys()]
-    found += [Change(name, "is new", False) for name in new.keys() - old.keys()]
+    differences = [Change(name, "was removed", True) for name in old.keys() - new.keys()]
+    differences += [Change(name, "is new", False) for name in new.keys() - old.keys()]
     for name in old.keys() & new.keys():
-        found += [Change(name, what, breaks) for what, breaks in _compare(old[name], new[name])]
-    return sorted(found)
+        differences += [Change(name, what, breaks) for what, breaks in _compare(old[name], new[name])]
+    return sorted(differences)
 
 
 def may_break(here: str, last: str | None) -> bool:
@@ -50,10 +50,10 @@ def may_break(here: str, last: str | None) -> bool:
     return major > last_major or (last_major == 0 and (major, minor) > (last_major, last_minor))
 
 
-def report(found: Collection[Change], last: str | None) -> str:
+def report(differences: Collection[Change], last: str | None) -> str:
     """Return the changes as text, with what to do; empty if there are none."""
     lines: list[str] = []
-    if breaking := [change for change in found if change.breaks]:
+    if breaking := [change for change in differences if change.breaks]:
         lines += [
             f"{len(breaking)} changes of the public interface break those who use it:",
             *(f"  {change.name} {change.what}" for change in breaking),
@@ -68,7 +68,7 @@ def report(found: Collection[Change], last: str | None) -> str:
                 "    major version (below 1.0 the minor one) and run `make api`. If no release has had the name, run",
                 f"    `make api ACCEPT={breaking[0].name.replace(' ', '_')}`",
             ]
-    if other := [change for change in found if not change.breaks]:
+    if other := [change for change in differences if not change.breaks]:
         lines += [
             f"{len(other)} changes of the public interface are not recorded:",
             *(f"  {change.name} {change.what}" for change in other),
@@ -100,26 +100,28 @@ def _compare(old: Entry, new: Entry) -> list[tuple[str, bool]]:
         return []
     if old["is"] != new["is"]:
         return [(f"was a {old['is']} and is a {new['is']}", True)]
-    found: list[tuple[str, bool]] = []
+    differences: list[tuple[str, bool]] = []
     if old.get("parameters") != new.get("parameters"):
-        found += _compare_parameters(old["parameters"], new["parameters"])
+        differences += _compare_parameters(old["parameters"], new["parameters"])
     for base in set(old.get("bases", ())) ^ set(new.get("bases", ())):
         lost = base in old["bases"]
-        found.append((f"is no longer a {base}" if lost else f"is now also a {base}", lost))
+        differences.append((f"is no longer a {base}" if lost else f"is now also a {base}", lost))
     for choice in set(old.get("choices", ())) ^ set(new.get("choices", ())):
         lost = choice in old["choices"]
-        found.append((f"{'no longer' if lost else 'now'} takes {choice!r}", lost))
+        differences.append((f"{'no longer' if lost else 'now'} takes {choice!r}", lost))
     if old.get("required") != new.get("required"):
-        found.append(("is now required" if new["required"] else "is no longer required", new["required"]))
-    found += [
+        differences.append(
+            ("is now required" if new["required"] else "is no longer required", new["required"])
+        )
+    differences += [
         (f"has {key} {new[key]!r}, was {old[key]!r}", True)
         for key in ("takes", "default", "value")
         if old.get(key) != new.get(key)
     ]
     if old.get("allowed") != new.get("allowed"):
         more = _words(old["allowed"]) < _words(new["allowed"])
-        found.append((f"allows {new['allowed']}, was {old['allowed']}", not more))
-    return found
+        differences.append((f"allows {new['allowed']}, was {old['allowed']}", not more))
+    return differences
 
 
 def _words(allowed: str) -> set[str]:
@@ -127,26 +129,26 @@ def _words(allowed: str) -> set[str]:
 
 
 def _compare_parameters(old: list[list[str | None]], new: list[list[str | None]]) -> list[tuple[str, bool]]:
-    found: list[tuple[str, bool]] = []
+    differences: list[tuple[str, bool]] = []
     before, now = {p[0]: p for p in old}, {p[0]: p for p in new}
     for name in before.keys() - now.keys():
-        found.append((f"has no parameter {name!r} any more", True))
+        differences.append((f"has no parameter {name!r} any more", True))
     for name in now.keys() - before.keys():
         _, kind, default = now[name]
         required = default is None and kind not in ("*", "**")
-        found.append((f"has {'a new required' if required else 'a new'} parameter {name!r}", required))
+        differences.append((f"has {'a new required' if required else 'a new'} parameter {name!r}", required))
     for name in before.keys() & now.keys():
         (_, kind, default), (_, new_kind, new_default) = before[name], now[name]
         if kind != new_kind and (kind, new_kind) != ("keyword", "either"):
-            found.append((f"takes parameter {name!r} by {new_kind}, was {kind}", True))
+            differences.append((f"takes parameter {name!r} by {new_kind}, was {kind}", True))
         if default != new_default:
             to = "no default" if new_default is None else f"default {new_default}"
-            found.append((f"has {to} for {name!r}, was {default or 'required'}", default is not None))
+            differences.append((f"has {to} for {name!r}, was {default or 'required'}", default is not None))
     # Arguments given by position must keep their meaning.
     places = [p[0] for p in old if p[1] in ("positional", "either")]
-    if [p[0] for p in new if p[1] in ("positional", "either")][: len(places)] != places and not found:
-        found.append(("takes its positional parameters in another order", True))
-    return found
+    if [p[0] for p in new if p[1] in ("positional", "either")][: len(places)] != places and not differences:
+        differences.append(("takes its positional parameters in another order", True))
+    return differences
 
 
 def main() -> None:
@@ -163,16 +165,16 @@ def main() -> None:
     if not RECORD.exists():
         write(new)
         sys.exit(f"recorded {len(new)} names")
-    found, last = changes(recorded(), new), last_release()
+    differences, last = changes(recorded(), new), last_release()
     if not arguments.write:
-        print(report(found, last) or f"{len(new)} public names, as recorded")
-        sys.exit(1 if found else 0)
-    refused = [c for c in found if c.breaks and c.name.replace(" ", "_") not in arguments.accept]
+        print(report(differences, last) or f"{len(new)} public names, as recorded")
+        sys.exit(1 if differences else 0)
+    refused = [c for c in differences if c.breaks and c.name.replace(" ", "_") not in arguments.accept]
     if refused and not may_break(version(), last):
         print(report(refused, last))
         sys.exit(1)
     write(new)
-    print("\n".join(f"{c.name} {c.what}" for c in found) or "nothing to record")
+    print("\n".join(f"{c.name} {c.what}" for c in differences) or "nothing to record")
 
 
 if __name__ == "__main__":

@@ -28,36 +28,36 @@ def releases(changelog: str) -> list[tuple[str, str]]:
 
 def disagreements(tag: str, root: Path = ROOT) -> list[str]:
     """Return one line for everything that does not fit a tag; an empty list if the release may be published."""
-    found = []
+    faults = []
     here = version(root)
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", here):
-        found.append(
+        faults.append(
             f"__version__ must be like 1.2.3 or 1.2.3rc1, got {here}; change src/penstock/__init__.py"
         )
     if tag != f"v{here}":
-        found.append(f"the tag must be v{here}, got {tag}; tag the commit whose __version__ it names")
+        faults.append(f"the tag must be v{here}, got {tag}; tag the commit whose __version__ it names")
     base = re.split(r"a|b|rc", here)[0]
     listed = releases((root / "CHANGELOG.md").read_text())
     if not listed or listed[0][0] != base:
-        found.append(
+        faults.append(
             f"the newest version in CHANGELOG.md must be {base}, got {listed[0][0] if listed else 'none'}; turn "
             f"'## Unreleased' into '## {base} - {date.today().isoformat()}'"
         )
     elif not re.fullmatch(r"\d{4}-\d\d-\d\d", listed[0][1]):
-        found.append(f"'## {base}' in CHANGELOG.md must have a date, as in '## {base} - 2026-01-31'")
+        faults.append(f"'## {base}' in CHANGELOG.md must have a date, as in '## {base} - 2026-01-31'")
     cited = re.search(r"^version: (.+)$", (root / "CITATION.cff").read_text(), re.M)
     if cited is None or cited[1].strip("\"'") != here:
-        found.append(f"version in CITATION.cff must be {here}, got {cited[1] if cited else 'none'}")
-    return found
+        faults.append(f"version in CITATION.cff must be {here}, got {cited[1] if cited else 'none'}")
+    return faults
 
 
 def main() -> None:
     """Print what does not agree and exit with 1, or exit with 0."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m tools.release_check TAG")
-    found = disagreements(sys.argv[1])
-    print("\n".join(found) or f"{sys.argv[1]} may be published")
-    sys.exit(1 if found else 0)
+    faults = disagreements(sys.argv[1])
+    print("\n".join(faults) or f"{sys.argv[1]} may be published")
+    sys.exit(1 if faults else 0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,15 @@ import pytest
 
 from tests.support.github import ROOT
 
-MADE = [".venv/x", ".venv-oldest/x", "dist/x.whl", "build/x", "runs/first/run.json", "src/penstock.egg-info/x", ".coverage"]  # fmt: skip
+MADE = [
+    ".venv/x",
+    ".venv-oldest/x",
+    "dist/x.whl",
+    "build/x",
+    "runs/a/run.json",
+    "src/penstock.egg-info/x",
+    ".coverage",
+]
 
 
 def test_what_commands_make_is_ignored():

@@ -20,12 +20,12 @@ def bounds() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = project["dependencies"] + [one for extra in extras if extra != "dev" for one in extras[extra]]
-    found = {}
+    lowest_of = {}
     for requirement in map(Requirement, lines):
         lowest = re.search(r">=([\d.]+)", str(requirement.specifier))
         assert lowest, requirement
-        assert found.setdefault(requirement.name, lowest[1]) == lowest[1], requirement
-    return found
+        assert lowest_of.setdefault(requirement.name, lowest[1]) == lowest[1], requirement
+    return lowest_of
 
 
 def test_the_oldest_versions_are_the_lower_bounds():
