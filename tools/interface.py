@@ -16,6 +16,7 @@ MODULES = ("penstock", "penstock.plan", "penstock.verify")
 """Public modules: their ``__all__`` is public, and no name of another module is."""
 
 Entry = dict[str, Any]
+_MACHINERY = ("abc", "typing")
 _OPERATORS = ("__call__", "__contains__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__")
 _KINDS = {
     inspect.Parameter.POSITIONAL_ONLY: "positional",
@@ -63,7 +64,7 @@ def attributes(docstring: str | None) -> list[str]:
 def _members(owner: str, kind: type) -> Iterator[tuple[str, object]]:
     members: dict[str, object] = {}
     for one in reversed(kind.__mro__):
-        if one.__module__.startswith("penstock"):
+        if _ours(one):
             members |= dict.fromkeys(inspect.get_annotations(one), None)
             members |= dict.fromkeys(attributes(one.__doc__), None)
             members |= vars(one)
@@ -74,10 +75,15 @@ def _members(owner: str, kind: type) -> Iterator[tuple[str, object]]:
 
 def _entry(name: str, thing: object) -> Entry:
     if inspect.isclass(thing):
-        bases = [one.__name__ for one in thing.__mro__[1:] if one is not object]
+        bases = [
+            one.__name__
+            for one in thing.__mro__[1:]
+            if one.__module__ not in _MACHINERY and one is not object
+        ]
         entry: Entry = {"is": "class", "bases": bases}
-        if not issubclass(thing, enum.Enum):
-            entry["parameters"] = _parameters(thing)
+        # How other classes make instances differs between versions of Python.
+        if any({"__init__", "__new__"} & vars(one).keys() for one in thing.__mro__ if _ours(one)):
+            entry["parameters"] = [] if issubclass(thing, enum.Enum) else _parameters(thing)
         return entry
     if isinstance(thing, enum.Enum):
         return {"is": "member", "value": repr(thing.value)}
@@ -88,14 +94,14 @@ def _entry(name: str, thing: object) -> Entry:
     return {"is": "value"}
 
 
+def _ours(kind: type) -> bool:
+    return kind.__module__.startswith("penstock")
+
+
 def _parameters(thing: Any) -> list[list[str | None]]:
-    try:
-        signature = inspect.signature(thing)
-    except ValueError:  # a class without an __init__ of its own, such as an exception
-        return []
     return [
         [p.name, _KINDS[p.kind], None if p.default is p.empty else _stable(p.default)]
-        for p in signature.parameters.values()
+        for p in inspect.signature(thing).parameters.values()
         if p.name not in ("self", "cls")
     ]
 
@@ -127,7 +133,9 @@ def _command_line() -> dict[str, Entry]:
                     "is": "option" if option else "argument",
                     "takes": "nothing" if getattr(parameter, "is_flag", False) else parameter.type.name,
                     "choices": list(getattr(parameter.type, "choices", ())),
-                    "default": str(default) if isinstance(default, str | int | float) else "",
+                    "default": str(default)
+                    if default is not False and isinstance(default, str | int | float)
+                    else "",
                     "required": parameter.required,
                 }
         if isinstance(command, click.Group):

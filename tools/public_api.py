@@ -102,7 +102,7 @@ def _compare(old: Entry, new: Entry) -> list[tuple[str, bool]]:
         return [(f"was a {old['is']} and is a {new['is']}", True)]
     differences: list[tuple[str, bool]] = []
     if old.get("parameters") != new.get("parameters"):
-        differences += _compare_parameters(old["parameters"], new["parameters"])
+        differences += _compare_parameters(old.get("parameters", []), new.get("parameters", []))
     for base in set(old.get("bases", ())) ^ set(new.get("bases", ())):
         lost = base in old["bases"]
         differences.append((f"is no longer a {base}" if lost else f"is now also a {base}", lost))

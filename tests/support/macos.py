@@ -6,9 +6,11 @@ macOS. torch and the kernel stay Linux's, so it shows what our own code relies o
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import sysconfig
+from contextlib import suppress
 
 GONE = ("memfd_create", "pidfd_open", "pipe2", "sched_getaffinity", "sched_setaffinity", "waitid", "preadv2")
 HIDDEN = ("/proc", "/sys")
@@ -17,8 +19,9 @@ _EVENTS = {"open", "os.listdir", "os.scandir"}
 
 def become_macos() -> None:
     """Take away, for the rest of this process."""
-    import torch  # noqa: F401  # it asks for the platform while it is imported
-
+    for name in ("torch", "numba", "psutil"):  # they ask for the platform while they are imported
+        with suppress(ImportError):
+            importlib.import_module(name)
     sysconfig.get_config_vars()  # read from a file that is named after the platform
     for name in GONE:
         if hasattr(os, name):
