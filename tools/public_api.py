@@ -55,7 +55,7 @@ def report(differences: Collection[Change], last: str | None) -> str:
     lines: list[str] = []
     if breaking := [change for change in differences if change.breaks]:
         lines += [
-            f"{len(breaking)} changes of the public interface break those who use it:",
+            f"changes of the public interface that break those who use it ({len(breaking)}):",
             *(f"  {change.name} {change.what}" for change in breaking),
         ]
         if last is None:
@@ -70,7 +70,7 @@ def report(differences: Collection[Change], last: str | None) -> str:
             ]
     if other := [change for change in differences if not change.breaks]:
         lines += [
-            f"{len(other)} changes of the public interface are not recorded:",
+            f"other changes of the public interface that are not recorded ({len(other)}):",
             *(f"  {change.name} {change.what}" for change in other),
             "do: run `make api` and commit tools/public_api.json; take a name that is not meant to be public out of __all__",
         ]

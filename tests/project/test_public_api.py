@@ -22,7 +22,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_public_interface_is_as_recorded():
-    assert not (text := report(changes(recorded(), interface()), last_release())), text
+    now = interface()
+    assert not (text := report(changes(recorded(), now), last_release())), text
+    assert recorded() == now, "the record is written differently: run `make api`"
 
 
 def test_all_names_exist_once_and_are_sorted():
