@@ -19,7 +19,9 @@ def bounds() -> dict[str, str]:
     """Lower bounds of the library and its extras; developers' tools are whatever fits beside them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + [one for extra in extras if extra != "dev" for one in extras[extra]]
+    lines = project["dependencies"] + [
+        one for extra in extras if extra not in ("dev", "docs") for one in extras[extra]
+    ]
     lowest_of = {}
     for requirement in map(Requirement, lines):
         lowest = re.search(r">=([\d.]+)", str(requirement.specifier))
