@@ -1,21 +1,29 @@
 # Targets: setup (what the others share), demo, test, test-slow (the rest of the tests). Each may be run again; what is done
-# is skipped. `make coverage` runs all tests and prints the lines and branches of src that they reach.
+# is skipped. `make coverage` runs all tests and prints the lines and branches of src that they reach. `make api` records the
+# public interface. The workflows use the others: test-fast (test without lint), test-threads (those for macOS), types (checks
+# types for a newer Python and for macOS). CONSTRAINTS=constraints-oldest.txt installs the oldest versions instead.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Some tests mostly wait, so one worker more than there are cores.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.penstock-installed
+
+# Tests of ranks as threads and of what needs no torch: those that run on macOS, too.
+THREADS := $(addprefix tests/,plan profile schedule show simulate stage trace project) $(addprefix tests/runtime/,model \
+	test_autocast.py test_conversion.py test_dropped.py test_equality.py test_gradient_kinds.py test_loss_state.py \
+	test_no_graph.py test_options.py test_pipeline.py test_recompute.py)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: setup demo test test-slow lint coverage
+.PHONY: setup demo test test-fast test-slow test-threads lint types api coverage
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $(STAMP)
 
 demo: setup
@@ -26,11 +34,24 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+types: setup
+	$(BIN)/mypy --python-version 3.14
+	$(BIN)/mypy --platform darwin --no-warn-unreachable
+
 test: lint
 	$(PYTEST) -m "not slow"
 
+test-fast: setup
+	$(PYTEST) -m "not slow"
+
+test-threads: setup
+	$(PYTEST) -m "not slow" $(THREADS)
+
 test-slow: setup
 	$(PYTEST) --no-loadscope-reorder -m slow
+
+api: setup
+	$(BIN)/python -m tools.public_api --write --accept $(ACCEPT)
 
 coverage: setup
 	$(BIN)/python -m coverage erase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,8 @@ settings.load_profile("repeatable" if os.environ.get("CI") else "exploring")
 
 def pytest_configure() -> None:
     """No process that a test starts outlives the tests, also where they are killed; each takes Ctrl-C."""
-    end_with_this_process()
+    if sys.platform == "linux":
+        end_with_this_process()
     # A shell starts what it runs in the background with SIGINT ignored, and so would be all that tests start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,6 +30,8 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session")
 def processes() -> Iterator[object]:
     """Four worker processes, started on first use and reused by every test."""
+    if sys.platform != "linux":
+        pytest.skip("ranks as processes are tested on Linux alone")
     from penstock.runtime.workers.pool import LocalProcesses
 
     with LocalProcesses(4) as pool:

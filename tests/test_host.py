@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,7 @@ def test_the_memory_is_the_machines_or_the_groups(
 def test_without_files_there_is_no_limit(tmp_path: Path):
     assert host.core_quota(tmp_path) is None
     assert host.memory(tmp_path) is None
+
+
+def test_the_loopback_interface_is_one_of_this_machine():
+    assert host.loopback() in {name for _, name in socket.if_nameindex()}

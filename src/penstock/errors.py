@@ -72,7 +72,7 @@ class SplitBackwardError(StageError):
 
 
 class NonFiniteError(StageError):
-    """A loss or a gradient that is NaN or infinite.
+    """A loss or a gradient that is NaN or infinite; its message names the stage.
 
     Attributes:
         stage: first stage with such a number, counted back from the loss; -1 for the norm of all gradients.
@@ -125,7 +125,7 @@ class HangError(WaitTimeoutError):
 class ReplicaError(PenstockError):
     """Copies of one parameter or buffer, on replicas or on ranks with the same stage, that have diverged.
 
-    Every rank raises it. No weight has changed since; load a checkpoint to continue.
+    Every rank raises it, with the same message. No weight has changed since; load a checkpoint to continue.
 
     Attributes:
         name: name of the first parameter or buffer that differs.

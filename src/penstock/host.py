@@ -156,6 +156,12 @@ def _number(path: Path) -> int | None:
     return value if value >= 0 else None
 
 
+def loopback() -> str:
+    """Return the name of this machine's loopback interface: "lo" on Linux, "lo0" on macOS."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")
+
+
 def to_stderr(text: str) -> None:
     """Print a line to stderr, for the launcher or a run that has no reporter yet."""
     print(f"penstock: {text}", file=sys.stderr, flush=True)

@@ -27,6 +27,8 @@ from penstock.stage.compute.runner import LossFunction
 from penstock.stage.module import StageModule
 from penstock.stage.values import split_batch
 
+__all__ = ["VerifyTarget"]
+
 LEARNING_RATE, MAX_NORM = 1e-2, 1.0
 SLACK = 4.0
 

@@ -31,12 +31,11 @@ def follow_launcher() -> bool:
         True if there is a launcher.
     """
     launcher = os.environ.pop(LAUNCHER, None)
-    if launcher is None or sys.platform != "linux":
-        return launcher is not None
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not _runs(int(launcher)):  # it ended before the kernel knew
-        os._exit(1)
-    return True
+    if launcher is not None and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not _runs(int(launcher)):  # it ended before the kernel knew
+            os._exit(1)
+    return launcher is not None
 
 
 def _runs(process: int) -> bool:

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import (
 
 from penstock.bounded_io import parse_json
 from penstock.checkpoint.find import FOLDER, is_checkpoint, is_whole, step_of, steps_in
+from penstock.errors import ConfigError
 from penstock.host import to_stderr
 from penstock.launch.exit_codes import ExitCode
 from penstock.launch.parent_death import LAUNCHER
@@ -84,9 +85,14 @@ def supervise(
         How the run ended.
 
     Raises:
-        ConfigError: if the run's folder already exists or is in use, the checkpoint to resume from does not exist, or this
-            machine has too little memory for so many processes; nothing has been started then.
+        ConfigError: if the run's folder already exists or is in use, the checkpoint to resume from does not exist, this
+            machine has too little memory for so many processes, or its Python cannot supervise; nothing has been started.
     """
+    if sys.platform == "darwin" and sys.version_info < (3, 13):
+        raise ConfigError(
+            f"--restarts must see which process ended first, which Python on macOS can from 3.13 on, got "
+            f"{sys.version_info[0]}.{sys.version_info[1]}; use a newer Python, or leave --restarts out"
+        )
     run = run_folder.choose(config.train)
     if run.name in ("", ".."):  # the current folder, or the one above
         run = run.resolve()
@@ -277,6 +283,8 @@ class Start:
 
 def _exit_code(pid: int) -> int | None:
     """Return the exit code of a process that has ended, negative for a signal; the process remains to be waited for."""
+    if sys.platform == "darwin" and sys.version_info < (3, 13):
+        raise AssertionError  # `supervise` has refused
     state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if state is None:
         return None

@@ -90,7 +90,7 @@ class MeshShape:
         return rank
 
     def line(self, rank: int, axis: str) -> list[int]:
-        """Return the ranks that differ from this one only on an axis, itself included, in their order on it."""
+        """Return the ranks that differ from `rank` only on an axis, itself included, in their order on it."""
         coordinates = {a: self.coordinate(rank, a) for a in AXES}
         return [self.rank(**{**coordinates, axis: n}) for n in range(self.size(axis))]
 

@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from penstock.plan.prediction import predict as predict
     from penstock.plan.run_layout import Layout as Layout
     from penstock.profile.model_profile import Profile as Profile
+    from penstock.profile.model_profile import of_shape as of_shape
     from penstock.profile.model_profile import read_model as read_model
+    from penstock.profile.model_shape import ModelShape as ModelShape
 
 _HOME = {
     "Cluster": "penstock.plan.cluster",
     "Layout": "penstock.plan.run_layout",
+    "ModelShape": "penstock.profile.model_shape",
     "Prediction": "penstock.plan.prediction",
     "Profile": "penstock.profile.model_profile",
     "SearchResult": "penstock.plan.explore.search_result",
+    "of_shape": "penstock.profile.model_profile",
     "predict": "penstock.plan.prediction",
     "read_cluster": "penstock.plan.cluster",
     "read_model": "penstock.profile.model_profile",

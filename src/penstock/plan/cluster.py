@@ -138,16 +138,18 @@ class Cluster:
 
     @property
     def devices(self) -> int:
+        """Number of devices of all nodes."""
         return self.ranks_per_node * self.nodes
 
     def link(self, span: int) -> LinkSpeed:
-        """Return the slowest link of a ring of neighbouring ranks, which between two nodes uses all links of a node."""
+        """Return the slowest link of a ring of `span` neighbouring ranks; between two nodes it uses all links of a node."""
         if span <= self.ranks_per_node:
             return self.node
         bandwidth = min(self.ranks_per_node * self.network.bandwidth, self.node.bandwidth)
         return replace(self.network, bandwidth=bandwidth)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the keys that have a value, as in a cluster's file."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 

@@ -70,7 +70,7 @@ class Prediction:
         dtype: dtype of the matrix products.
         unit: "tokens", or "samples" if a sample of the model has no tokens; `tokens_per_second` counts these.
         assumptions: sentences about what the layout leaves open.
-        program, trace: the simulated step.
+        costs, program, trace: costs of the stages, and the simulated step.
     """
 
     layout: Layout

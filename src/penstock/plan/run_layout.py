@@ -87,9 +87,11 @@ class Layout:
 
     @property
     def devices(self) -> int:
+        """Number of devices: pp * dp * tp."""
         return self.pp * self.dp * self.tp
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all keys with their values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -104,7 +106,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """Read a layout from ``key=value`` pairs with commas, as in ``pp=8,dp=8,tp=8,schedule=1f1b``.
+        """Read a layout from a text of ``key=value`` pairs with commas, as in ``pp=8,dp=8,tp=8,schedule=1f1b``.
 
         Several numbers after ``split=`` are separated by ``+`` or ``;``.
 
@@ -114,6 +116,7 @@ class Layout:
         return Layout(**layout_values(text))
 
     def with_values(self, **values: Any) -> Layout:
+        """Return a layout in which some keys have other values."""
         return replace(self, **values)
 
 

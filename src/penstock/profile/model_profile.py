@@ -151,7 +151,7 @@ class Profile:
         return sum(self.kinds[kind].points[0][1].parameters for *_, kind in self.layers)
 
     def table(self, load: Workload) -> LayerTable:
-        """Return the costs of all layers under a workload.
+        """Return the costs of all layers under a load.
 
         Raises:
             ConfigError: if tensor parallelism does not divide the model, a sample has more tokens than the model has learned
@@ -186,15 +186,16 @@ class Profile:
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the profile as plain values, as in its file."""
         return {"format": FORMAT, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
+        """Write the profile to a path, as JSON."""
         write_text(Path(path), json.dumps(self.as_dict(), indent=1, default=_plain) + "\n")
 
 
 def of_shape(shape: ModelShape) -> Profile:
-    """Return the profile of a model of given sizes, in closed form."""
+    """Return the profile of a model with a shape, in closed form."""
     return Profile(shape.name, "sizes", shape)
 
 

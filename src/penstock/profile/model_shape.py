@@ -138,6 +138,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
+        """Parameters of the embeddings of tokens and of learned positions."""
         return self.hidden * (self.vocabulary + self.positions)
 
     @property
@@ -152,6 +153,7 @@ class ModelShape:
         return total - self.hidden * self.vocabulary * self.tied
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all sizes by name."""
         return asdict(self)
 
 

@@ -93,9 +93,9 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     ) -> None:
         flops, unit = 0.0, "memory"
         if func is _CPU_ATTENTION:
-            flops, unit = _forward_flops(*(x.shape for x in args[:3])), "attention"
+            flops, unit = _forward_flops(*_attention_shapes(*args[:3])), "attention"
         elif func is _CPU_ATTENTION_BACKWARD:
-            flops, unit = _backward_flops(*(x.shape for x in args[:4])), "attention"
+            flops, unit = _backward_flops(args[0].shape, *_attention_shapes(*args[1:4])), "attention"
         elif func in _GROUPED:
             flops, unit = _grouped_flops(*args[:2]), "matmul"
         elif func._overloadpacket in flop_registry:
@@ -150,6 +150,11 @@ def _grouped_flops(a: Tensor, b: Tensor) -> float:
     """Return the FLOPs of products of groups: of rows of a, of columns of b, of both, or of whole matrices of a stack."""
     groups = a.shape[0] if a.dim() > b.dim() else 1
     return 2.0 * a.numel() / groups * b.shape[-1]
+
+
+def _attention_shapes(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes with as many heads as the query has; torch before 2.12 does not count shared key and value heads."""
+    return [(x.shape[0], query.shape[1], *x.shape[2:]) for x in (query, key, value)]
 
 
 def storage_key(tensor: Tensor) -> int:

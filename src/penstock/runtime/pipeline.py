@@ -232,7 +232,10 @@ class Pipeline(PipelineModel):
         return self._run(True, x, y, outputs, input_grads, named)
 
     def evaluate(self, x: object, y: object = None, *, outputs: bool = False, **named: object) -> StepResult:
-        """Run forwards only, in eval mode and without gradients. Arguments as for `step`; without `y` there is no loss."""
+        """Run forwards only, in eval mode and without gradients.
+
+        `x`, `y`, `outputs` and `named` are those of `step`; without `y` there is no loss.
+        """
         self._require_open()
         self.wait()
         self._engine.sync_modules()
@@ -303,7 +306,7 @@ class Pipeline(PipelineModel):
         return self._engine.on_ranks(job)
 
     def sum_over_ranks(self, values: Tensor, replicas: bool = False) -> Tensor:
-        """Return the sum of a float64 tensor over the processes of this pipeline, or of all replicas; all of them call it.
+        """Return the sum of float64 values over the processes of this pipeline, or of all replicas; all of them call it.
 
         With one process, the tensor itself is returned.
         """

@@ -31,7 +31,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Op:
-    """One computation of a stage for a microbatch."""
+    """One computation of a stage for a microbatch; `kind` says which."""
 
     stage: int
     kind: Kind

@@ -38,10 +38,12 @@ class Placement:
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.holders)
 
     @property
     def has_copies(self) -> bool:
+        """True if several ranks hold a stage."""
         return any(len(ranks) > 1 for ranks in self.holders)
 
     @cached_property
@@ -55,7 +57,10 @@ class Placement:
 
     @staticmethod
     def loop(ranks: int, virtual_stages: int = 1) -> Placement:
-        """Place stage s on rank s mod ranks: rank r holds r, r + p, r + 2p, ... (Megatron-LM, 2104.04473)."""
+        """Place stage s on rank s mod ranks: rank r holds r, r + p, r + 2p, ... (Megatron-LM, 2104.04473).
+
+        A rank holds `virtual_stages` stages.
+        """
         if ranks < 1 or virtual_stages < 1:
             raise ScheduleError(
                 f"ranks and virtual_stages must be at least 1, got {ranks} and {virtual_stages}"
@@ -64,7 +69,7 @@ class Placement:
 
     @staticmethod
     def waves(ranks: int, virtual_stages: int = 2) -> Placement:
-        """Place stages down and up the ranks again: with two virtual stages the V of ZB-V, with 2W the W waves of Hanayo."""
+        """Place stages down and up the ranks again: with virtual_stages=2 the V of ZB-V, with 2W the W waves of Hanayo."""
         if ranks < 1 or virtual_stages < 1:
             raise ScheduleError(
                 f"ranks and virtual_stages must be at least 1, got {ranks} and {virtual_stages}"

@@ -58,10 +58,12 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return self.placement.ranks
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return self.placement.stages
 
     @property
@@ -155,7 +157,7 @@ class Schedule:
         columns: Iterable[Columns],
         options: Mapping[str, object] | None = None,
     ) -> Schedule:
-        """Join one `Columns` a rank into a schedule."""
+        """Join `columns`, one `Columns` a rank, into a schedule."""
         per_rank = list(columns)
         if len(per_rank) != placement.ranks:
             raise ScheduleError(

@@ -27,7 +27,7 @@ def csv_line(schedule: Schedule, rank: int) -> str:
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as CSV that ``torch.distributed.pipelining`` reads.
+    """Write a schedule to a path as CSV that ``torch.distributed.pipelining`` reads.
 
     Raises:
         ScheduleError: if the file cannot be written.

@@ -101,7 +101,7 @@ class Trace:
         return [slice(a, b) for a, b in pairwise(cuts)]
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as a compressed ``.npz`` file; JSON must be able to represent `info`.
+        """Write the trace to a path as a compressed ``.npz`` file; JSON must be able to represent `info`.
 
         Raises:
             DataError: if the file cannot be written.
@@ -118,7 +118,7 @@ class Trace:
 
     @staticmethod
     def load(path: str | Path) -> Trace:
-        """Read a trace from a file written by `save`. Nothing in the file is executed.
+        """Read a trace from the path of a file that `save` wrote. Nothing in the file is executed.
 
         Raises:
             DataError: if the file cannot be read, or is no trace.

@@ -231,7 +231,10 @@ def test_a_loop_under_srun_is_one_pipeline_of_all_tasks():
     }  # fmt: skip
     ended = processes([step | {"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in "01"], LINES)
     loss = plain.train(4, 4, steps=1)[0][0].mean().item()
-    assert [one.stdout for one in ended] == [f"rank {r} of 2: {loss!r}\n" for r in range(2)], ended
+    # gloo of torch 2.10 prints to stdout, too.
+    assert [one.stdout.splitlines()[-1] for one in ended] == [f"rank {r} of 2: {loss!r}" for r in range(2)], (
+        ended
+    )
 
 
 @pytest.mark.slow
@@ -241,7 +244,7 @@ def test_a_loop_under_mpirun_is_one_pipeline_of_all_processes_or_refused_on_all(
         for r in "01"
     ]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    told = [one.stdout for one in processes([one | meeting for one in ranks], LINES)]
+    told = [one.stdout.splitlines()[-1] for one in processes([one | meeting for one in ranks], LINES)]
     assert [line.split(":")[0] for line in told] == ["rank 0 of 2", "rank 1 of 2"]
     for one in processes(ranks, LINES):
         assert one.returncode == 1

@@ -36,7 +36,9 @@ def test_processes_meet_through_a_file_and_listen_on_loopback_alone(tmp_path):
     ]
     told = [process.communicate(timeout=120)[0] for process in started]
     loss = plain.train(4, 4, steps=1)[0][0].mean().item()
-    assert told == [f"rank {r} of 2: {loss!r} on ['127.0.0.1']\n" for r in range(2)]
+    # gloo of torch 2.10 prints to stdout, too.
+    last = [text.splitlines()[-1] for text in told]
+    assert last == [f"rank {r} of 2: {loss!r} on ['127.0.0.1']" for r in range(2)]
 
 
 def test_a_store_in_no_folder_is_refused_at_once(monkeypatch, tmp_path):

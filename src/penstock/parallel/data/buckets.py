@@ -244,7 +244,7 @@ class GradientBuckets:
 
     @contextmanager
     def step(self, contributions: int | Mapping[Tensor, int] = 1, step: int | None = None) -> Iterator[None]:
-        """Call `begin`, then `finish` after the body, or `abandon` if it fails."""
+        """Call `begin` with `contributions` and `step`, then `finish` after the body, or `abandon` if it fails."""
         self.begin(contributions, step)
         try:
             yield

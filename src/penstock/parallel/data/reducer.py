@@ -116,11 +116,13 @@ class GroupReducer:
         self._host = "cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"
 
     def all_reduce(self, flat: Tensor) -> Handle:
+        """Start to sum the 1-d tensor `flat` over the replicas, in place."""
         return self._begin(
             flat, "all-reduce", lambda async_op: dist.all_reduce(flat, group=self.group, async_op=async_op)
         )
 
     def reduce_scatter(self, flat: Tensor) -> Handle:
+        """Start to sum the 1-d tensor `flat` in place; replica r gets only the r-th part."""
         part = part_of(flat, self.rank, self.size)
         return self._begin(
             flat,
@@ -129,15 +131,18 @@ class GroupReducer:
         )
 
     def all_gather(self, flat: Tensor) -> Handle:
+        """Start to fill in the 1-d tensor `flat`, whose r-th part is on replica r, in place."""
         part = part_of(flat, self.rank, self.size)
         return self._begin(
             flat, "all-gather", lambda async_op: _ALL_GATHER(flat, part, group=self.group, async_op=async_op)
         )
 
     def set_timeout(self, seconds: float) -> None:
+        """Set the timeout in seconds of the collectives that are started from now on."""
         self.timeout = timedelta(seconds=seconds)
 
     def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
+        """Start to gather equally many numbers of every replica; return a function that waits for them, by replica."""
         table = torch.zeros(self.size, len(numbers), dtype=torch.int64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
         table = table.to(self._host)
@@ -151,6 +156,7 @@ class GroupReducer:
         return result
 
     def all_gather_object(self, value: object) -> list[Any]:
+        """Gather a value of every replica, and return them by replica."""
         try:
             return gather_values(value, self.group)
         except RuntimeError as error:

@@ -114,7 +114,7 @@ class ShardedOptimizer:
         return self.optimizer.param_groups
 
     def begin(self, contributions: int | Mapping[Tensor, int] = 1, step: int | None = None) -> None:
-        """Begin a step; see `GradientBuckets.begin`."""
+        """Begin a step with `contributions`, as `GradientBuckets.begin` does."""
         self.buckets.begin(contributions, step)
 
     def finish(self) -> None:
@@ -131,7 +131,7 @@ class ShardedOptimizer:
     def reducing(
         self, contributions: int | Mapping[Tensor, int] = 1, step: int | None = None
     ) -> Iterator[None]:
-        """Call `begin`, then `finish` after the body; if it fails, report the failure to the other replicas."""
+        """Call `begin` with `contributions` and `step`, then `finish`; report a failure of the body to the others."""
         self.begin(contributions, step)
         try:
             yield

@@ -72,6 +72,7 @@ class SearchResult:
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values, as `penstock plan --json` prints it."""
         return {
             "plans": [plan.as_dict() for plan in self.plans],
             "evaluated": self.evaluated,

@@ -83,7 +83,7 @@ class PeerRegistry:
         self._others: list[tuple[PeerEntry, _Page]] = []
         self._processes: dict[int, _Page] = {}  # by the descriptor that is ready once the process has ended
         self._poll = select.poll()
-        if supported():
+        if sys.platform == "linux" and supported():
             self._descriptor = os.memfd_create("penstock-page")
             os.ftruncate(self._descriptor, _BYTES)
             self._page = _Page(self._descriptor)
@@ -98,7 +98,7 @@ class PeerRegistry:
         """Open the pages of the other processes on this machine, before any of them closes its own."""
         here = machine() if self._page is not None else ""
         for entry in entries:
-            if not here or entry.machine != here or entry.pid == os.getpid():
+            if sys.platform != "linux" or not here or entry.machine != here or entry.pid == os.getpid():
                 continue
             with suppress(OSError):  # hidden by another container or user
                 descriptor = os.open(f"/proc/{entry.pid}/fd/{entry.descriptor}", os.O_RDWR)

@@ -122,7 +122,7 @@ class PipelineModel:
         """End what the pipeline has started; defined by `Pipeline`."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load parameters and buffers by whole-model name; entries of stages held elsewhere are left alone.
+        """Load parameters and buffers from a state by whole-model name; entries of stages held elsewhere are left alone.
 
         Raises:
             ConfigError: if an entry is missing, misshapen or of no layer; then nothing is loaded.

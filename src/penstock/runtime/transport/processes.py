@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import distributed as dist
 
 from penstock.errors import PeerError, TransportError
+from penstock.host import core_limits
 from penstock.runtime.health.peers import PeerRegistry, supported
 from penstock.runtime.health.rank_progress import WAITS, RankProgress
 from penstock.runtime.transport.channel import Failure
@@ -100,7 +101,7 @@ class ProcessChannel:
         offered: dict[int, SharedOutgoing] = {}
         if wake_pipe is not None:
             near = [host is not None and host.machine == wake_pipe.host.machine for host in hosts]
-            if sum(near) > len(os.sched_getaffinity(0)):
+            if sum(near) > len(core_limits().cpus):
                 wake_pipe.spins = 0
             for peer, (_, capacity) in sorted(outgoing.items()):
                 host = hosts[peer]

@@ -158,7 +158,7 @@ def _serve(connection: Connection, threads: int) -> None:
     import torch
     from torch import distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = host.loopback()
     torch.set_num_threads(threads)
     while True:
         try:

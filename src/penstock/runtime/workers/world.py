@@ -19,6 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from penstock.errors import ConfigError, PeerError, TransportError, WaitTimeoutError, first_line
+from penstock.host import loopback
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer, Reducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
@@ -137,7 +138,7 @@ class World:
             )
 
     def _meet_through_file(self, path: str, backends: str) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         if not os.access(Path(path).parent, os.W_OK):  # the store would try for minutes to open it
             raise ConfigError(
                 f"{STORE}={path}: that folder is not there, or cannot be written to; name a file that is new for this "
@@ -384,4 +385,4 @@ def _use_loopback() -> None:
     """Keep gloo's sockets of a run on one machine on the loopback interface, unless the user chose another."""
     launch = find_launch()
     if launch is not None and launch.address in ("127.0.0.1", "localhost", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())

@@ -40,7 +40,7 @@ class CallbackList(Callback):
         return bool(self._callbacks)
 
     def on_start(self, event: StartEvent) -> None:
-        """Call every callback.
+        """Pass the event to every callback.
 
         Raises:
             ConfigError: if one raises; names it. Those before it have received `on_end`.
@@ -58,19 +58,23 @@ class CallbackList(Callback):
             self._started.append(callback)
 
     def on_step(self, event: StepEvent) -> None:
+        """Pass the event to every callback that has not failed."""
         self._each("on_step", lambda callback: callback.on_step(event))
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
+        """Pass the event to every callback that has not failed."""
         self._each("on_evaluate", lambda callback: callback.on_evaluate(event))
 
     def on_save(self, event: SaveEvent) -> None:
+        """Pass the event to every callback that has not failed."""
         self._each("on_save", lambda callback: callback.on_save(event))
 
     def on_trace(self, event: TraceEvent) -> None:
+        """Pass the event to every callback that has not failed."""
         self._each("on_trace", lambda callback: callback.on_trace(event))
 
     def on_end(self, event: EndEvent) -> None:
-        """Call every callback that was started, also those that failed; a second call does nothing."""
+        """Pass the event to every callback that was started, also those that failed; a second call does nothing."""
         self._failed.clear()
         self._each("on_end", lambda callback: callback.on_end(event))
         self._started.clear()

@@ -1,0 +1,49 @@
+"""What works without Linux: ranks as threads train, and what cannot work is refused by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.support.github import ROOT
+
+PROGRAM = """
+from tests.support.macos import become_macos
+
+become_macos()
+import torch
+import penstock
+from penstock import host
+from penstock.doctor.machine import machine_facts
+from penstock.launch.supervise import supervise
+from penstock.runtime.health.peers import supported
+from penstock.train.config.config import Config
+
+torch.manual_seed(0)
+layers = [torch.nn.Linear(4, 4) for _ in range(4)]
+plain = torch.nn.Sequential(*layers)
+x, y = torch.randn(8, 4), torch.randn(8, 4)
+loss_fn = torch.nn.functional.mse_loss
+for part_x, part_y in zip(x.chunk(4), y.chunk(4), strict=True):
+    (loss_fn(plain(part_x), part_y) / 4).backward()
+expected = [p.grad.clone() for p in plain.parameters()]
+plain.zero_grad()
+with penstock.Pipeline(layers, loss_fn, ranks=2, microbatches=4) as pipe:
+    pipe.step(x, y)
+    assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), expected, strict=True))
+assert not supported() and host.memory() is None
+assert host.cores() >= 1 and host.machine() and machine_facts(0)["cores"] >= 1
+try:
+    supervise(Config(), restarts=1)
+except penstock.ConfigError as error:
+    print(error)
+"""
+
+
+def test_ranks_as_threads_train_and_supervision_is_refused_by_name():
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    if sys.version_info < (3, 13):
+        assert "--restarts must see which process ended first" in run.stdout

@@ -1,0 +1,1 @@
+"""Commands for those who develop Penstock; no part of the package."""
