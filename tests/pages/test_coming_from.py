@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import re
+import tomllib
 from pathlib import Path
 
+import click
 import pytest
+import torch
+from torch import nn
 
-from tests.support.page import Reader
+import penstock
+from penstock.cli import group
+from penstock.cli.train import command as train
+from penstock.errors import ConfigError
+from penstock.schedule.families import FAMILIES
+from penstock.train.config.config import Config, from_mapping
+from tests.support.page import DOCS, Reader
 
 
 def losses(output: str) -> list[str]:
@@ -15,7 +28,7 @@ def losses(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["torch_pipelining.md"])
+@pytest.mark.parametrize("page", ["torch_pipelining.md", "accelerate.md"])
 def test_both_programs_of_a_page_print_the_same_losses(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -23,5 +36,132 @@ def test_both_programs_of_a_page_print_the_same_losses(
     reader = Reader(tmp_path)
     reader.follow(f"coming_from/{page}")
     printed = [losses(output) for command, output in reader.outputs.items() if ".py" in command]
-    assert len(printed) >= 2 and printed[0]
+    assert len(printed) >= 2
+    assert printed[0]
     assert all(other == printed[0] for other in printed)
+
+
+@pytest.mark.parametrize("page", ["megatron.md", pytest.param("deepspeed.md", marks=pytest.mark.slow)])
+def test_our_programs_and_commands_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    reader = Reader(tmp_path)
+    reader.follow(f"coming_from/{page}")
+    assert reader.outputs
+
+
+def our_names(page: str) -> list[str]:
+    """Everything in code in the columns headed Penstock."""
+    found: list[str] = []
+    ours = False
+    for line in (DOCS / "coming_from" / page).read_text().splitlines():
+        columns = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(columns) > 1 and columns[1] == "Penstock":
+            ours = True
+        elif not columns:
+            ours = False
+        elif ours:
+            found += re.findall(r"`([^`]+)`", columns[1])
+    return found
+
+
+def options_of(command: click.Command) -> set[str]:
+    return {text for parameter in command.params for text in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
+    command: click.Command = group
+    while isinstance(command, click.Group):
+        word, words = words[0], words[1:]
+        with click.Context(command) as context:
+            inner = command.get_command(context, word)
+        assert inner is not None, word
+        command = inner
+    return command, words
+
+
+class Names:
+    """What the names of the tables are: the public ones, and a pipeline, its optimizer and the result of a step."""
+
+    def __init__(self) -> None:
+        with penstock.Pipeline([nn.Linear(2, 2)], nn.functional.mse_loss, microbatches=1) as self.pipe:
+            self.result = self.pipe.step(torch.ones(1, 2), torch.ones(1, 2))
+        self.optimizer = penstock.PipelineOptimizer
+        self.penstock, self.torch, self.nn = penstock, torch, nn
+
+    def find(self, node: ast.expr) -> object:
+        if isinstance(node, ast.Attribute):
+            return getattr(self.find(node.value), node.attr)
+        assert isinstance(node, ast.Name), ast.dump(node)
+        return getattr(self, node.id, None) or getattr(penstock, node.id)
+
+    def require(self, code: str) -> None:
+        """Raise AssertionError or AttributeError unless every name in an expression, or keyword, exists."""
+        try:
+            tree = ast.parse(code, mode="eval").body
+        except SyntaxError:
+            tree = ast.parse(f"penstock.Pipeline({code})", mode="eval").body
+        if isinstance(tree, ast.Name) and not hasattr(self, tree.id) and not hasattr(penstock, tree.id):
+            assert tree.id in inspect.signature(penstock.Pipeline).parameters, code
+            return
+        if isinstance(tree, ast.Attribute):
+            self.find(tree)
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call):
+                takes = inspect.signature(self.find(call.func)).parameters  # type: ignore[arg-type]
+                free = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+                assert free or {keyword.arg for keyword in call.keywords} <= set(takes), code
+
+
+@pytest.fixture(scope="module")
+def names() -> Names:
+    return Names()
+
+
+def require_name(code: str, names: Names) -> None:
+    """Raise an error unless a config key, command, option, schedule, or Python name exists."""
+    sections = {field.name for field in dataclasses.fields(Config)}
+    key = re.fullmatch(r"(\w+)\.(\w+)(?: = (.+))?", code)
+    if code in FAMILIES:
+        return
+    if code.startswith("--"):
+        assert code in options_of(train), code
+    elif code.startswith("penstock "):
+        command, words = command_of(code.split()[1:])
+        assert {word for word in words if word.startswith("--")} <= options_of(command), code
+    elif key and key[1] in sections:
+        section, name, value = key.groups()
+        assert name in {field.name for field in dataclasses.fields(getattr(Config(), section))}, code
+        if value:
+            from_mapping({section: tomllib.loads(f"{name} = {value}")})
+    elif not code.startswith(("torchrun ", "python ", "lambda", "if ")):
+        names.require(code)
+
+
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [("torch_pipelining.md", 30), ("accelerate.md", 25), ("megatron.md", 50), ("deepspeed.md", 35)],
+)
+def test_every_name_of_ours_in_the_tables_exists(page: str, least: int, names: Names):
+    codes = our_names(page)
+    assert len(codes) >= least
+    for code in codes:
+        require_name(code, names)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "optim.rate",
+        'train.reduction = "median"',
+        "--no-such",
+        "penstock plan --no-such",
+        "Pipeline(layers, chunks=8)",
+        "chunks=8",
+        "pipe.losses",
+        "penstock.Pipe",
+        "f2b",
+    ],
+)
+def test_a_name_that_does_not_exist_is_noticed(code: str, names: Names):
+    with pytest.raises((AssertionError, AttributeError, ConfigError)):
+        require_name(code, names)

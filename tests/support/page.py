@@ -56,7 +56,14 @@ def require_lines(printed: str, shown: str, exact: bool = False) -> None:
         if line == "...":
             continue
         start = line.removesuffix("...")
-        at = next((n for n, other in enumerate(rest) if other == line or start != line and other.startswith(start)), None)
+        at = next(
+            (
+                n
+                for n, other in enumerate(rest)
+                if other == line or (start != line and other.startswith(start))
+            ),
+            None,
+        )
         assert at is not None, f"no line {line!r} in what was printed:\n{printed}"
         rest = rest[at + 1 :]
 
