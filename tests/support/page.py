@@ -20,6 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 from click.testing import CliRunner
 
 from penstock.cli import group
@@ -45,8 +46,9 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def masked(line: str, exact: bool) -> str:
-    """Return a line without blanks at its ends and, unless `exact`, without its numbers."""
-    return line.strip() if exact else re.sub(r"\d[\d.,:]*(e-?\d+)?", "#", line.strip())
+    """Return a line with single blanks and, unless `exact`, without its numbers."""
+    line = " ".join(line.split())
+    return line if exact else re.sub(r"\d[\d.,:]*(e-?\d+)?", "#", line)
 
 
 def require_lines(printed: str, shown: str, exact: bool = False) -> None:
@@ -125,3 +127,27 @@ class Reader:
             cwd=self.folder, env=environment, text=True, timeout=300, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         ).stdout  # fmt: skip
+
+
+def require_options(words: list[str]) -> None:
+    """Raise click.UsageError unless a command of penstock and all options written after it exist.
+
+    Args:
+        words: words after ``penstock``; ``...`` stands for others.
+    """
+    command: click.Command = group
+    context = click.Context(command, info_name="penstock")
+    while isinstance(command, click.Group):
+        if not words or words[0].startswith("-"):
+            return
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None
+        command, context = found, click.Context(found, parent=context, info_name=name)
+    known = {text for parameter in command.params for text in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words:
+        if (
+            word.startswith("-")
+            and not word[1:2].isdigit()
+            and word.partition("=")[0] not in {*known, "--help"}
+        ):
+            raise click.NoSuchOption(word, ctx=context)
