@@ -39,7 +39,8 @@ def test_both_programs_of_a_page_print_the_same_losses(
     assert all(other == printed[0] for other in printed)
 
 
-@pytest.mark.parametrize("page", ["megatron.md", pytest.param("deepspeed.md", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["megatron.md", "deepspeed.md"])
 def test_our_programs_and_commands_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     reader = Reader(tmp_path)

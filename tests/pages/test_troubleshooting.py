@@ -145,7 +145,6 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
     "without a shape yet": lambda _: lazy(),
     "among its outputs": lambda _: step([nn.Linear(2, 2), lambda x: object(), nn.Linear(2, 2)], ranks=3),
     "loss_fn must be given": lambda _: pipeline(None, None),
-    "Penstock downloads nothing": lambda _: penstock.from_transformers("no-such/model"),
     "no schedule family": lambda _: pipeline(schedule="1fb1"),
     "number of virtual stages": lambda _: pipeline(schedule="1f1b", virtual_stages=2, ranks=1),
     "even number of ranks": lambda _: pipeline(schedule="dualpipe", ranks=3),
