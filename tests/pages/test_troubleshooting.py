@@ -122,9 +122,9 @@ def loads_another_state() -> None:
         pipe.load_state_dict({"other": torch.ones(1)})
 
 
-def too_small(tmp: Path) -> None:
+def too_small(tmp: Path) -> object:
     (tmp / "m.toml").write_text("[model]\nwidth = 65536\nlayers = 64\nhidden = 262144\n")
-    search(read_model(str(tmp / "m.toml")), read_cluster("a100-40gb*1"), sequence=2048, batch=1).best
+    return search(read_model(str(tmp / "m.toml")), read_cluster("a100-40gb*1"), sequence=2048, batch=1).best
 
 
 def lazy() -> None:
