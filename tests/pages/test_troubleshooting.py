@@ -1,0 +1,180 @@
+"""Every message on the page occurs in the source, and those that are cheap to provoke read as the page says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.plan import read_cluster, read_model, search
+from penstock.runtime.start.launch_environment import find_launch
+from penstock.runtime.workers.pool import require_processes
+from penstock.schedule.check import check
+from penstock.train import run_folder
+from penstock.train.config.config import from_mapping
+from penstock.train.config.file import load
+from penstock.train.config.sections.data_section import DataConfig
+from penstock.train.config.sections.train_section import TrainConfig
+from penstock.train.data.file_formats import find_files
+from tests.support.page import DOCS
+
+SOURCE = Path(penstock.__file__).parent
+HEADINGS = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.M)
+PLACE = "…"
+SHORT = 6
+"""Parts of a message with fewer letters are too common to say anything."""
+
+
+@pytest.fixture(scope="module")
+def texts() -> str:
+    """The source, in which strings over several lines are one."""
+    source = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    return re.sub(r'"\s*\n\s*f?"', "", source)
+
+
+def parts_of(heading: str) -> list[str]:
+    return [part.strip(" .:") for part in heading.split(PLACE)]
+
+
+def test_the_page_has_the_likeliest_messages():
+    assert len(HEADINGS) >= 40
+    assert len(set(HEADINGS)) == len(HEADINGS)
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_every_message_is_still_in_the_source(heading: str, texts: str):
+    telling = [part for part in parts_of(heading) if len(part) >= SHORT]
+    assert telling
+    for part in telling:
+        assert part in texts, part
+
+
+class Twice(nn.Module):
+    """A model whose loss is computed by a module and in one statement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Linear(2, 2)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(self.head(x), y)
+
+
+class NoLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.one(x)
+
+
+X = torch.ones(8, 2)
+MSE = nn.functional.mse_loss
+
+
+def pipeline(model: object = None, loss_fn: object = MSE, **options: object) -> penstock.Pipeline:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)] if model is None else model
+    return penstock.Pipeline(layers, loss_fn, **{"microbatches": 4, **options})  # type: ignore[arg-type]
+
+
+def step(
+    model: object = None, loss_fn: object = MSE, *, x: object = X, named: object = None, **options: object
+) -> None:
+    with pipeline(model, loss_fn, **options) as pipe:
+        pipe.step(x, X, **({} if named is None else {"mask": named}))
+
+
+def step_when_closed() -> None:
+    pipe = pipeline()
+    pipe.close()
+    pipe.step(X, X)
+
+
+def step_within_hooks() -> None:
+    with pipeline(ranks=2) as pipe, torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        pipe.step(X, X)
+
+
+def updates_by_row() -> None:
+    with pipeline() as pipe:
+        penstock.PipelineOptimizer(pipe, torch.optim.AdamW, lr=1.0, flow=True)
+
+
+def loads_another_state() -> None:
+    with pipeline() as pipe:
+        pipe.load_state_dict({"other": torch.ones(1)})
+
+
+def too_small(tmp: Path) -> object:
+    (tmp / "m.toml").write_text("[model]\nwidth = 65536\nlayers = 64\nhidden = 262144\n")
+    return search(read_model(str(tmp / "m.toml")), read_cluster("a100-40gb*1"), sequence=2048, batch=1).best
+
+
+def lazy() -> None:
+    step([nn.LazyLinear(2), nn.Linear(2, 2)])
+
+
+PROVOKED: dict[str, Callable[[Path], object]] = {
+    "say where they meet": lambda _: (
+        find_launch({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}).url
+    ),  # type: ignore[union-attr]
+    "is set but": lambda _: find_launch({"RANK": "0"}),
+    "a mesh of … needs": lambda _: pipeline(mesh=penstock.MeshShape(tp=2)),
+    "start at most": lambda _: require_processes(1_000_000),
+    "sees no GPU": lambda _: pipeline(device="cuda"),
+    "layer(s) to cut": lambda _: pipeline(ranks=3),
+    "no loop over modules": lambda _: pipeline(NoLoop()),
+    "becomes the loss function": lambda _: pipeline(Twice(), None),
+    "without a shape yet": lambda _: lazy(),
+    "among its outputs": lambda _: step([nn.Linear(2, 2), lambda x: object(), nn.Linear(2, 2)], ranks=3),
+    "loss_fn must be given": lambda _: pipeline(None, None),
+    "no schedule family": lambda _: pipeline(schedule="1fb1"),
+    "number of virtual stages": lambda _: pipeline(schedule="1f1b", virtual_stages=2, ranks=1),
+    "even number of ranks": lambda _: pipeline(schedule="dualpipe", ranks=3),
+    "deadlocks": lambda _: check(penstock.read_csv(_csv(_, "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"))),
+    "is no valid schedule": lambda _: check(penstock.read_csv(_csv(_, "0F0,0F0,0B0\n"))),
+    "is too small for": lambda _: step(microbatches=9),
+    "has a graph": lambda _: step(loss_fn=lambda output, target: MSE(output.detach(), target)),
+    "requires a gradient": lambda _: step(x=X.clone().requires_grad_()),
+    "no layer takes": lambda _: step(named=X),
+    "is NaN or infinite": lambda _: step(x=X / 0),
+    "is closed": lambda _: step_when_closed(),
+    "is set around a step": lambda _: step_within_hooks(),
+    "flow=True cannot be used": lambda _: updates_by_row(),
+    "even with every layer recomputed": lambda _: step(
+        recompute="auto", execution=penstock.ExecutionOptions(memory=1)
+    ),
+    "no key": lambda _: from_mapping({"train": {"step": 2}}),
+    "an override must be": lambda _: load(None, ["steps=20"]),
+    "no file or folder": lambda _: find_files(DataConfig(path="no-such")),
+    "already exists; choose another": lambda tmp: run_folder.choose(
+        TrainConfig(folder=str(tmp.parent), name=tmp.name)
+    ),
+    "fit the model": lambda _: loads_another_state(),
+    "no layout fits": too_small,
+    "cannot read the model": lambda _: read_model("llama-3-8b"),
+    "no cluster": lambda _: read_cluster("laptop*8"),
+}
+
+
+def _csv(folder: Path, text: str) -> Path:
+    path = folder / "own.csv"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("part", PROVOKED)
+def test_a_message_reads_as_on_the_page(part: str, tmp_path: Path):
+    (heading,) = [heading for heading in HEADINGS if part in heading]
+    pattern = ".*".join(re.escape(each) for each in parts_of(heading))
+    with pytest.raises(penstock.PenstockError) as caught:
+        PROVOKED[part](tmp_path)
+    assert re.search(pattern, str(caught.value), re.S), str(caught.value)

@@ -1,0 +1,161 @@
+"""A page of the documentation as a reader follows it: its files, code, commands and their output, in an empty folder.
+
+Blocks of a page by their first words:
+
+- ``python`` and ``toml`` with a first line ``# NAME`` are files; other Python runs, all of a page in one namespace.
+- ``text`` that begins with ``$`` has commands and what they print; other text is what the Python before it prints.
+- ``other-tool`` after the language marks code of a program that is not here: it is not run.
+
+Lines of the page must be printed, in their order; numbers of measured runs may differ, and a line may end in ``...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+from click.testing import CliRunner
+
+from penstock.cli import group
+
+DOCS = Path(__file__).parents[2] / "docs"
+OTHER_TOOL = "other-tool"
+COMPUTED = ("simulate", "plan", "schedule", "config")
+"""Commands that measure nothing, so that their numbers are always the same."""
+
+SHORTER = ("train.eval_batches=1", "sample.length=4")
+"""Values that make a run short, which its lines do not show."""
+
+_FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.S | re.M)
+_FILE = re.compile(r"# ([\w.]+\.(?:py|toml))\n")
+_PROGRAMS = {
+    "penstock": ("-m", "penstock"),
+    "python": (),
+    "torchrun": ("-m", "torch.distributed.run"),
+}
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Return (language, body) of every fenced block of a page but those of other tools."""
+    text = (DOCS / page).read_text()
+    return [(kind, body) for kind, marks, body in _FENCE.findall(text) if OTHER_TOOL not in marks]
+
+
+def masked(line: str, exact: bool) -> str:
+    """Return a line with single blanks and, unless `exact`, without its numbers."""
+    line = " ".join(line.split())
+    return line if exact else re.sub(r"\d[\d.,:]*(e-?\d+)?", "#", line)
+
+
+def require_lines(printed: str, shown: str, exact: bool = False) -> None:
+    """Raise AssertionError unless all lines that are shown were printed, in this order."""
+    rest = [masked(line, exact) for line in printed.splitlines()]
+    for line in filter(None, (masked(line, exact) for line in shown.splitlines())):
+        if line == "...":
+            continue
+        start = line.removesuffix("...")
+        at = next(
+            (
+                n
+                for n, other in enumerate(rest)
+                if other == line or (start != line and other.startswith(start))
+            ),
+            None,
+        )
+        assert at is not None, f"no line {line!r} in what was printed:\n{printed}"
+        rest = rest[at + 1 :]
+
+
+class Reader:
+    """A reader who does what a page says.
+
+    Args:
+        folder: empty folder in which the page is followed; the current one.
+        skip: programs whose commands are left out, such as "pip".
+    """
+
+    def __init__(self, folder: Path, skip: tuple[str, ...] = ()) -> None:
+        self.folder, self.skip = folder, skip
+        self.names: dict[str, object] = {"__name__": "a_page"}
+        self.outputs: dict[str, str] = {}
+        self._printed = ""
+
+    def follow(self, page: str) -> None:
+        """Do everything on a page, from top to bottom."""
+        for language, body in blocks(page):
+            if file := _FILE.match(body):
+                (self.folder / file[1]).write_text(body.removeprefix(file[0]))
+            elif language == "python":
+                self._python(page, body)
+            elif language == "text":
+                self._text(body)
+
+    def _python(self, page: str, code: str) -> None:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile(code, page, "exec"), self.names)
+        self._printed = output.getvalue()
+
+    def _text(self, text: str) -> None:
+        first, *commands = re.split(r"^\$ ", text, flags=re.M)
+        if first:
+            require_lines(self._printed, first)
+        for command in commands:
+            line, _, shown = command.partition("\n")
+            program, *words = shlex.split(line)
+            if program not in self.skip:
+                self.outputs[line] = self._run(program, [*words, *self._shorter(program, words)])
+                computed = program == "penstock" and words[0] in COMPUTED
+                require_lines(self.outputs[line], shown, exact=computed)
+
+    def _shorter(self, program: str, words: list[str]) -> tuple[str, ...]:
+        return (
+            SHORTER if program == "penstock" and words[0] == "train" and "--print-config" not in words else ()
+        )
+
+    def _run(self, program: str, words: list[str]) -> str:
+        if program == "penstock" and words[0] in COMPUTED:
+            done = CliRunner().invoke(group, words, env={"COLUMNS": "160"}, catch_exceptions=False)
+            return done.output
+        environment = {
+            **os.environ,
+            "COLUMNS": "160",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        return subprocess.run(
+            [sys.executable, *_PROGRAMS[program], *words],
+            cwd=self.folder, env=environment, text=True, timeout=300, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ).stdout  # fmt: skip
+
+
+def require_options(words: list[str]) -> None:
+    """Raise click.UsageError unless a command of penstock and all options written after it exist.
+
+    Args:
+        words: words after ``penstock``; ``...`` stands for others.
+    """
+    command: click.Command = group
+    context = click.Context(command, info_name="penstock")
+    while isinstance(command, click.Group):
+        if not words or words[0].startswith("-"):
+            return
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None
+        command, context = found, click.Context(found, parent=context, info_name=name)
+    known = {text for parameter in command.params for text in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words:
+        if (
+            word.startswith("-")
+            and not word[1:2].isdigit()
+            and word.partition("=")[0] not in {*known, "--help"}
+        ):
+            raise click.NoSuchOption(word, ctx=context)
