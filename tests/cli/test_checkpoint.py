@@ -113,6 +113,12 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path: Path):
         (("convert", newest, newest, "--stages", 2), "already exists"),
         (("convert", newest, tmp_path / "step-00000002", "--stages", 99), "layers; they make 1 to"),
         (("export-hf", newest, tmp_path / "hf"), "not of a Hugging Face model"),
+        (("export", newest, tmp_path / "none" / "model.pt"), "cannot write"),
+        (("export", newest, tmp_path / "none" / "model.safetensors"), "cannot write"),
+        (
+            ("export", newest.parents[1], tmp_path / "model.pt"),
+            f"is a run; give one of its checkpoints, such as {newest}",
+        ),
         (
             ("convert", newest, tmp_path / "x", "--stages", 2, "--to-dcp"),
             "give exactly one of --stages, --to-dcp and --from-dcp",

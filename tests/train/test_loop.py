@@ -71,6 +71,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     assert torch.get_num_threads() == 3
     folder = tmp_path / "runs" / "tiny"
     assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
         "config.toml",
         "logs",
         "metrics.jsonl",

@@ -101,6 +101,15 @@ def test_auto_starts_a_run_and_goes_on_with_it(tmp_path: Path):
     assert [line["step"] for line in metrics(folder) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_last_step_is_saved_whatever_its_number(tmp_path: Path, straight: Path):
+    run(config_of(tmp_path, tmp_path / "text", "again", 5))
+    folder = tmp_path / "runs" / "again"
+    assert [step for step, _ in steps_in(folder / "checkpoints")] == [5, 4, 2]
+    said = run(config_of(tmp_path, tmp_path / "text", "again", 6, str(folder)))
+    assert f"resuming from {folder / 'checkpoints' / 'step-00000005'}" in said
+    assert [line["step"] for line in metrics(folder) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path: Path, straight: Path):
     shutil.rmtree(straight / "checkpoints")
     before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -208,10 +209,11 @@ def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path):
     command = [sys.executable, "-m", "penstock", "watch", str(tmp_path / "later")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        first, second = process.stdout.readline(), process.stdout.readline()
-        assert first.startswith(f"watching {tmp_path / 'later'} at http://127.0.0.1:")
+        first, second, address = (process.stdout.readline() for _ in range(3))
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "\n", "")
-    assert first.endswith("; there is no such folder yet, and the page waits for it\n")
+    waits = "there is no such folder yet, and the page waits for it"
+    assert first == f"watching {tmp_path / 'later'}; {waits}\n"
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]+/\n", address)  # alone, so that it can be copied
     assert second == "Ctrl-C stops watching, and not the run\n"

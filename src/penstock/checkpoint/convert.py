@@ -44,7 +44,7 @@ def require_new(target: Path) -> None:
         ConfigError: if the target exists.
     """
     if os.path.lexists(target):
-        raise ConfigError(f"{target} already exists; choose another folder or remove it")
+        raise ConfigError(f"{target} already exists; choose another path, or remove it")
 
 
 def resplit(source: Path, target: Path, stages: int) -> Manifest:
@@ -148,7 +148,10 @@ def export_weights(source: Path, target: Path) -> None:
     try:
         with replacing(target) as unfinished:
             if target.suffix == ".pt":
-                torch.save(state, unfinished)
+                with unfinished.open(
+                    "wb"
+                ) as file:  # torch.save has errors of its own for paths that cannot be opened
+                    torch.save(state, file)
             else:
                 write_tensors(unfinished, state, {"format": "pt"})
     except OSError as error:

@@ -68,6 +68,11 @@ def read_manifest(path: Path) -> Manifest:
         DataError: if it is missing or damaged.
     """
     where = path / MANIFEST
+    if (path / FOLDER).is_dir():
+        newest = next(
+            (str(checkpoint) for _, checkpoint in steps_in(path / FOLDER)), "RUN/checkpoints/step-N"
+        )
+        raise DataError(f"{path} is a run; give one of its checkpoints, such as {newest}")
     try:
         data = read_bytes(where, _MAX_MANIFEST)
     except OSError as error:

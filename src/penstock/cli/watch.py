@@ -30,7 +30,7 @@ def command(run: Path, port: int) -> None:
     try:
         with WatchServer(run, port) as server:
             waits = "" if run.exists() else "; there is no such folder yet, and the page waits for it"
-            click.echo(f"watching {run} at {server.url}{waits}\nCtrl-C stops watching, and not the run")
+            click.echo(f"watching {run}{waits}\nCtrl-C stops watching, and not the run\n{server.url}")
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         click.echo()

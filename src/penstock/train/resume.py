@@ -116,7 +116,10 @@ class RunCheckpointer:
         loaded = self._checkpoints.load(path) if is_checkpoint(path) else self._checkpoints.load_newest()
         if loaded is None:
             if train.resume != AUTO:
-                raise ConfigError(f"the run {self._run} has no checkpoint to resume from")
+                raise ConfigError(
+                    f"the run {self._run} has no checkpoint to resume from: it ended before its first one, or had "
+                    "train.checkpoint_every=0; train it again as a new run"
+                )
             if self._run_group.decide(lambda: is_finished(self._run)):
                 raise ConfigError(
                     f"the run {self._run} is finished and has no checkpoint to resume from; give another train.name, or "
@@ -207,12 +210,16 @@ class RunCheckpointer:
             )
         self._reporter.say(f"data accepted that {loaded.path} was not made with: {'; '.join(changes)}")
 
+    def saves(self, done: int) -> bool:
+        """Return whether a step is saved: every ``train.checkpoint_every``-th one and the last, unless that is 0."""
+        train = self._config.train
+        return bool(train.checkpoint_every) and (done % train.checkpoint_every == 0 or done == train.steps)
+
     def after_step(self, progress: RunProgress) -> None:
-        """Save every ``train.checkpoint_every`` steps; a failed save is reported, and the run continues."""
+        """Save the steps that are saved; a failed save is reported, and the run continues."""
         if not self._checkpoints.writing:
             self.wait()
-        every = self._config.train.checkpoint_every
-        if every and progress.done % every == 0:
+        if self.saves(progress.done):
             self.wait()
             self._save(progress)
 

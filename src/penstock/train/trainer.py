@@ -168,7 +168,7 @@ class Trainer:
         self._progress = replace(self._progress, done=done)
         last = done == train.steps
         logs, evaluates = done % train.log_every == 0 or last, done % train.eval_every == 0 or last
-        saves = bool(train.checkpoint_every) and done % train.checkpoint_every == 0
+        saves = run.checkpointer.saves(done)
         launched = self._unread
         measured = None
         if not self._flows or logs or evaluates or saves:

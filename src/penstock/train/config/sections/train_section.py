@@ -52,7 +52,7 @@ class TrainConfig(Table):
             commas between them. The function is called without arguments and returns a `penstock.Callback`.
         log_level: lowest level in the log of each process (``logs/rank-N.log``): ``debug``, ``info``, ``warning`` or
             ``error``; the environment variable PENSTOCK_LOG counts more.
-        checkpoint_every: steps between two checkpoints; 0 for none.
+        checkpoint_every: steps between two checkpoints; the last step always has one, and 0 is for none.
         keep_last: number of newest checkpoints to keep; 0 for all.
         keep_every: also keep the checkpoints whose step is a multiple; 0 for none.
         skip_nonfinite: number of consecutive steps with a NaN or infinite loss or gradient that are skipped, with weights
