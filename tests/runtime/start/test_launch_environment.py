@@ -14,15 +14,14 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.runtime.start.launch_environment import (
-    Launch,
     find_launch,
-    first_host,
     has_own_device,
     host_advice,
     local_rank,
     local_size,
     own_device,
 )
+from penstock.runtime.start.launchers import Launch, first_host
 from penstock.runtime.workers.world import STORE
 from tests.support import plain
 from tests.support.launchers import SALLOC, SBATCH, SRUN, free_port
