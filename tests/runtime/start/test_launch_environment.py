@@ -22,7 +22,7 @@ from penstock.runtime.start.launch_environment import (
     own_device,
 )
 from penstock.runtime.start.launchers import Launch, first_host
-from penstock.runtime.workers.world import STORE
+from penstock.runtime.start.meeting import STORE
 from tests.support import plain
 from tests.support.launchers import SALLOC, SBATCH, SRUN, free_port
 

@@ -9,7 +9,7 @@
 | a node of Kubeflow's TrainJob | PET_NODE_RANK, PET_NNODES | 0 | PET_MASTER_ADDR, PET_MASTER_PORT |
 | a node of SkyPilot | SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES | 0 | the first of SKYPILOT_NODE_IPS |
 
-An empty or missing address is refused: MASTER_ADDR and MASTER_PORT set it, and replace the address of every launcher. The first line that applies counts, since launchers start
+MASTER_ADDR and MASTER_PORT replace the address of every launcher. The first line that applies counts, since launchers start
 one another: ``mpirun`` and torchrun reach other hosts through ``srun``, and leave Slurm's variables set. The last two start
 one process for a node; if a node shall have several, that process is torchrun, whose processes the first line describes.
 
