@@ -41,16 +41,14 @@ def train(mesh: Any, replicas: int = 1, folder: Path | None = None) -> Trained:
             optimizer.step()
         if folder is not None:
             with Checkpoints(folder, pipe, optimizer) as checkpoints:
-                checkpoints.save(STEPS)
+                checkpoints.save()
         return losses, pipe.state_dict()
 
 
 def compare(trained: Trained, bits: bool) -> None:
     losses, weights, _ = plain.train(4, M, STEPS)
-    for found, wanted in [
-        *zip(trained[0], losses, strict=True),
-        *((trained[1][n], w) for n, w in weights.items()),
-    ]:
+    own = [(value, weights[name]) for name, value in trained[1].items()]  # of this process's stages
+    for found, wanted in [*zip(trained[0], losses, strict=True), *own]:
         if bits:
             assert torch.equal(found, wanted)
         else:
@@ -67,7 +65,6 @@ def on_mesh(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], slice_: s
 def test_dimensions_are_taken_by_name_in_any_order(processes: LocalProcesses, slices: bool):
     cases: list[tuple[Any, ...]] = [
         (("pp", "dp"), (2, 2), None), (("dp", "pp"), (2, 2), None), (("tp", "dp", "pp"), (1, 1, 4), None),
-        (("pp",), (4,), None), (("dp",), (4,), None),
     ]  # fmt: skip
     if slices:
         cases = [(("pp", "dp"), (2, 2), "pp"), (("dp", "pp"), (2, 2), "pp"), (("other", "pp"), (4, 1), "pp")]
@@ -177,7 +174,7 @@ def decoder_on(rank: int, names: tuple[str, ...], sizes: tuple[int, ...]) -> Tra
 
 def plain_decoder() -> Trained:
     with Pipeline(layers(CONFIG), next_token_loss, microbatches=M, ranks=1) as pipe:
-        net = copy.deepcopy(pipe.unsplit())
+        net = copy.deepcopy(pipe.stages[0].module)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     history = []
     for step in range(STEPS):
