@@ -49,7 +49,7 @@ def environment(bin_: Path, **more: str) -> dict[str, str]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a config, its data, and the commands that an installation has."""
     root = tmp_path_factory.mktemp("recipes")
-    config = tiny(root, text_folder(root), train={"steps": STEPS, "checkpoint_every": 1, "eval_every": 0})
+    config = tiny(root, text_folder(root), train={"steps": STEPS, "checkpoint_every": 1})
     (root / "my.toml").write_text(dump(config))
     (root / "bin").mkdir()
     for name, module in (("penstock", "penstock"), ("torchrun", "torch.distributed.run")):

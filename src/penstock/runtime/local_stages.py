@@ -14,6 +14,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.reducer import Reducer
+from penstock.parallel.dtensor import is_dtensor
 from penstock.parallel.tensor.plan import tensor_parallel
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
@@ -92,12 +93,13 @@ class LocalStages:
 
         def build() -> None:
             modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed))
+            require_own_axes(modules, world)
 
         run_each(build, world.exchange if world is not None else None)
         self._isolations = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
         self.ties.apply(modules)
-        if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
+        if world is not None and world.shards_matrices:
             shard_modules(modules, world, options)
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
@@ -299,6 +301,42 @@ def build_modules(
                 StageModule(layers_of_stages[stage], device, seed) if first is None else alias(first)
             )
     return modules
+
+
+def require_own_axes(modules: Modules, world: World | None) -> None:
+    """Check that no layer was parallelised by torch's wrappers in a way that steps of microbatches cannot keep.
+
+    Raises:
+        ConfigError: if a layer is a DistributedDataParallel or an FSDP1 module, or parameters are DTensors although this
+            pipeline's mesh has replicas or shards of its own.
+    """
+
+    layers = [(name, layer) for module in modules.values() for name, layer in module.named_layers()]
+    wrapped = [(n, type(m).__name__) for n, layer in layers for m in layer.modules() if _is_wrapper(m)]
+    if wrapped:
+        name, kind = wrapped[0]
+        raise ConfigError(
+            f"layer {name} has a {kind}, which expects one backward for each forward; take MeshShape(pp=..., dp=...) for "
+            "replicas, or fully_shard (FSDP2) on the mesh's other dimension"
+        )
+    if world is None or world.mesh is None:
+        return
+    tensors = (
+        f"{n}.{p}" for n, layer in layers for p, tensor in layer.named_parameters() if is_dtensor(tensor)
+    )
+    if (parameter := next(tensors, None)) is not None:
+        raise ConfigError(
+            f"{parameter} is a DTensor already, but the mesh ({world.mesh.shape}) has replicas or shards of its own; give "
+            "the pipeline the slice mesh['pp'], and leave the other dimensions to torch, or do not shard the layers "
+            "yourself"
+        )
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return kind.startswith(
+        ("torch.nn.parallel.distributed.", "torch.distributed.fsdp.fully_sharded_data_parallel.")
+    )
 
 
 def shard_modules(modules: Modules, world: World, options: ParallelOptions) -> None:

@@ -37,12 +37,12 @@ class LocalGroups:
         self._name = name_of_this_start(store, position, len(ranks), timeout)
         self._made = 0
 
-    def make(self, lines: Sequence[Sequence[int]], backend: str, timeout: timedelta) -> Any:
+    def make(self, lines: Sequence[Sequence[int]], backend: str | None, timeout: timedelta) -> Any:
         """Make the group of the line that has this process; every process calls it, each in the same order.
 
         Args:
             lines: lines of ranks in ``torch.distributed``, ascending; no two have a common one.
-            backend: backend of the group.
+            backend: backend of the group; None for that of ``torch.distributed``.
             timeout: timeout of the group.
 
         Returns:
@@ -58,7 +58,7 @@ class LocalGroups:
             len(line),
             list(line).index(rank),
             list(line),
-            dist.Backend(backend),
+            dist.Backend(backend or _world.pg_map[world][0]),
             world.get_group_store(),
             f"{self._name}/{self._made}/{line[0]}",  # type: ignore[arg-type]
             timeout=timeout,

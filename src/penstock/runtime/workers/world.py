@@ -66,6 +66,11 @@ class World:
         """True if this process has coordinate 0 on every axis except the pipeline's."""
         return self.mesh is None or not any(self.mesh.coordinate(axis) for axis in ("dp", "tp"))
 
+    @property
+    def shards_matrices(self) -> bool:
+        """True if processes of this mesh share matrices (tensor parallelism)."""
+        return self.mesh is not None and self.mesh.shape.tp > 1
+
     def join(self, timeout: float, mesh: MeshShape | Mesh | None = None, first: float | None = None) -> World:
         """Open the communicators; every process of the mesh calls it.
 
@@ -160,7 +165,7 @@ class World:
         if self._local_groups is not None:
             with named_errors(f"no connection between the processes {lines}"):
                 group: dist.ProcessGroup | None = self._local_groups.make(
-                    lines, backend or _backends() or dist.get_backend_config(None), self._longest
+                    lines, backend or _backends(), self._longest
                 )
             return group
         joined, backend = None, backend or _backends()
