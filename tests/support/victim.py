@@ -121,8 +121,8 @@ def planned() -> dict[tuple[int, int, int], Callable[[], None]]:
 
 
 def run() -> None:
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    rank = int(os.environ.get("RANK", "0"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT", "0"))
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0"))
     plan = planned()
     training_batch = trainer.training_batch
 

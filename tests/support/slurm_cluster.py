@@ -1,0 +1,187 @@
+"""A Slurm cluster of two nodes on this machine, on the loopback interface, without root's services, systemd or munge."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Self
+
+import pytest
+
+from tests.support import slurm_packages
+from tests.support.children import running_in
+from tests.support.launchers import free_port
+
+NODES = ("n1", "n2")
+
+CONFIG = """\
+ClusterName=penstock
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+# a job that was requeued waits that many seconds and one more
+AuthInfo=cred_expire=5
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+PluginDir={plugins}
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=20
+SlurmdTimeout=10
+MinJobAge=600
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/%n.pid
+SlurmdSpoolDir={folder}/%n
+SlurmdLogFile={folder}/%n.log
+{nodes}
+PartitionName=test Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:16 MaxTime=INFINITE
+"""
+
+
+def missing() -> str:
+    """Return why there can be no Slurm here; empty if there can."""
+    if slurm_packages.programs() is None:
+        return "Slurm is not unpacked: python -m tests.support.slurm_packages"
+    return ""
+
+
+class SlurmCluster:
+    """The cluster, while the context lasts; nothing that it started is left afterwards.
+
+    Without Slurm's packages the test is skipped, and under ``CI`` it fails.
+
+    Args:
+        environment: environment variables of the daemons and commands, added to those of this process.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        if reason := missing():
+            if os.environ.get("CI"):
+                pytest.fail(reason)
+            pytest.skip(reason)
+        self._folder = Path(mkdtemp(prefix="slurm-"))  # short, as sockets' names are in it
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _start(self) -> None:
+        programs = slurm_packages.programs()
+        config = self._folder / "slurm.conf"
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN"))}
+        path = f"{self._environment.get('PATH', os.environ['PATH'])}{os.pathsep}{programs}"
+        self.environment = inherited | self._environment | {"SLURM_CONF": str(config), "PATH": path}
+        host = socket.gethostname()
+        nodes = "\n".join(
+            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={free_port()} CPUs=4 State=UNKNOWN"
+            for name in NODES
+        )
+        text = CONFIG.format(
+            host=host,
+            user=getpass.getuser(),
+            plugins=slurm_packages.plugins(),
+            port=free_port(),
+            folder=self._folder,
+            nodes=nodes,
+        )
+        config.write_text(text)
+        for name in ("state", *NODES):
+            (self._folder / name).mkdir()
+        self._daemon("slurmctld", "slurmctld", "-D", "-i")
+        for name in NODES:
+            self.start_node(name)
+        self.until(lambda: self.states() == ["idle", "idle"], "the nodes are idle")
+
+    def start_node(self, name: str) -> None:
+        """Start the daemon of a node."""
+        stepd = slurm_packages.folder() / "bin" / "slurmstepd"
+        self._daemon(name, "slurmd", "-D", "-N", name, "-d", str(stepd))
+
+    def kill_node(self, name: str) -> None:
+        """Kill the daemon of a node and all that runs there."""
+        _kill([self._daemons.pop(name).pid])
+        _kill(running_in("SLURMD_NODENAME", name))
+
+    def _daemon(self, name: str, *command: str) -> None:
+        with (self._folder / f"{name}.out").open("ab") as out:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )  # fmt: skip
+
+    def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
+        """Run one of Slurm's commands, and return what it printed."""
+        environment = self.environment | variables
+        result = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, f"{command}: {result.stderr}{self.logs()}"
+        return result.stdout.strip()
+
+    def states(self) -> list[str]:
+        """Return the state of each node."""
+        return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
+
+    def job(self, number: str) -> dict[str, str]:
+        """Return the fields of a job, as ``scontrol show job`` prints them."""
+        fields = self.run("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
+
+    def until(self, holds: Callable[[], bool], condition: str, limit: float = 90.0) -> None:
+        """Wait until something is so."""
+        end = time.monotonic() + limit
+        while not holds():
+            assert time.monotonic() < end, f"waited {limit:g} s until {condition}{self.logs()}"
+            time.sleep(0.1)
+
+    def logs(self) -> str:
+        """Return the last lines of the daemons' logs."""
+        logs = [path for path in sorted(self._folder.glob("*.*")) if path.suffix in (".log", ".out")]
+        return "".join(
+            f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs
+        )
+
+    def _end(self) -> None:
+        # In this order: the controller would start jobs again, and a node's daemon notices its tasks' deaths.
+        _kill(daemon.pid for daemon in self._daemons.values())
+        config = str(self._folder / "slurm.conf")
+        end = time.monotonic() + 20
+        while (left := running_in("SLURM_CONF", config)) and time.monotonic() < end:
+            _kill(left)
+            time.sleep(0.05)
+        for daemon in self._daemons.values():
+            daemon.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        assert not left, f"left running: {left}"
+
+
+def _kill(processes: object) -> None:
+    for process in processes:  # type: ignore[attr-defined]
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
