@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, on the loopback interface, without root's services, systemd or munge."""
+"""A Slurm cluster of three nodes on this machine, on the loopback interface, without root's services, systemd or munge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,7 +21,8 @@ from tests.support import slurm_packages
 from tests.support.children import running_in
 from tests.support.launchers import free_port
 
-NODES = ("n1", "n2")
+ENDS = ("CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT")
+NODES = ("n1", "n2", "n3")
 
 CONFIG = """\
 ClusterName=penstock
@@ -43,8 +44,8 @@ JobAcctGatherType=jobacct_gather/none
 PluginDir={plugins}
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=20
-SlurmdTimeout=10
+KillWait=30
+SlurmdTimeout=60
 MinJobAge=600
 SlurmctldPort={port}
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -119,7 +120,7 @@ class SlurmCluster:
         self._daemon("slurmctld", "slurmctld", "-D", "-i")
         for name in NODES:
             self.start_node(name)
-        self.until(lambda: self.states() == ["idle", "idle"], "the nodes are idle")
+        self.until(lambda: set(self.states()) == {"idle"}, "all nodes idle")
 
     def start_node(self, name: str) -> None:
         """Start the daemon of a node."""
@@ -138,9 +139,11 @@ class SlurmCluster:
             )  # fmt: skip
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
-        """Run one of Slurm's commands, and return what it printed."""
+        """Run a command that asks something of Slurm, and return what it printed."""
         environment = self.environment | variables
-        result = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
+        )
         assert result.returncode == 0, f"{command}: {result.stderr}{self.logs()}"
         return result.stdout.strip()
 
@@ -148,27 +151,30 @@ class SlurmCluster:
         """Return the state of each node."""
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
 
+    def ended(self, number: str, limit: float = 150.0) -> dict[str, str]:
+        """Wait until a job has ended and is not to be requeued, and return its fields."""
+        self.until(lambda: self.job(number)["JobState"] in ENDS, f"job {number} ended", limit)
+        return self.job(number)
+
     def job(self, number: str) -> dict[str, str]:
         """Return the fields of a job, as ``scontrol show job`` prints them."""
         fields = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def until(self, holds: Callable[[], bool], condition: str, limit: float = 90.0) -> None:
-        """Wait until something is so."""
+        """Wait until a condition is true."""
         end = time.monotonic() + limit
         while not holds():
-            assert time.monotonic() < end, f"waited {limit:g} s until {condition}{self.logs()}"
+            assert time.monotonic() < end, f"waited {limit:g} s, but not {condition}{self.logs()}"
             time.sleep(0.1)
 
     def logs(self) -> str:
         """Return the last lines of the daemons' logs."""
         logs = [path for path in sorted(self._folder.glob("*.*")) if path.suffix in (".log", ".out")]
-        return "".join(
-            f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs
-        )
+        return "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
     def _end(self) -> None:
-        # In this order: the controller would start jobs again, and a node's daemon notices its tasks' deaths.
+        # The daemons first: they would start jobs again.
         _kill(daemon.pid for daemon in self._daemons.values())
         config = str(self._folder / "slurm.conf")
         end = time.monotonic() + 20
@@ -181,7 +187,7 @@ class SlurmCluster:
         assert not left, f"left running: {left}"
 
 
-def _kill(processes: object) -> None:
-    for process in processes:  # type: ignore[attr-defined]
+def _kill(processes: Iterable[int]) -> None:
+    for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

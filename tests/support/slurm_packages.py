@@ -83,7 +83,9 @@ def _write_programs() -> None:
     bin_folder = folder() / "making"
     bin_folder.mkdir()
     for name in PROGRAMS:
-        places = (folder() / "usr" / place / f"{name}{end}" for place in ("bin", "sbin") for end in ("", "-wlm"))
+        places = (
+            folder() / "usr" / place / f"{name}{end}" for place in ("bin", "sbin") for end in ("", "-wlm")
+        )
         program = next(path for path in places if path.is_file())
         script = bin_folder / name
         script.write_text(f"#!/bin/sh\nexec {linker} --library-path '{libraries}' '{program}' \"$@\"\n")

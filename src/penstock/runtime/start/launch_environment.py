@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ class Launch:
         advice: text that says how to set a missing address.
         own_devices: whether the launcher may show each process its own GPUs alone, which then start at 0.
         from_torch: whether torch itself reads the same variables.
+        listed: whether the address is a node's name from the launcher's list, which need not resolve.
     """
 
     launcher: str
@@ -48,6 +50,7 @@ class Launch:
     advice: str = "set both, the same on every process"
     own_devices: bool = False
     from_torch: bool = False
+    listed: bool = False
 
     @property
     def url(self) -> str:
@@ -103,6 +106,31 @@ def find_launch(environment: Environment | None = None) -> Launch | None:
     return _with_address(launch, env)
 
 
+def meeting_url(environment: Environment | None = None) -> str:
+    """Return the address where the processes of this run meet, as ``init_process_group`` takes it.
+
+    Args:
+        environment: environment variables (default: those of this process).
+
+    Raises:
+        ConfigError: as `find_launch` and `Launch.url`, or if Slurm's name of the first node does not resolve. Torch would try
+            until the timeout, and be right to do so for other names: a service of Kubernetes gets its name later.
+    """
+    launch = find_launch(environment)
+    if launch is None:
+        return "env://"
+    url = launch.url
+    if launch.listed:
+        try:
+            socket.getaddrinfo(launch.address, launch.port)
+        except OSError as error:
+            raise ConfigError(
+                f"{launch.launcher}: the first node, {launch.address}, must have a name that resolves, but: {error.strerror}; "
+                "export MASTER_ADDR before srun, such as MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --relative=0 hostname)"
+            ) from error
+    return url
+
+
 def local_rank(environment: Environment | None = None) -> int:
     """Return this process's rank on its machine; 0 if unknown."""
     env = os.environ if environment is None else environment
@@ -153,6 +181,18 @@ def host_advice(environment: Environment | None = None) -> str:
     return (
         "torchrun restarts this run after a failure, but a new host cannot take the place of one that is gone: set "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun, and it can"
+    )
+
+
+def unused_nodes(environment: Environment | None = None) -> str:
+    """Say how to use all nodes of a Slurm job whose script started this process without ``srun``; empty if there are none."""
+    env = os.environ if environment is None else environment
+    nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
+    if nodes == "1" or "SLURM_STEP_NUM_TASKS" in env or find_launch(env) is not None:
+        return ""
+    return (
+        f"Slurm job {env.get('SLURM_JOB_ID', '?')} has {nodes} nodes, and this run uses one of them: start it with srun, "
+        "and every task is a rank"
     )
 
 
@@ -216,6 +256,7 @@ def _slurm(env: Environment) -> Launch | None:
         address,
         port,
         advice,
+        listed=bool(address) and address != "127.0.0.1",
         own_devices="SLURM_GPUS_PER_TASK" in env or "SLURM_GPU_BIND" in env,
     )
 
@@ -243,8 +284,12 @@ def _with_address(launch: Launch, env: Environment) -> Launch:
     port = env.get("MASTER_PORT", "")
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"MASTER_PORT must be a port number from 1 to 65535, got {port!r}")
+    address = env.get("MASTER_ADDR", "")
     return replace(
-        launch, address=env.get("MASTER_ADDR") or launch.address, port=int(port) if port else launch.port
+        launch,
+        address=address or launch.address,
+        port=int(port) if port else launch.port,
+        listed=launch.listed and not address,
     )
 
 

@@ -23,7 +23,7 @@ from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer, Reducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.runtime.health.peers import PeerRegistry
-from penstock.runtime.start.launch_environment import find_launch
+from penstock.runtime.start.launch_environment import find_launch, meeting_url
 from penstock.runtime.start.restarts import store_of_this_start
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
@@ -352,16 +352,6 @@ def current_world() -> World | None:
         return World(dist.get_rank(), dist.get_world_size())
     launch = find_launch()
     return None if launch is None else World(launch.rank, launch.size)
-
-
-def meeting_url() -> str:
-    """Return the address where the processes of this run meet, as ``init_process_group`` takes it.
-
-    Raises:
-        ConfigError: if no address is set; says which variables to set.
-    """
-    launch = find_launch()
-    return "env://" if launch is None else launch.url
 
 
 def _launcher_rank() -> str:
