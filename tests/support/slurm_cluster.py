@@ -129,7 +129,9 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """Kill the daemon of a node and all that runs there."""
-        _kill([self._daemons.pop(name).pid])
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
         _kill(running_in("SLURMD_NODENAME", name))
 
     def _daemon(self, name: str, *command: str) -> None:

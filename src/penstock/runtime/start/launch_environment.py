@@ -113,8 +113,8 @@ def meeting_url(environment: Environment | None = None) -> str:
         environment: environment variables (default: those of this process).
 
     Raises:
-        ConfigError: as `find_launch` and `Launch.url`, or if Slurm's name of the first node does not resolve. Torch would try
-            until the timeout, and be right to do so for other names: a service of Kubernetes gets its name later.
+        ConfigError: as `find_launch` and `Launch.url`, or if Slurm's name of the first node does not resolve. Torch would
+            try until the timeout. For other names that is right: a service of Kubernetes gets its name later.
     """
     launch = find_launch(environment)
     if launch is None:
@@ -125,7 +125,7 @@ def meeting_url(environment: Environment | None = None) -> str:
             socket.getaddrinfo(launch.address, launch.port)
         except OSError as error:
             raise ConfigError(
-                f"{launch.launcher}: the first node, {launch.address}, must have a name that resolves, but: {error.strerror}; "
+                f"{launch.launcher}: the first node, {launch.address}, must have a name that resolves: {error.strerror}; "
                 "export MASTER_ADDR before srun, such as MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --relative=0 hostname)"
             ) from error
     return url
@@ -185,7 +185,7 @@ def host_advice(environment: Environment | None = None) -> str:
 
 
 def unused_nodes(environment: Environment | None = None) -> str:
-    """Say how to use all nodes of a Slurm job whose script started this process without ``srun``; empty if there are none."""
+    """Say how to use the other nodes of a Slurm job whose script started this process without ``srun``; empty if none."""
     env = os.environ if environment is None else environment
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
     if nodes == "1" or "SLURM_STEP_NUM_TASKS" in env or find_launch(env) is not None:
