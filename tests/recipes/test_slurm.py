@@ -181,7 +181,7 @@ def test_a_killed_rank_and_a_lost_node_change_nothing_in_the_run(site: Site, job
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2"), site.output("failing", jobs.failing)
     same(site.runs / "failing", undisturbed)
     assert "srun: error: n3: task 1: Killed" in site.output("failing", jobs.failing)
-    assert not list(site.runs.glob("*.requeues"))
+    assert not list(site.runs.glob(f"*-{jobs.failing}.requeues"))
 
 
 @pytest.mark.usefixtures("limit_near")

@@ -99,7 +99,7 @@ class SlurmCluster:
         programs = slurm_packages.programs()
         config = self._folder / "slurm.conf"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN"))}
-        path = f"{self._environment.get('PATH', os.environ['PATH'])}{os.pathsep}{programs}"
+        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
         self.environment = inherited | self._environment | {"SLURM_CONF": str(config), "PATH": path}
         host = socket.gethostname()
         nodes = "\n".join(

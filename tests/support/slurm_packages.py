@@ -48,11 +48,11 @@ def unpack() -> None:
     with TemporaryDirectory(dir=folder().parent, prefix=".slurm-") as name:
         path = Path(name)
         path.chmod(0o755)  # for the user _apt
-        if not _knows_packages():
+        try:
+            _download(path)
+        except RuntimeError:  # the lists of packages are missing or old
             _apt(path, "apt-get", "update")
-        lines = _apt(path, "apt-cache", "depends", *PACKAGES).splitlines()
-        needed = {line.split()[-1] for line in lines if line.strip().startswith("Depends: lib")} - {"libc6"}
-        _apt(path, "apt-get", "download", *PACKAGES, *sorted(needed))
+            _download(path)
         for package in path.glob("*.deb"):
             subprocess.run(["dpkg", "-x", package, path], check=True)
             package.unlink()
@@ -62,8 +62,11 @@ def unpack() -> None:
     _write_programs()
 
 
-def _knows_packages() -> bool:
-    return subprocess.run(["apt-cache", "show", *PACKAGES], capture_output=True).returncode == 0
+def _download(path: Path) -> None:
+    """Download the packages, and the libraries that they name: a small system may lack some."""
+    lines = _apt(path, "apt-cache", "depends", *PACKAGES).splitlines()
+    libraries = {line.split()[-1] for line in lines if line.strip().startswith("Depends: lib")} - {"libc6"}
+    _apt(path, "apt-get", "download", *PACKAGES, *sorted(libraries))
 
 
 def _apt(path: Path, *command: str) -> str:
