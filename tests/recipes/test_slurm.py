@@ -42,6 +42,7 @@ class Site:
         self.cluster = cluster
         self.folder = folder
         self.runs = folder / "runs"
+        self.runs.mkdir()
         self.text = text_folder(folder)
         config = config_of(folder, self.text, "", STEPS, runtime={"threads": 1})
         (folder / "my.toml").write_text(config_file.dump(config))
@@ -100,6 +101,14 @@ class Jobs:
             "failure", f"mkdir -p {checkpoints}", f"echo {{}} > {checkpoints}/manifest.json", "exit 1"
         )
         self.hopeless = site.sbatch("hopeless", "--nodelist=n[1-2]", PATH=failure, RETRIES="1")
+        patient = site.command(
+            "patient",
+            "start=$RUNS/$SLURM_JOB_NAME-$SLURM_PROCID.${SLURM_RESTART_COUNT:-0}",
+            "trap 'echo > $start.saved; exit 75' TERM",
+            '[ "$SLURM_RESTART_COUNT" = 2 ] && exit 0',
+            "echo > $start; while true; do sleep 0.1; done",
+        )
+        self.preempted = site.sbatch("preempted", "--partition=cheap", PATH=patient)
         nan = site.command("nan", "exit 3")
         self.nan = site.sbatch("nan", "--nodelist=n[1-2]", PATH=nan)
 
@@ -182,6 +191,23 @@ def test_a_killed_rank_and_a_lost_node_change_nothing_in_the_run(site: Site, job
     same(site.runs / "failing", undisturbed)
     assert "srun: error: n3: task 1: Killed" in site.output("failing", jobs.failing)
     assert not list(site.runs.glob(f"*-{jobs.failing}.requeues"))
+
+
+def test_preemption_and_requeue_by_hand_leave_time_to_save(site: Site, jobs: Jobs):
+    def names(start: str) -> list[Path]:
+        return [site.runs / f"preempted-{rank}.{start}" for rank in (0, 1)]
+
+    def started(start: str) -> None:
+        site.cluster.until(lambda: all(path.exists() for path in names(start)), f"start {start}")
+
+    started("0")
+    urgent = ("--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true")
+    site.cluster.ended(site.cluster.run("sbatch", "--parsable", *urgent))
+    started("1")
+    site.cluster.run("scontrol", "requeue", jobs.preempted)
+    job = site.cluster.ended(jobs.preempted)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2")
+    assert all(path.exists() for path in (*names("0.saved"), *names("1.saved")))
 
 
 @pytest.mark.usefixtures("limit_near")

@@ -1,4 +1,4 @@
-"""A Slurm cluster of three nodes on this machine, on the loopback interface, without root's services, systemd or munge."""
+"""A Slurm cluster of five nodes on this machine, on the loopback interface, without root's services, systemd or munge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.children import running_in
 from tests.support.launchers import free_port
 
 ENDS = ("CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT")
-NODES = ("n1", "n2", "n3")
+NODES = ("n1", "n2", "n3", "n4", "n5")
 
 CONFIG = """\
 ClusterName=penstock
@@ -55,7 +55,11 @@ SlurmdPidFile={folder}/%n.pid
 SlurmdSpoolDir={folder}/%n
 SlurmdLogFile={folder}/%n.log
 {nodes}
-PartitionName=test Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:16 MaxTime=INFINITE
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=test Nodes=n[1-3] Default=YES OverSubscribe=FORCE:16
+PartitionName=cheap Nodes=n[4-5] PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=n[4-5] PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -68,6 +72,9 @@ def missing() -> str:
 
 class SlurmCluster:
     """The cluster, while the context lasts; nothing that it started is left afterwards.
+
+    Jobs of the partition ``test``, on nodes n1 to n3, share their nodes. Those of ``urgent`` preempt those of ``cheap`` on n4 and
+    n5.
 
     Without Slurm's packages the test is skipped, and under ``CI`` it fails.
 

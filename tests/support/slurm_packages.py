@@ -15,7 +15,18 @@ from tempfile import TemporaryDirectory
 
 FOLDER = "PENSTOCK_SLURM"
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins")
-PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "slurmstepd",
+    "salloc",
+    "sbatch",
+    "scancel",
+    "scontrol",
+    "sinfo",
+    "squeue",
+    "srun",
+)
 
 
 def folder() -> Path:

@@ -126,7 +126,7 @@ def meeting_url(environment: Environment | None = None) -> str:
         except OSError as error:
             raise ConfigError(
                 f"{launch.launcher}: the first node, {launch.address}, must have a name that resolves: {error.strerror}; "
-                "export MASTER_ADDR before srun, such as MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --relative=0 hostname)"
+                "export MASTER_ADDR before srun, in a job's script as $(srun --nodes=1 --ntasks=1 --relative=0 hostname)"
             ) from error
     return url
 
