@@ -133,6 +133,17 @@ def limit_near(site: Site, jobs: Jobs) -> None:
     site.cluster.run("scontrol", "update", f"jobid={jobs.limited}", f"timelimit={minutes + 2}")
 
 
+@pytest.fixture(scope="module")
+def node_lost(site: Site, jobs: Jobs) -> None:
+    """Lose a node once the job whose rank was killed is under way again, and bring the node back."""
+    cluster = site.cluster
+    cluster.until(lambda: is_whole(site.checkpoint("failing", 4)), "a checkpoint of the second start", 150)
+    cluster.kill_node("n3")
+    cluster.run("scontrol", "update", "nodename=n3", "state=down", "reason=lost")
+    cluster.until(lambda: cluster.job(jobs.failing)["Restarts"] == "2", "requeued by Slurm")
+    cluster.start_node("n3")
+
+
 @pytest.mark.usefixtures("limit_near")
 def test_a_cancelled_job_saves_and_stays_cancelled(site: Site, jobs: Jobs):
     site.cluster.until(lambda: is_whole(site.checkpoint("cancelled", 2)), "a checkpoint")
@@ -178,21 +189,7 @@ def test_a_run_that_fails_at_every_start_is_requeued_only_so_often(site: Site, j
     assert lines[-1].endswith(f"1 requeue(s) in a row without a newer checkpoint in {site.runs / 'hopeless'}")
 
 
-def test_a_killed_rank_and_a_lost_node_change_nothing_in_the_run(site: Site, jobs: Jobs, undisturbed: Path):
-    cluster = site.cluster
-    cluster.until(lambda: is_whole(site.checkpoint("failing", 4)), "a checkpoint of the second start", 150)
-    assert "requeued: exit code 137" in site.output("failing", jobs.failing)
-    cluster.kill_node("n3")
-    cluster.run("scontrol", "update", "nodename=n3", "state=down", "reason=lost")
-    cluster.until(lambda: cluster.job(jobs.failing)["Restarts"] == "2", "requeued by Slurm")
-    cluster.start_node("n3")
-    job = cluster.ended(jobs.failing)
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2"), site.output("failing", jobs.failing)
-    same(site.runs / "failing", undisturbed)
-    assert "srun: error: n3: task 1: Killed" in site.output("failing", jobs.failing)
-    assert not list(site.runs.glob(f"*-{jobs.failing}.requeues"))
-
-
+@pytest.mark.usefixtures("node_lost")
 def test_preemption_and_requeue_by_hand_leave_time_to_save(site: Site, jobs: Jobs):
     def names(start: str) -> list[Path]:
         return [site.runs / f"preempted-{rank}.{start}" for rank in (0, 1)]
@@ -208,6 +205,16 @@ def test_preemption_and_requeue_by_hand_leave_time_to_save(site: Site, jobs: Job
     job = site.cluster.ended(jobs.preempted)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2")
     assert all(path.exists() for path in (*names("0.saved"), *names("1.saved")))
+
+
+@pytest.mark.usefixtures("node_lost")
+def test_a_killed_rank_and_a_lost_node_change_nothing_in_the_run(site: Site, jobs: Jobs, undisturbed: Path):
+    job = site.cluster.ended(jobs.failing)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2"), site.output("failing", jobs.failing)
+    assert "requeued: exit code 137" in site.output("failing", jobs.failing)
+    same(site.runs / "failing", undisturbed)
+    assert "srun: error: n3: task 1: Killed" in site.output("failing", jobs.failing)
+    assert not list(site.runs.glob(f"*-{jobs.failing}.requeues"))
 
 
 @pytest.mark.usefixtures("limit_near")

@@ -73,8 +73,8 @@ def missing() -> str:
 class SlurmCluster:
     """The cluster, while the context lasts; nothing that it started is left afterwards.
 
-    Jobs of the partition ``test``, on nodes n1 to n3, share their nodes. Those of ``urgent`` preempt those of ``cheap`` on n4 and
-    n5.
+    Jobs of the partition ``test``, on nodes n1 to n3, share their nodes. On n4 and n5, jobs of ``urgent`` preempt those of
+    ``cheap``.
 
     Without Slurm's packages the test is skipped, and under ``CI`` it fails.
 
