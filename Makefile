@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
+# Some tests mostly wait, so one worker more than there are cores.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 STAMP := $(VENV)/.penstock-installed
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

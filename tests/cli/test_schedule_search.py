@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -175,11 +177,14 @@ def test_an_interrupt_before_the_first_order_is_told(
 ):
     from penstock.simulate import certified_search
 
-    def interrupt(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
+    search = certified_search.search_schedule
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return search(*args, **options)
 
     monkeypatch.setattr("sys.argv", ["penstock", "schedule", "search", "-p", "4", "-m", "4"])
-    monkeypatch.setattr(certified_search, "search_schedule", interrupt)
+    monkeypatch.setattr(certified_search, "search_schedule", interrupted)
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 130

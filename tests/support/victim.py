@@ -106,7 +106,7 @@ def until_asked() -> None:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < limit, "no signal came"
         time.sleep(0.01)
@@ -121,8 +121,8 @@ def planned() -> dict[tuple[int, int, int], Callable[[], None]]:
 
 
 def run() -> None:
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    rank = int(os.environ.get("RANK", "0"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT", "0"))
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0"))
     plan = planned()
     training_batch = trainer.training_batch
 

@@ -20,7 +20,7 @@ from penstock.doctor.measured_cluster import measure_cluster, require_writable
 from penstock.doctor.rounds import Answer, Rounds
 from penstock.doctor.shared_folder import check_folder
 from penstock.errors import ConfigError, PenstockError, first_line
-from penstock.runtime.start.meeting import meeting_url
+from penstock.runtime.start.launch_environment import meeting_url
 from penstock.runtime.tracing.gather import align_clocks
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.timeout import require_timeout

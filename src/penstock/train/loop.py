@@ -20,7 +20,7 @@ from penstock.huggingface.weights import own_state, save_together
 from penstock.run_lock import locked, may_be_restart
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.start.launch_environment import host_advice
+from penstock.runtime.start.launch_environment import host_advice, unused_nodes
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.runtime.workers.world import current_world
 from penstock.stage.split import Split
@@ -149,6 +149,7 @@ def train(
                     default_text_note(config, model),
                     *data.notes,
                     host_advice(),
+                    unused_nodes(),
                 )
                 first_lines += [line for line in notes if line]
                 for line in first_lines if run_group.leads else ():

@@ -19,7 +19,9 @@ from penstock.runtime.start.launch_environment import (
     host_advice,
     local_rank,
     local_size,
+    meeting_url,
     own_device,
+    unused_nodes,
 )
 from penstock.runtime.start.launchers import Launch, first_host
 from penstock.runtime.start.meeting import STORE
@@ -70,6 +72,27 @@ def test_a_task_of_a_slurm_step_has_its_rank_and_meets_on_the_first_host_at_a_po
 )
 def test_the_first_host_of_a_list_as_slurm_writes_it(hosts: str, first: str):
     assert first_host(hosts) == first
+
+
+def test_a_node_whose_name_does_not_resolve_is_refused_at_once_with_the_variable_to_set():
+    step = SRUN | {"SLURM_STEP_NODELIST": "no-such-node.invalid"}
+    with pytest.raises(
+        ConfigError, match=r"31.5: the first node, no-such-node.invalid, .*; export MASTER_ADDR"
+    ):
+        meeting_url(step)
+    assert meeting_url(SRUN | {"SLURM_STEP_NODELIST": "localhost"}).startswith("tcp://localhost:")
+    assert meeting_url(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).startswith("tcp://127.0.0.1:")
+    # Torch waits for a name that the user gives: that of a service may come later.
+    assert meeting_url(step | {"MASTER_ADDR": "later.invalid"}).startswith("tcp://later.invalid:")
+    assert meeting_url(step | {"RANK": "2", "WORLD_SIZE": "4", **MEETING}) == meeting_url({}) == "env://"
+
+
+def test_a_script_of_sbatch_that_forgets_srun_is_told_of_its_other_nodes():
+    assert "31 has 2 nodes, and this run uses one of them: start it with srun" in unused_nodes(SALLOC)
+    assert unused_nodes(SBATCH | {"SLURM_JOB_NUM_NODES": "3"}).startswith("Slurm job 31 has 3 nodes")
+    one = {"SLURM_STEP_NUM_TASKS": "1"}  # several steps beside each other may have been meant
+    for environment in ({}, SRUN, SRUN | one, SALLOC | {"SLURM_NNODES": "1"}, SALLOC | OPEN_MPI):
+        assert unused_nodes(environment) == ""
 
 
 def test_tasks_on_this_node_are_counted_from_the_steps_list():

@@ -8,6 +8,7 @@ initialised counts more than any variable (`penstock.runtime.workers.world.curre
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 
 from penstock.errors import ConfigError
@@ -39,6 +40,31 @@ def find_launch(environment: Environment | None = None) -> Launch | None:
             "as well"
         )
     return _with_address(launch, env)
+
+
+def meeting_url(environment: Environment | None = None) -> str:
+    """Return the address where the processes of this run meet, as ``init_process_group`` takes it.
+
+    Args:
+        environment: environment variables (default: those of this process).
+
+    Raises:
+        ConfigError: as `find_launch` and `Launch.url`, or if Slurm's name of the first node does not resolve. Torch would
+            try until the timeout. For other names that is right: a service of Kubernetes gets its name later.
+    """
+    launch = find_launch(environment)
+    if launch is None:
+        return "env://"
+    url = launch.url
+    if launch.listed:
+        try:
+            socket.getaddrinfo(launch.address, launch.port)
+        except OSError as error:
+            raise ConfigError(
+                f"{launch.launcher}: the first node, {launch.address}, must have a name that resolves: {error.strerror}; "
+                "export MASTER_ADDR before srun, in a job's script as $(srun --nodes=1 --ntasks=1 --relative=0 hostname)"
+            ) from error
+    return url
 
 
 def local_rank(environment: Environment | None = None) -> int:
@@ -94,6 +120,18 @@ def host_advice(environment: Environment | None = None) -> str:
     )
 
 
+def unused_nodes(environment: Environment | None = None) -> str:
+    """Say how to use the other nodes of a Slurm job whose script started this process without ``srun``; empty if none."""
+    env = os.environ if environment is None else environment
+    nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
+    if nodes == "1" or "SLURM_STEP_NUM_TASKS" in env or find_launch(env) is not None:
+        return ""
+    return (
+        f"Slurm job {env.get('SLURM_JOB_ID', '?')} has {nodes} nodes, and this run uses one of them: start it with srun, "
+        "and every task is a rank"
+    )
+
+
 def _one_node_advice(env: Environment) -> str:
     """Say that several torchruns make a run each; it may be meant so, and torchrun does not show if it is."""
     try:
@@ -133,7 +171,7 @@ def _of_torch(env: Environment) -> Launch:
     if launch is None:
         return by_rank
     if (launch.rank, launch.size) == (by_rank.rank, by_rank.size):
-        return replace(launch, launcher=by_rank.launcher, from_torch=True, address="", port=0)
+        return replace(launch, launcher=by_rank.launcher, from_torch=True, address="", port=0, listed=False)
     if not by_torchrun and by_rank.size == 1:
         raise ConfigError(
             f"WORLD_SIZE=1, but {launch.launcher} started {launch.size} processes, and each would train by itself; unset "
@@ -167,6 +205,10 @@ def _with_address(launch: Launch, env: Environment) -> Launch:
     port = env.get("MASTER_PORT", "")
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"MASTER_PORT must be a port number from 1 to 65535, got {port!r}")
+    address = env.get("MASTER_ADDR", "")
     return replace(
-        launch, address=env.get("MASTER_ADDR") or launch.address, port=int(port) if port else launch.port
+        launch,
+        address=address or launch.address,
+        port=int(port) if port else launch.port,
+        listed=launch.listed and not address,
     )

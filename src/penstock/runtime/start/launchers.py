@@ -48,6 +48,7 @@ class Launch:
         own_devices: whether the launcher may show each process its own GPUs alone, which then start at 0.
         from_torch: whether torch itself reads the same variables.
         size_variable: variable that says that there are several processes.
+        listed: whether the address is a node's name from the launcher's list, which need not resolve.
     """
 
     launcher: str
@@ -61,6 +62,7 @@ class Launch:
     own_devices: bool = False
     from_torch: bool = False
     size_variable: str = "WORLD_SIZE"
+    listed: bool = False
 
     @property
     def url(self) -> str:
@@ -194,6 +196,7 @@ def _slurm(env: Environment) -> Launch | None:
         advice,
         own_devices="SLURM_GPUS_PER_TASK" in env or "SLURM_GPU_BIND" in env,
         size_variable="SLURM_STEP_NUM_TASKS",
+        listed=bool(address) and address != "127.0.0.1",
     )
 
 

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does not annotate it
 
 from penstock.errors import ConfigError, PeerError, WaitTimeoutError, first_line
-from penstock.runtime.start.launch_environment import find_launch
+from penstock.runtime.start.launch_environment import find_launch, meeting_url
 from penstock.runtime.start.restarts import store_of_this_start
 from penstock.runtime.workers.timeout import Timeout
 
@@ -70,16 +70,6 @@ def _meet_through_file(path: str, backends: str, rank: int, size: int, timeout: 
             f"rank {rank} did not meet all {size} processes through {STORE}={path} within "
             f"{timeout.seconds:g} s: {first_line(error)}"
         ) from error
-
-
-def meeting_url() -> str:
-    """Return the address where the processes of this run meet, as ``init_process_group`` takes it.
-
-    Raises:
-        ConfigError: if no address is set; says which variables to set.
-    """
-    launch = find_launch()
-    return "env://" if launch is None else launch.url
 
 
 def _launcher_rank() -> str:

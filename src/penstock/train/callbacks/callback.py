@@ -12,6 +12,9 @@ from penstock.scratch import Scratch
 from penstock.show.picture import draw_picture
 from penstock.trace.events import Trace
 
+Outcome = Literal["done", "stopped", "failed"]
+"""How a run ended."""
+
 
 @dataclass(frozen=True)
 class StartEvent:
@@ -137,7 +140,7 @@ class EndEvent:
         seconds: duration of the steps and evaluations.
     """
 
-    outcome: Literal["done", "stopped", "failed"]
+    outcome: Outcome
     step: int
     error: str = ""
     loss: float | None = None

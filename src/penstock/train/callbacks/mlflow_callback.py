@@ -5,24 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.train.callbacks.callback import (
-    Callback,
-    EndEvent,
-    EvaluateEvent,
-    StartEvent,
-    StepEvent,
-    TraceEvent,
-    numbers_of,
-)
+from penstock.train.callbacks.callback import Outcome, StartEvent
+from penstock.train.callbacks.metrics_receiver import MetricsReceiver
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _FOLDER_TAG = "penstock.folder"
 _MAX_PARAMETERS, _MAX_LETTERS = 100, 500  # of a request, and of a value in older stores
 _STATES = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
-class MLflow(Callback):
+class MLflow(MetricsReceiver):
     """A run of MLflow in the experiment ``penstock``; a resumed run continues it. Needs `penstock[mlflow]`.
 
     MLFLOW_TRACKING_URI names the store. Without it, the store is the folder ``mlruns`` in the run's folder, and nothing
@@ -58,32 +54,19 @@ class MLflow(Callback):
         self._id = self._client.create_run(number, run_name=event.folder.name, tags=tags).info.run_id
         self._log_config(event.config)
 
-    def on_step(self, event: StepEvent) -> None:
-        if event.logged:
-            self._log(event)
-
-    def on_evaluate(self, event: EvaluateEvent) -> None:
-        self._log(event)
-
-    def on_trace(self, event: TraceEvent) -> None:
-        import io
-
-        from matplotlib.image import imread
-
-        picture = (imread(io.BytesIO(event.picture))[..., :3] * 255).round().astype("uint8")
-        self._client.log_image(self._id, picture, artifact_file=f"timeline/step-{event.step:06}.png")
-
-    def on_end(self, event: EndEvent) -> None:
-        if event.outcome == "done":
-            self._log(event)
-        self._client.set_terminated(self._id, _STATES[event.outcome])
-
-    def _log(self, event: StepEvent | EvaluateEvent | EndEvent) -> None:
+    def log(self, numbers: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, event.step) for name, value in numbers_of(event).items()]
+        metrics = [Metric(name, value, now, step) for name, value in numbers.items()]
         self._client.log_batch(self._id, metrics=metrics)
+
+    def log_timeline(self, pixels: np.ndarray, step: int) -> None:
+        picture = (pixels * 255).round().astype("uint8")
+        self._client.log_image(self._id, picture, artifact_file=f"timeline/step-{step:06}.png")
+
+    def close(self, outcome: Outcome) -> None:
+        self._client.set_terminated(self._id, _STATES[outcome])
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.train.callbacks.callback import (
-    Callback,
-    EndEvent,
-    EvaluateEvent,
-    StartEvent,
-    StepEvent,
-    TraceEvent,
-    numbers_of,
-)
+from penstock.train.callbacks.callback import Outcome, StartEvent
+from penstock.train.callbacks.metrics_receiver import MetricsReceiver
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
-class TensorBoard(Callback):
+class TensorBoard(MetricsReceiver):
     """Event files in the run's folder, under ``tensorboard``: ``tensorboard --logdir RUN``.
 
     Needs `penstock[tensorboard]`.
@@ -31,24 +26,12 @@ class TensorBoard(Callback):
         # Values of later steps, which will be repeated, are hidden.
         self._writer = SummaryWriter(str(event.folder / "tensorboard"), purge_step=event.step + 1)
 
-    def on_step(self, event: StepEvent) -> None:
-        if event.logged:
-            self._add(event)
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
 
-    def on_evaluate(self, event: EvaluateEvent) -> None:
-        self._add(event)
+    def log_timeline(self, pixels: np.ndarray, step: int) -> None:
+        self._writer.add_image("timeline", pixels, step, dataformats="HWC")
 
-    def on_trace(self, event: TraceEvent) -> None:
-        from matplotlib.image import imread
-
-        picture = imread(io.BytesIO(event.picture))[..., :3]
-        self._writer.add_image("timeline", picture, event.step, dataformats="HWC")
-
-    def on_end(self, event: EndEvent) -> None:
-        if event.outcome == "done":
-            self._add(event)
+    def close(self, outcome: Outcome) -> None:
         self._writer.close()
-
-    def _add(self, event: StepEvent | EvaluateEvent | EndEvent) -> None:
-        for name, value in numbers_of(event).items():
-            self._writer.add_scalar(name, value, event.step)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
-from penstock.train.callbacks.callback import (
-    Callback,
-    EndEvent,
-    EvaluateEvent,
-    StartEvent,
-    StepEvent,
-    TraceEvent,
-    numbers_of,
-)
+from penstock.train.callbacks.callback import Outcome, StartEvent
+from penstock.train.callbacks.metrics_receiver import MetricsReceiver
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
-class WeightsAndBiases(Callback):
+class WeightsAndBiases(MetricsReceiver):
     """A run of Weights & Biases in the project ``penstock``; with ``WANDB_MODE=offline`` it stays in the run's folder.
 
     Needs `penstock[wandb]`.
@@ -38,21 +33,13 @@ class WeightsAndBiases(Callback):
                 f"train.loggers names wandb, which says: {error}; run `wandb login`, or set WANDB_MODE=offline"
             ) from error
 
-    def on_step(self, event: StepEvent) -> None:
-        if event.logged:
-            self._run.log(numbers_of(event), step=event.step)
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._run.log(numbers, step=step)
 
-    def on_evaluate(self, event: EvaluateEvent) -> None:
-        self._run.log(numbers_of(event), step=event.step)
-
-    def on_trace(self, event: TraceEvent) -> None:
+    def log_timeline(self, pixels: np.ndarray, step: int) -> None:
         import wandb
-        from matplotlib.image import imread
 
-        picture = imread(io.BytesIO(event.picture))[..., :3]
-        self._run.log({"timeline": wandb.Image(picture)}, step=event.step)
+        self._run.log({"timeline": wandb.Image(pixels)}, step=step)
 
-    def on_end(self, event: EndEvent) -> None:
-        if event.outcome == "done":
-            self._run.log(numbers_of(event), step=event.step)
-        self._run.finish(exit_code=0 if event.outcome == "done" else 1)
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=0 if outcome == "done" else 1)

@@ -69,6 +69,31 @@ def test_the_last_turn_alone_and_everything_can_be_trained(tmp_path: Path, templ
     assert all(all(flagged(everything, n)[1]) for n in range(6))
 
 
+@pytest.mark.parametrize("template", [records.PLAIN, records.MARKED], ids=["plain", "marked"])
+def test_a_prompt_and_completion_of_messages_train_the_completion_alone(tmp_path: Path, template: str):
+    chats = records.chats(12)
+    lines = [{"prompt": chat["messages"][:-1], "completion": chat["messages"][-1:]} for chat in chats]
+    store = stored(tmp_path, [*lines, {"prompt": "1 + 1 = ", "completion": "2"}], template)
+    assert store.kind == "completion"
+    library = PreTrainedTokenizerFast.from_pretrained(tmp_path / "llama-chat")
+    for n, chat in enumerate(chats):
+        tokens, mask = flagged(store, n)
+        assert tokens == library.apply_chat_template(chat["messages"], tokenize=True)["input_ids"]
+        trained = library.decode(np.array(tokens)[mask]).rstrip("\n")
+        assert trained == chat["messages"][-1]["content"] + "<|im_end|>"
+    tokens, mask = flagged(store, len(chats))
+    assert library.decode(np.array(tokens)[mask]) == "2</s>"
+    with pytest.raises(DataError, match=r"line 2: the messages must be a list of objects .* got '2'"):
+        stored(tmp_path, [lines[0], {"prompt": lines[0]["prompt"], "completion": "2"}], template)
+
+
+def test_a_prompt_that_is_written_differently_when_more_follows_is_refused(tmp_path: Path):
+    template = "{{ messages | length }}" + records.MARKED
+    chat = records.chats(1)[0]["messages"]
+    with pytest.raises(DataError, match=r"line 1: it cannot be told where the completion begins"):
+        stored(tmp_path, [{"prompt": chat[:-1], "completion": chat[-1:]}], template)
+
+
 def test_a_template_that_writes_earlier_turns_differently_is_refused_by_line(tmp_path: Path):
     one = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
     single, several = {"messages": list(one)}, {"messages": [*one, *one]}

@@ -57,8 +57,14 @@ class ChatTemplate:
         self._train_on = train_on
         self._marked = _MARKED.search(template) is not None
 
-    def render(self, messages: Messages, tools: Any, place: Place) -> RecordText:
+    def render(self, messages: Messages, tools: Any, place: Place, prompt: int = 0) -> RecordText:
         """Return the text of a chat, with the assistant's turns as its trained ranges.
+
+        Args:
+            messages: messages of the chat.
+            tools: tools that the template describes to the model; None for none.
+            place: place of the chat.
+            prompt: number of messages at the beginning that are only context.
 
         Raises:
             DataError: if the template refuses the chat, or the assistant's turns cannot be told; names the place.
@@ -67,7 +73,7 @@ class ChatTemplate:
         if self._train_on == "all":
             return RecordText(text, ((0, len(text)),), complete=True)
         find_turns = self._marked_turns if self._marked else self._added_turns
-        turns = find_turns(messages, tools, place, text)
+        turns = find_turns(messages, tools, place, text, prompt)
         return RecordText(text, tuple(turns[-1:] if self._train_on == "last" else turns), complete=True)
 
     def _text(self, messages: Messages, tools: Any, place: Place, asks: bool = False) -> str:
@@ -82,8 +88,17 @@ class ChatTemplate:
                 f"{place}: the chat template of {self._folder} refuses the chat: {error}"
             ) from error
 
-    def _marked_turns(self, messages: Messages, tools: Any, place: Place, text: str) -> list[tuple[int, int]]:
+    def _marked_turns(
+        self, messages: Messages, tools: Any, place: Place, text: str, prompt: int
+    ) -> list[tuple[int, int]]:
         """Return the ranges of characters that the template marks."""
+        context = self._text(messages[:prompt], tools, place) if prompt else ""
+        if not text.startswith(context):
+            raise DataError(
+                f"{place}: it cannot be told where the completion begins: the chat template of {self._folder} writes the "
+                "prompt differently when more follows. Write prompt and completion as one list of messages, or train on "
+                "everything (data.train_on=all)"
+            )
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages,
@@ -105,11 +120,13 @@ class ChatTemplate:
             elif marked:
                 turns.append((start, stop))
             before = bool(marked)
-        return turns
+        return [turn for turn in turns if turn[0] >= len(context)]
 
-    def _added_turns(self, messages: Messages, tools: Any, place: Place, text: str) -> list[tuple[int, int]]:
+    def _added_turns(
+        self, messages: Messages, tools: Any, place: Place, text: str, prompt: int
+    ) -> list[tuple[int, int]]:
         """Return the ranges of characters that each of the assistant's turns adds to the chat before it."""
-        numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        numbers = [n for n, message in enumerate(messages) if n >= prompt and message["role"] == "assistant"]
         turns = []
         for n in numbers[-1:] if self._train_on == "last" else numbers:
             before = self._text(messages[:n], tools, place, asks=True)

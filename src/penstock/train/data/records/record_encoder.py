@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ CONTEXT = np.uint32(1 << 31)
 """Bit of a stored token that is never a target: part of a prompt, or of another's turn in a chat."""
 
 FlaggedTokens = npt.NDArray[np.uint32]
+_Tokens = tuple[FlaggedTokens, npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class RecordEncoder:
             for text, tokens in zip(texts, encode(texts, records[0].place), strict=True)
         ]
 
-    def _render(self, messages: Messages, tools: Any, place: Place) -> RecordText:
+    def _render(self, messages: Messages, tools: Any, place: Place, prompt: int) -> RecordText:
         if self._template is None:
             if self._folder is None:
                 raise DataError(
@@ -78,7 +79,7 @@ class RecordEncoder:
                     "chat model, or write the chats as prompt and completion"
                 )
             self._template = ChatTemplate(self._folder, self._config.train_on)
-        return self._template.render(messages, tools, place)
+        return self._template.render(messages, tools, place, prompt)
 
     def _encode_bytes(self, texts: Sequence[RecordText], first: Place) -> list[FlaggedTokens]:
         """Return the bytes of UTF-8, and the end token."""
@@ -102,11 +103,10 @@ class RecordEncoder:
             raise DataError(
                 f"{first} is text, but the model has no tokenizer.json; data.path must then name .npy files of tokens"
             )
-        encode = tokenizer.encode_with_offsets if self._template is None else self._encode_chats
         prefix = np.array(tokenizer.prefix, np.uint32) | CONTEXT
         end = np.array([] if tokenizer.end is None else [tokenizer.end], np.uint32)
         encoded = []
-        for text, (tokens, starts) in zip(texts, encode([text.text for text in texts]), strict=True):
+        for text, (tokens, starts) in zip(texts, self._tokens(texts, tokenizer), strict=True):
             if not len(tokens):
                 encoded.append(np.zeros(0, np.uint32))
                 continue
@@ -119,7 +119,16 @@ class RecordEncoder:
             encoded.append(flagged if text.complete else np.concatenate((prefix, flagged, end)))
         return encoded
 
-    def _encode_chats(self, texts: list[str]) -> list[tuple[FlaggedTokens, npt.NDArray[np.int64]]]:
+    def _tokens(self, texts: Sequence[RecordText], tokenizer: HFTokenizer) -> Iterator[_Tokens]:
+        """Yield the tokens of each text, and the characters where they begin."""
+        rendered = iter(self._encode_chats([text.text for text in texts if text.complete]))
+        plain = iter(tokenizer.encode_with_offsets([text.text for text in texts if not text.complete]))
+        for text in texts:
+            yield next(rendered if text.complete else plain)
+
+    def _encode_chats(self, texts: list[str]) -> list[_Tokens]:
+        if not texts:
+            return []
         assert self._template is not None, "it has rendered the texts"
         batch = self._template.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         return [

@@ -28,8 +28,8 @@ class RecordText:
     complete: bool = False
 
 
-RenderChat = Callable[[Messages, Any, Place], RecordText]
-"""Function from messages, tools and place to the text of a chat."""
+RenderChat = Callable[[Messages, Any, Place, int], RecordText]
+"""Function from messages, tools, place and the number of messages that are only context to the text of a chat."""
 
 
 def kind_of(record: dict[str, Any], config: DataConfig, place: Place) -> str:
@@ -77,7 +77,11 @@ def text_of(
             )
     if kind == "chat":
         messages = _messages(record[config.messages_field], place)
-        return _require_characters(render(messages, record.get("tools"), place), place)
+        return _require_characters(render(messages, record.get("tools"), place, 0), place)
+    if kind == "completion" and isinstance(record[config.prompt_field], list):
+        prompt, completion = (_messages(record[name], place) for name in _fields(config)[kind])
+        text = render(prompt + completion, record.get("tools"), place, len(prompt))
+        return _require_characters(text, place)
     texts = [_text(record, name, place) for name in _fields(config)[kind]]
     whole = "".join(texts)
     begins = len(texts[0]) if kind == "completion" and config.train_on != "all" else 0
