@@ -1,4 +1,4 @@
-"""Layers that the user shards with torch's own parts, beside a pipeline on the mesh's slice: the numbers of plain PyTorch."""
+"""Layers that torch's own parts shard, beside a pipeline on a slice of the mesh: the numbers of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -64,8 +64,13 @@ def train(rank: int, kind: str, schedule: str, own_optimizer: bool) -> tuple[int
     replica = mesh["dp"].get_local_rank() if replicas == 2 else 0
     rows = slice(replica * 2 * M // replicas, (replica + 1) * 2 * M // replicas)
     with Pipeline(
-        placed(kind, mesh), nn.functional.mse_loss, schedule=schedule, microbatches=M // replicas, mesh=mesh["pp"], timeout=60,
-    ) as pipe:  # fmt: skip
+        placed(kind, mesh),
+        nn.functional.mse_loss,
+        schedule=schedule,
+        microbatches=M // replicas,
+        mesh=mesh["pp"],
+        timeout=60,
+    ) as pipe:
         options: dict[str, Any] = {"lr": 0.1}
         if own_optimizer:
             optimizer: Any = PipelineOptimizer(pipe, torch.optim.SGD, clip=CLIP, **options)
