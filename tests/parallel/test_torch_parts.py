@@ -87,11 +87,12 @@ def train(rank: int, kind: str, schedule: str, own_optimizer: bool) -> tuple[int
     return replica, history
 
 
-def refused(rank: int, kind: str, whole: bool) -> str:
+def refused(rank: int, kind: str, whole: bool, schedule: str = "1f1b") -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with pytest.raises(ConfigError) as error:
         Pipeline(
-            placed(kind, mesh), nn.functional.mse_loss, microbatches=2, mesh=mesh if whole else mesh["pp"], timeout=60
+            placed(kind, mesh), nn.functional.mse_loss, schedule=schedule, microbatches=2,
+            mesh=mesh if whole else mesh["pp"], timeout=60,
         )  # fmt: skip
     return str(error.value)
 
@@ -99,7 +100,7 @@ def refused(rank: int, kind: str, whole: bool) -> str:
 @pytest.mark.slow
 def test_layers_sharded_by_torch_train_as_plain_pytorch_or_are_refused():
     """In processes of its own, as torch's cache of operations on DTensors outlives a mesh's groups."""
-    cases = [("fsdp", "1f1b", True), ("fsdp", "1f1b", False), ("fsdp", "zb-h1", True), ("tp", "1f1b", True)]
+    cases = [("fsdp", "1f1b", True), ("fsdp", "1f1b", False), ("tp", "1f1b", True)]
     wanted = plain_losses()
     with LocalProcesses(4) as own:
         for case, results in zip(cases, run_cases(own, 4, train, cases), strict=True):
@@ -107,6 +108,8 @@ def test_layers_sharded_by_torch_train_as_plain_pytorch_or_are_refused():
                 for losses, all_losses in zip(history, wanted, strict=True):
                     part = all_losses[replica * len(losses) :][: len(losses)]
                     torch.testing.assert_close(losses, part, rtol=1e-5, atol=1e-6, msg=str(case))
-        ddp, sharded = run_cases(own, 4, refused, [("ddp", False), ("fsdp", True)])
+        cases_refused = [("ddp", False), ("fsdp", True), ("fsdp", False, "zb-h1")]
+        ddp, sharded, split = run_cases(own, 4, refused, cases_refused)
     assert all("has a DistributedDataParallel, which expects one backward for each" in text for text in ddp)
+    assert all("the schedule zb-h1 splits backwards; take one without W ops" in text for text in split)
     assert all("is a DTensor already, but the mesh (pp 2 x dp 2" in text for text in sharded)

@@ -28,8 +28,10 @@ from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
+from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
+from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
@@ -93,7 +95,7 @@ class LocalStages:
 
         def build() -> None:
             modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed))
-            require_own_axes(modules, world)
+            require_own_axes(modules, world, self.schedule)
 
         run_each(build, world.exchange if world is not None else None)
         self._isolations = Isolations(layers_of_stages, placement)
@@ -303,14 +305,13 @@ def build_modules(
     return modules
 
 
-def require_own_axes(modules: Modules, world: World | None) -> None:
+def require_own_axes(modules: Modules, world: World | None, schedule: Schedule) -> None:
     """Check that no layer was parallelised by torch's wrappers in a way that steps of microbatches cannot keep.
 
     Raises:
         ConfigError: if a layer is a DistributedDataParallel or an FSDP1 module, or parameters are DTensors although this
-            pipeline's mesh has replicas or shards of its own.
+            pipeline's mesh has replicas or shards of its own, or the schedule splits backwards.
     """
-
     layers = [(name, layer) for module in modules.values() for name, layer in module.named_layers()]
     wrapped = [(n, type(m).__name__) for n, layer in layers for m in layer.modules() if _is_wrapper(m)]
     if wrapped:
@@ -319,12 +320,17 @@ def require_own_axes(modules: Modules, world: World | None) -> None:
             f"layer {name} has a {kind}, which expects one backward for each forward; take MeshShape(pp=..., dp=...) for "
             "replicas, or fully_shard (FSDP2) on the mesh's other dimension"
         )
-    if world is None or world.mesh is None:
-        return
     tensors = (
         f"{n}.{p}" for n, layer in layers for p, tensor in layer.named_parameters() if is_dtensor(tensor)
     )
-    if (parameter := next(tensors, None)) is not None:
+    if (parameter := next(tensors, None)) is None:
+        return
+    if (schedule.kind == Kind.W).any():
+        raise ConfigError(
+            f"{parameter} is a DTensor, whose gradient is made in a backward of torch's own, but the schedule {schedule.name} "
+            "splits backwards; take one without W ops, such as 1f1b or interleaved-1f1b"
+        )
+    if world is not None and world.mesh is not None:
         raise ConfigError(
             f"{parameter} is a DTensor already, but the mesh ({world.mesh.shape}) has replicas or shards of its own; give "
             "the pipeline the slice mesh['pp'], and leave the other dimensions to torch, or do not shard the layers "

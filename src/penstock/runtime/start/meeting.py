@@ -1,4 +1,4 @@
-"""How the processes of a run meet: through a file, or at the address that their launcher says."""
+"""Meeting of the processes of a run: through a file, or at the address that their launcher says."""
 
 from __future__ import annotations
 
