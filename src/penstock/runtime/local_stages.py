@@ -327,7 +327,7 @@ def require_own_axes(modules: Modules, world: World | None, schedule: Schedule) 
         return
     if (schedule.kind == Kind.W).any():
         raise ConfigError(
-            f"{parameter} is a DTensor, whose gradient is made in a backward of torch's own, but the schedule {schedule.name} "
+            f"{parameter} is a DTensor, whose gradient torch sums by itself, but the schedule {schedule.name} "
             "splits backwards; take one without W ops, such as 1f1b or interleaved-1f1b"
         )
     if world is not None and world.mesh is not None:
