@@ -207,23 +207,32 @@ def summary(what: str, found: Sequence[float]) -> str:
     return f"{what}: {len(found)}; error {middle:.1%} in the median, {nine:.1%} for nine of ten, {most:.1%} at most"
 
 
+def _groups(models: Sequence[str]) -> list[list[Case]]:
+    """Return the layouts that are measured together."""
+    computing, modes = [model for model in models if model != "sleep"], ("threads", "processes")
+    groups = [alone(model) for model in computing]
+    groups += [cases(model, mode) for model in computing for mode in modes]
+    return groups + [asleep(ranks, mode) for ranks in (4, 8) for mode in modes if "sleep" in models]
+
+
+def _quick_groups(models: Sequence[str]) -> list[list[Case]]:
+    """Return the first layouts of a few groups."""
+    conv = cases("conv", "processes")
+    groups = [
+        alone("decoder")[:1],
+        cases("decoder", "threads")[:2],
+        [conv[0], conv[-1]],
+        asleep(4, "processes")[:2],
+    ]
+    return [group for group in groups if group[0].model in models]
+
+
 def measure(options: argparse.Namespace) -> Figures:
     """Predict and measure all groups of layouts."""
     torch.set_num_threads(1)
     effort = QUICK_EFFORT if options.quick else EFFORT
-    models = MODELS if options.only is None else [options.only]
-    groups = [alone(model, options.quick) for model in models if model != "sleep"]
-    groups += [
-        cases(model, mode, options.quick)
-        for model in models
-        if model != "sleep"
-        for mode in ("threads", "processes")
-    ]
-    if options.only in (None, "sleep"):
-        counts = (4,) if options.quick else (4, 8)
-        groups += [
-            asleep(ranks, mode, options.quick) for ranks in counts for mode in ("threads", "processes")
-        ]
+    models = (*MODELS, "sleep") if options.only is None else [options.only]
+    groups = _quick_groups(models) if options.quick else _groups(models)
     results: list[Result] = []
     head = f"{'model':8}{'mode':10}{'pp':>3}{'dp':>3}  {'schedule':17}{'v':>2}{'m':>4}  {'split':9}{'keep':5}"
     yield f"{head}{'predicted':>12}{'measured':>11}  ratio"

@@ -48,14 +48,12 @@ class Case:
         )
 
 
-def cases(model: str, mode: str, quick: bool) -> list[Case]:
+def cases(model: str, mode: str) -> list[Case]:
     """Return the layouts of a model on two ranks, or two replicas of one."""
 
     def case(schedule: str, microbatches: int = 8, virtual: int = 1, **other: Any) -> Case:
         return Case(model, mode, other.pop("pp", 2), schedule, microbatches, virtual, **other)
 
-    if quick:
-        return [case("1f1b", 2), case("zb-h1", 4), case("1f1b", 2, pp=1, dp=2)]
     return [
         case("1f1b", 2),
         case("1f1b"),
@@ -75,13 +73,15 @@ def cases(model: str, mode: str, quick: bool) -> list[Case]:
     ]
 
 
-def alone(model: str, quick: bool) -> list[Case]:
+def alone(model: str) -> list[Case]:
     """Return the layouts of a model on one rank."""
-    one = [Case(model, "threads", 1, microbatches=4)]
-    return one if quick else [*one, Case(model, "threads", 1, microbatches=8, recompute="full")]
+    return [
+        Case(model, "threads", 1, microbatches=4),
+        Case(model, "threads", 1, microbatches=8, recompute="full"),
+    ]
 
 
-def asleep(ranks: int, mode: str, quick: bool) -> list[Case]:
+def asleep(ranks: int, mode: str) -> list[Case]:
     """Return the layouts of sleeping layers, two a rank."""
     kinds = [
         ("1f1b", 1),
@@ -93,8 +93,8 @@ def asleep(ranks: int, mode: str, quick: bool) -> list[Case]:
     ]
     return [
         Case("sleep", mode, ranks, schedule, count * ranks, virtual)
-        for schedule, virtual in kinds[: 2 if quick else None]
-        for count in ((2,) if quick else (2, 4))
+        for schedule, virtual in kinds
+        for count in (2, 4)
     ]
 
 

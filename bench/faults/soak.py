@@ -39,7 +39,7 @@ SETTINGS: dict[str, object] = {
     "train.eval_every": 1_000_000,
 }
 ACTIONS = ("kill", "stop", "delay")
-QUICK_STEPS, QUICK_FAULTS, QUICK_EVERY = 140, 3, 8.0
+QUICK_STEPS, QUICK_FAULTS, QUICK_EVERY = 100, 2, 8.0
 """With ``--quick``: no more faults than restarts are allowed without a newer checkpoint."""
 
 DELAY = 2.0

@@ -57,7 +57,7 @@ LINES = {
     ],
     "bench.predict": [
         r"decoder +threads +2 +1 +1f1b +1 +2 +even +none +N ms +N ms +N",
-        r"conv +processes +1 +2 +1f1b +1 +2 +even +none +N ms +N ms +N",
+        r"conv +processes +1 +2 +1f1b +1 +4 +even +none +N ms +N ms +N",
         r"sleep +processes +4 +1 +1f1b +1 +8 +even +none +N ms +N ms +N",
         r"computing layers: N; error N in the median, N for nine of ten, N at most",
         r"sleeping layers: N; error N in the median, N for nine of ten, N at most",
