@@ -112,4 +112,4 @@ def test_layers_sharded_by_torch_train_as_plain_pytorch_or_are_refused():
         ddp, sharded, split = run_cases(own, 4, refused, cases_refused)
     assert all("has a DistributedDataParallel, which expects one backward for each" in text for text in ddp)
     assert all("the schedule zb-h1 splits backwards; take one without W ops" in text for text in split)
-    assert all("is a DTensor already, but the mesh (pp 2 x dp 2" in text for text in sharded)
+    assert all("is a DTensor already, but the mesh (tp 1 x pp 2 x dp 2" in text for text in sharded)

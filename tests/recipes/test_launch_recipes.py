@@ -143,7 +143,8 @@ def test_a_pod_of_the_trainjob_stopped_by_sigterm_is_resumed_by_its_next_start(r
         "PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost",
         "PET_MASTER_PORT": free_port(),
     }  # fmt: skip
-    first = start([*command, "train.steps=100000"], root, **variables)
+    steps = len(trainer["command"])  # --resume stays last: what follows it would be the run to resume
+    first = start([*command[:steps], "train.steps=100000", *command[steps:]], root, **variables)
     try:
         deadline = time.monotonic() + 120
         while not list(steps_in(run / FOLDER)) and first.poll() is None and time.monotonic() < deadline:
@@ -153,12 +154,13 @@ def test_a_pod_of_the_trainjob_stopped_by_sigterm_is_resumed_by_its_next_start(r
     finally:
         first.kill()
     assert first.returncode != 0, out
+    assert steps_in(run / FOLDER), out
     stopped, _ = max(steps_in(run / FOLDER))
-    out = require_done(start([*command, f"train.steps={stopped + 2}"], root, **variables))
+    again = [*command[:steps], f"train.steps={stopped + 2}", *command[steps:]]
+    out = require_done(start(again, root, **variables))
     assert "resuming from" in out
-    assert [line["step"] for line in lines(run, "train")] == list(
-        range(1, stopped + 3)
-    )  # none twice, none left out
+    trained = [line["step"] for line in lines(run, "train")]
+    assert trained == list(range(1, stopped + 3))  # no step twice, and none left out
 
 
 @pytest.mark.slow
