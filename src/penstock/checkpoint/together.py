@@ -18,7 +18,7 @@ class Together:
     """A separate process group, so that a background thread can communicate while the training does in other groups.
 
     Args:
-        world: the processes of the run, each of which makes one; None if there is one process.
+        world: the processes of the run, all of them making one; None if there is one process.
         timeout: seconds to wait for the others before giving up.
 
     Attributes:
