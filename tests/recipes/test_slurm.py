@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +111,26 @@ class Jobs:
         )
         self.preempted = site.sbatch("preempted", "--partition=cheap", PATH=patient)
         nan = site.command("nan", "exit 3")
+        broken = site.command("broken", "exit 1")
+        self.once = site.sbatch("once", "--nodelist=n[1-2]", "--no-requeue", PATH=broken)
         self.nan = site.sbatch("nan", "--nodelist=n[1-2]", PATH=nan)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "SLURM_JOB_ID: is not set: submit this script with sbatch"),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "a", "RETRIES": "many"},
+            "RETRIES must be a whole number, got 'many'",
+        ),
+    ],
+)
+def test_the_script_says_what_is_wrong_before_it_starts_anything(environment: dict[str, str], said: str):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    result = subprocess.run(["bash", RECIPE], env=inherited | environment, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert result.stderr.strip().endswith(said)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +172,13 @@ def test_a_cancelled_job_saves_and_stays_cancelled(site: Site, jobs: Jobs):
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
     saved = [site.checkpoint("cancelled", step) for step in (3, 4)]  # whichever step was under way
     site.cluster.until(lambda: any(map(is_whole, saved)), "the checkpoint of the stop")
-    assert "requeued" not in site.output("cancelled", jobs.cancelled)
+    assert "requeue" not in site.output("cancelled", jobs.cancelled)
+
+
+def test_a_job_that_may_not_be_requeued_fails_with_its_code(site: Site, jobs: Jobs):
+    job = site.cluster.ended(jobs.once)
+    assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("FAILED", "0", "1:0")
+    assert not list(site.runs.glob("once*"))
 
 
 def test_bad_input_and_nans_are_not_requeued(site: Site, jobs: Jobs):
@@ -184,8 +210,10 @@ def test_a_run_that_fails_at_every_start_is_requeued_only_so_often(site: Site, j
     """The first start brings a checkpoint, which does not count; the next two bring none, and one may."""
     job = site.cluster.ended(jobs.hopeless)
     assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("FAILED", "2", "1:0")
-    lines = [line for line in site.output("hopeless", jobs.hopeless).splitlines() if "requeued" in line]
-    assert [line.split(":")[0] for line in lines] == ["requeued", "requeued", "not requeued"]
+    lines = [line for line in site.output("hopeless", jobs.hopeless).splitlines() if "requeue" in line]
+    assert [line.split(":")[0] for line in lines] == [
+        "asking for a requeue", "asking for a requeue", "not requeued"
+    ]  # fmt: skip
     assert lines[-1].endswith(f"1 requeue(s) in a row without a newer checkpoint in {site.runs / 'hopeless'}")
 
 
@@ -211,7 +239,7 @@ def test_preemption_and_requeue_by_hand_leave_time_to_save(site: Site, jobs: Job
 def test_a_killed_rank_and_a_lost_node_change_nothing_in_the_run(site: Site, jobs: Jobs, undisturbed: Path):
     job = site.cluster.ended(jobs.failing)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2"), site.output("failing", jobs.failing)
-    assert "requeued: exit code 137" in site.output("failing", jobs.failing)
+    assert "asking for a requeue: exit code 137" in site.output("failing", jobs.failing)
     same(site.runs / "failing", undisturbed)
     assert "srun: error: n3: task 1: Killed" in site.output("failing", jobs.failing)
     assert not list(site.runs.glob(f"*-{jobs.failing}.requeues"))
@@ -221,5 +249,5 @@ def test_a_killed_rank_and_a_lost_node_change_nothing_in_the_run(site: Site, job
 def test_the_time_limit_becomes_a_checkpoint_and_a_requeue(site: Site, jobs: Jobs, undisturbed: Path):
     job = site.cluster.ended(jobs.limited)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), site.output("limited", jobs.limited)
-    assert "requeued: exit code 75" in site.output("limited", jobs.limited)
+    assert "asking for a requeue: exit code 75" in site.output("limited", jobs.limited)
     same(site.runs / "limited", undisturbed)
