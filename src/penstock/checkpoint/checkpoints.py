@@ -87,7 +87,7 @@ class Checkpoints:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self._facts = Facts(pipe.schedule.stages, pipe.seed, _layout(pipe), dict(config or {}))
-        self._together = Together(pipe.in_processes, timeout)
+        self._together = Together(pipe.world, timeout)
         self._host_buffers = HostBuffers()
         self._frozen = None if keep_frozen else FrozenDigests()
         self._thread: Thread | None = None

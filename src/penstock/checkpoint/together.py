@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import distributed as dist
 
 from penstock.errors import PenstockError
 from penstock.parallel.data.exchange import describe_os_error, gather_values, run_each
+from penstock.runtime.workers.world import World
 
 T = TypeVar("T")
 
@@ -18,18 +18,16 @@ class Together:
     """A separate process group, so that a background thread can communicate while the training does in other groups.
 
     Args:
-        several: whether the run is in processes of ``torch.distributed``; then each process makes one.
+        world: the processes of the run, all of them making one; None if there is one process.
         timeout: seconds to wait for the others before giving up.
 
     Attributes:
         rank, size: this process's rank and the number of all processes of the run, replicas included.
     """
 
-    def __init__(self, several: bool, timeout: float) -> None:
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._group: Any = None
-        if several:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    def __init__(self, world: World | None, timeout: float) -> None:
+        self.rank, self.size = (0, 1) if world is None else (world.collectives.rank, world.collectives.size)
+        self._group: Any = None if world is None else world.separate_group(timeout)
 
     @property
     def leads(self) -> bool:

@@ -32,8 +32,8 @@ from penstock.launch.parent_death import LAUNCHER
 from penstock.launch.signals import SIGNALS, Interrupts
 from penstock.run_lock import locked
 from penstock.runtime.health.peers import is_stopped
+from penstock.runtime.start.meeting import STORE
 from penstock.runtime.workers.pool import require_processes
-from penstock.runtime.workers.world import STORE
 from penstock.scratch import Scratch
 from penstock.train import run_folder
 from penstock.train.config.config import Config

@@ -101,13 +101,15 @@ class Mesh:
 
     Attributes:
         shape: sizes and order of the axes.
-        rank: rank of this process.
-        device_mesh: torch's mesh of the same shape; its dimensions have the names of the axes.
+        rank: rank of this process in the mesh.
+        device_mesh: torch's mesh; its dimensions have the names of the axes, and axes of size 1 may be missing.
+        ranks: ranks of the mesh's processes in ``torch.distributed``, in the order of the axes.
     """
 
     shape: MeshShape
     rank: int
     device_mesh: DeviceMesh
+    ranks: tuple[int, ...]
 
     def coordinate(self, axis: str) -> int:
         """Return this process's coordinate on an axis."""
@@ -117,6 +119,14 @@ class Mesh:
         """Return the group of processes that differ from this one only on an axis, itself included."""
         self.shape.size(axis)
         return self.device_mesh.get_group(axis)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of all dimensions."""
+        return [self.group(axis) for axis in AXES if axis in (self.device_mesh.mesh_dim_names or ())]
+
+    def line(self, rank: int, axis: str) -> list[int]:
+        """Return the processes that differ from a rank of the mesh only on an axis, as ranks in ``torch.distributed``."""
+        return [self.ranks[other] for other in self.shape.line(rank, axis)]
 
     def axis(self, axis: str) -> DeviceMesh:
         """Return the one-dimensional mesh of `group`, for ``parallelize_module``."""
@@ -146,7 +156,7 @@ def make_mesh(
         )
     require_fit(shape, dist.get_world_size())
     mesh = init_device_mesh(device, shape.sizes, mesh_dim_names=shape.order)
-    return Mesh(shape, dist.get_rank(), mesh)
+    return Mesh(shape, dist.get_rank(), mesh, tuple(range(shape.ranks)))
 
 
 def require_fit(shape: MeshShape, processes: int) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.reducer import Reducer
+from penstock.parallel.dtensor import is_dtensor
 from penstock.parallel.tensor.plan import tensor_parallel
 from penstock.runtime.copies.fixed import FixedModules
 from penstock.runtime.copies.separate import Isolations, SeparateModules, alias
@@ -27,8 +28,10 @@ from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
+from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
+from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.runner import LossFunction, Settings
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
@@ -92,12 +95,13 @@ class LocalStages:
 
         def build() -> None:
             modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed))
+            require_own_axes(modules, world, self.schedule)
 
         run_each(build, world.exchange if world is not None else None)
         self._isolations = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
         self.ties.apply(modules)
-        if world is not None and world.mesh is not None and world.mesh.shape.tp > 1:
+        if world is not None and world.shards_matrices:
             shard_modules(modules, world, options)
         if compile == "stage" and settings.recompute != "none":
             raise ConfigError(
@@ -299,6 +303,46 @@ def build_modules(
                 StageModule(layers_of_stages[stage], device, seed) if first is None else alias(first)
             )
     return modules
+
+
+def require_own_axes(modules: Modules, world: World | None, schedule: Schedule) -> None:
+    """Check that no layer was parallelised by torch's wrappers in a way that steps of microbatches cannot keep.
+
+    Raises:
+        ConfigError: if a layer is a DistributedDataParallel or an FSDP1 module, or parameters are DTensors although this
+            pipeline's mesh has replicas or shards of its own, or the schedule splits backwards.
+    """
+    layers = [(name, layer) for module in modules.values() for name, layer in module.named_layers()]
+    wrapped = [(n, type(m).__name__) for n, layer in layers for m in layer.modules() if _is_wrapper(m)]
+    if wrapped:
+        name, kind = wrapped[0]
+        raise ConfigError(
+            f"layer {name} has a {kind}, which expects one backward for each forward; take MeshShape(pp=..., dp=...) for "
+            "replicas, or fully_shard (FSDP2) on the mesh's other dimension"
+        )
+    tensors = (
+        f"{n}.{p}" for n, layer in layers for p, tensor in layer.named_parameters() if is_dtensor(tensor)
+    )
+    if (parameter := next(tensors, None)) is None:
+        return
+    if (schedule.kind == Kind.W).any():
+        raise ConfigError(
+            f"{parameter} is a DTensor, whose gradient torch sums by itself, but the schedule {schedule.name} "
+            "splits backwards; take one without W ops, such as 1f1b or interleaved-1f1b"
+        )
+    if world is not None and world.mesh is not None:
+        raise ConfigError(
+            f"{parameter} is a DTensor already, but the mesh ({world.mesh.shape}) has replicas or shards of its own; give "
+            "the pipeline the slice mesh['pp'], and leave the other dimensions to torch, or do not shard the layers "
+            "yourself"
+        )
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return kind.startswith(
+        ("torch.nn.parallel.distributed.", "torch.distributed.fsdp.fully_sharded_data_parallel.")
+    )
 
 
 def shard_modules(modules: Modules, world: World, options: ParallelOptions) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.mesh import MeshShape
+from penstock.parallel.device_mesh import given_mesh
+from penstock.parallel.mesh import Mesh, MeshShape
 from penstock.runtime.batch.result import StepResult, step_result
 from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no_graph, require_reduction
 from penstock.runtime.batch.work import StepOptions
@@ -48,6 +49,9 @@ from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
 from penstock.trace.join import in_a_row
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 T = TypeVar("T")
 
 
@@ -74,7 +78,8 @@ class Pipeline(PipelineModel):
             LOCAL_RANK.
         timeout: longest wait between ranks in seconds, after which a rank counts as hung (default 60).
         mesh: sizes of the axes: ``dp`` pipelines side by side, each with matrices sharded over ``tp`` processes. A step
-            then takes the global batch, ``dp * microbatches`` microbatches, on every process.
+            then takes the global batch, ``dp * microbatches`` microbatches, on every process. A `MeshShape`; or torch's mesh
+            with dimensions called pp, dp and tp, which may be a slice, or have some of the processes only.
         recompute: layers that keep only their inputs and run again before their backward: "none", "full" (every layer), an
             integer k (every k-th layer of a stage), or "auto" (as few as ``execution.memory`` allows, measured in the first
             step).
@@ -113,7 +118,7 @@ class Pipeline(PipelineModel):
         split: Split = "even",
         device: torch.device | str | None = None,
         timeout: float = 60.0,
-        mesh: MeshShape | None = None,
+        mesh: MeshShape | Mesh | DeviceMesh | None = None,
         recompute: Policy = "none",
         autocast: torch.dtype | None = None,
         seed: int = 0,
@@ -128,14 +133,16 @@ class Pipeline(PipelineModel):
         given = given_model(model, loss_fn)
         loss_fn = given.loss_fn
         self.seed = require_seed(seed)
-        self.mesh, self.parallel, self.execution = mesh, parallel, execution
+        axes = given_mesh(mesh)
+        shape = axes.shape if isinstance(axes, Mesh) else axes
+        self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
         settings = make_settings(recompute, autocast, execution, self._random)
         self.reduction = require_reduction(reduction)
         world = current_world()
-        ranks, processes = resolve_mesh(mesh, ranks, world)
+        ranks, processes = resolve_mesh(axes, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
-        require_loss_without_parameters(loss_fn, self.schedule, mesh)
+        require_loss_without_parameters(loss_fn, self.schedule, shape)
         self.microbatches = microbatches
         self.ranks, self.steps = self.schedule.ranks, 0
         self.reduce_gradients = True
@@ -146,7 +153,7 @@ class Pipeline(PipelineModel):
         self.device = local_device(device, self.in_processes)
         waits = Timeout(self.timeout, execution.first_timeout)
         self.world = (
-            world.join(self.timeout, mesh, waits.first) if world is not None and self.in_processes else None
+            world.join(self.timeout, axes, waits.first) if world is not None and self.in_processes else None
         )
         if self.world is not None:
             require_same_schedule(self.schedule, self.world)
@@ -154,7 +161,7 @@ class Pipeline(PipelineModel):
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
         self.local_ranks = [self.rank] if self.in_processes else list(range(self.ranks))
-        self.replicas, self.tensor_ranks = (1, 1) if mesh is None else (mesh.dp, mesh.tp)
+        self.replicas, self.tensor_ranks = (1, 1) if shape is None else (shape.dp, shape.tp)
         self.replica = 0
         if self.world is not None and self.world.mesh is not None:
             self.replica = self.world.mesh.coordinate("dp")

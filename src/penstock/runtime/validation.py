@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, ScheduleError, first_line
-from penstock.parallel.mesh import MeshShape, require_fit
+from penstock.parallel.mesh import Mesh, MeshShape, require_fit
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
 from penstock.runtime.workers.world import World
@@ -102,7 +102,7 @@ def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, vir
 
 
 def resolve_mesh(
-    mesh: MeshShape | None, ranks: int | None, world: World | None
+    mesh: MeshShape | Mesh | None, ranks: int | None, world: World | None
 ) -> tuple[int | None, int | None]:
     """Return the number of pipeline ranks if it is given, and the number of processes of one pipeline, None in threads.
 
@@ -113,8 +113,11 @@ def resolve_mesh(
     processes = world.size if world is not None and world.size > 1 else None
     if mesh is None:
         return ranks, processes
-    if ranks is not None and ranks != mesh.pp:
-        raise ConfigError(f"the mesh has {mesh.pp} pipeline ranks, but ranks={ranks}; leave ranks out")
+    shape = mesh.shape if isinstance(mesh, Mesh) else mesh
+    if ranks is not None and ranks != shape.pp:
+        raise ConfigError(f"the mesh has {shape.pp} pipeline ranks, but ranks={ranks}; leave ranks out")
+    if isinstance(mesh, Mesh):  # its processes are in torch.distributed
+        return shape.pp, shape.pp if shape.ranks > 1 else None
     if processes is not None:
         require_fit(mesh, processes)
         return mesh.pp, mesh.pp

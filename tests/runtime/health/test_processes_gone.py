@@ -14,7 +14,7 @@ import pytest
 
 from penstock.runtime.health.hang import HUNG
 from penstock.runtime.health.peers import supported
-from penstock.runtime.workers.world import STORE
+from penstock.runtime.start.meeting import STORE
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(not supported(), reason="needs Linux on x86-64")

@@ -14,9 +14,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.runtime.start.launch_environment import (
-    Launch,
     find_launch,
-    first_host,
     has_own_device,
     host_advice,
     local_rank,
@@ -25,7 +23,8 @@ from penstock.runtime.start.launch_environment import (
     own_device,
     unused_nodes,
 )
-from penstock.runtime.workers.world import STORE
+from penstock.runtime.start.launchers import Launch, first_host
+from penstock.runtime.start.meeting import STORE
 from tests.support import plain
 from tests.support.launchers import SALLOC, SBATCH, SRUN, free_port
 

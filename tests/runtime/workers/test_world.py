@@ -13,8 +13,9 @@ from torch import nn
 
 from penstock.errors import ConfigError, WaitTimeoutError
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.start.meeting import STORE
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.runtime.workers.world import STORE, World
+from penstock.runtime.workers.world import World
 from tests.support import plain
 from tests.support.listening import listening
 

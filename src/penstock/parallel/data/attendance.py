@@ -9,7 +9,7 @@ The host of the store may be the one that is frozen or unreachable. So a thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -30,10 +30,10 @@ class Attendance:
     Args:
         store: store of ``torch.distributed`` that nothing else uses at the same time.
         prefix: prefix of the keys; the same on every process, and never used before.
-        names: names of all processes by rank, for messages.
+        names: names of all processes for messages, by their rank in ``torch.distributed``.
     """
 
-    def __init__(self, store: Any, prefix: str, names: Sequence[str]) -> None:
+    def __init__(self, store: Any, prefix: str, names: Mapping[int, str]) -> None:
         self.store, self.prefix, self.names = store, prefix, names
         self._counts: dict[str, int] = {}
 
@@ -41,7 +41,7 @@ class Attendance:
         """Begin the next collective of a group; its processes must begin collectives in the same order."""
         name = "all" if group is None else group.group_name
         number = self._counts[name] = self._counts.get(name, 0) + 1
-        ranks = range(len(self.names)) if group is None else dist.get_process_group_ranks(group)
+        ranks = list(self.names) if group is None else dist.get_process_group_ranks(group)
         return Visit(self, f"{self.prefix}/{name}/{number}", ranks)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.encoding import sendable
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.dtensor import is_sharded, local, real_values
+from penstock.parallel.dtensor import full_tensor, is_sharded, local, real_values
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 
@@ -82,7 +82,8 @@ class GlobalNorm:
             updated = parameter if shards is None else None if sharded is None else sharded.shard
             if updated is not None:
                 position = self._positions[0][name]
-                gradients.append(CountedGradient(position, updated, counts, is_sharded(parameter)))
+                ours = is_sharded(parameter) and self._world is not None and self._world.shards_matrices
+                gradients.append(CountedGradient(position, updated, counts, ours))
         return gradients
 
     def clip_(self, max_norm: float, shards: Shards | None) -> Tensor:
@@ -106,7 +107,7 @@ class GlobalNorm:
         for position, parameter, counts, tensor_parallel in gradients:
             if parameter.grad is None or not counts:
                 continue
-            norm, dtype = _norm_of(parameter, parameter.grad)
+            norm, dtype = _norm_of(parameter, parameter.grad, is_shard=tensor_parallel)
             present[dtype, position] = 1.0
             if tensor_parallel:
                 tensor_squares[position] = norm.square()
@@ -128,7 +129,7 @@ class GlobalNorm:
     def local(self) -> LocalNorms:
         """Return the norms of this rank's gradients; without ZeRO and tensor parallelism."""
         found = [
-            (g.position, *_norm_of(g.parameter, g.parameter.grad))
+            (g.position, *_norm_of(g.parameter, g.parameter.grad, is_shard=False))
             for g in self.gradients(None)
             if g.counts and g.parameter.grad is not None
         ]
@@ -159,10 +160,20 @@ def is_clipped(max_norm: float, total: Tensor) -> bool:
     return not bool(max_norm / (total + 1e-6) >= 1.0)  # the factor, as torch computes it
 
 
-def _norm_of(parameter: nn.Parameter, grad: Tensor) -> tuple[Tensor, int]:
-    """Return the norm of a gradient in float64, and its dtype's index."""
+def _norm_of(parameter: nn.Parameter, grad: Tensor, is_shard: bool) -> tuple[Tensor, int]:
+    """Return the norm of a gradient in float64, and its dtype's index.
+
+    Args:
+        parameter: its parameter.
+        grad: the gradient.
+        is_shard: whether this process's shard alone counts. Otherwise that of a gradient that the caller's own code
+            sharded (FSDP2, ``parallelize_module``) is the norm of all its shards, and all their processes call this.
+    """
     if grad.layout == torch.sparse_coo:  # once coalesced, its values share its memory
         parameter.grad = grad = grad.coalesce()
+    if is_sharded(grad) and not is_shard:
+        with torch.no_grad():
+            return full_tensor(torch.linalg.vector_norm(grad)).double(), _DTYPES.index(grad.dtype)
     grad = local(grad)
     norm = torch.linalg.vector_norm(grad if grad.is_complex() else real_values(grad)).double()
     return norm, _DTYPES.index(grad.dtype)

@@ -30,6 +30,7 @@ class Collectives:
         peer_registry: registry of the processes of this machine.
 
     Attributes:
+        everyone: group of all processes of the run; None if it is that of ``torch.distributed``.
         attendance: attendance of processes whose pages cannot all be read; None if the registry shows all.
     """
 
@@ -37,6 +38,17 @@ class Collectives:
         self.timeout = timeout
         self.peer_registry = peer_registry
         self.attendance: Attendance | None = None
+        self.everyone: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process among all processes of the run."""
+        return dist.get_rank(self.everyone)
+
+    @property
+    def size(self) -> int:
+        """Number of processes of the run."""
+        return dist.get_world_size(self.everyone)
 
     def enter(self, group: dist.ProcessGroup | None) -> Visit | None:
         """Begin the next collective in the attendance, if there is one; every process of the group calls it."""
@@ -63,10 +75,11 @@ class Collectives:
             PeerError, WaitTimeoutError, TransportError: as `finish`.
             TypeError: if the value cannot be encoded; nothing has been sent then.
         """
-        if "cpu:" not in dist.get_backend_config(group):
-            return gather_values(value, group)
+        members = group or self.everyone
+        if "cpu:" not in dist.get_backend_config(members):
+            return gather_values(value, members)
         return gather_values(
-            value, group, lambda work: self.finish(work, action, patient, self.enter(group), stopped)
+            value, members, lambda work: self.finish(work, action, patient, self.enter(group), stopped)
         )
 
     def add_up(self, values: Tensor, group: dist.ProcessGroup | None, action: str) -> None:
@@ -83,7 +96,7 @@ class Collectives:
         """Begin `add_up`, and return a function that waits for it; every process of the group calls both."""
         visit = self.enter(group)
         try:
-            work = dist.all_reduce(values, group=group, async_op=True)
+            work = dist.all_reduce(values, group=group or self.everyone, async_op=True)
         except RuntimeError as error:  # the connection was broken already
             raise self._connection_error(action, error, visit) from error
         if values.is_cuda:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
-from torch import distributed as dist
 
 from penstock.parallel.data.exchange import run_each
 from penstock.runtime.pipeline import Pipeline
@@ -30,7 +29,7 @@ class RunGroup:
     """
 
     def __init__(self, collectives: Collectives | None) -> None:
-        self.size, self.rank = (1, 0) if collectives is None else (dist.get_world_size(), dist.get_rank())
+        self.size, self.rank = (1, 0) if collectives is None else (collectives.size, collectives.rank)
         self._collectives = collectives
 
     @staticmethod

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does not annotate it
 
 # Private, since there is no public way: groups keep the timeout they are made with, and the first step needs a longer one.
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from penstock.errors import ConfigError, PeerError, TransportError, WaitTimeoutError, first_line
-from penstock.host import loopback
+from penstock.errors import TransportError
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer, Reducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.runtime.health.peers import PeerRegistry
-from penstock.runtime.start.launch_environment import find_launch, meeting_url
-from penstock.runtime.start.restarts import store_of_this_start
+from penstock.runtime.start.launch_environment import find_launch
+from penstock.runtime.start.local_groups import LocalGroups
+from penstock.runtime.start.meeting import meet, named_errors
 from penstock.runtime.transport.process_group import Bulk
 from penstock.runtime.transport.processes import ProcessChannel
 from penstock.runtime.workers.collectives import Collectives
@@ -33,9 +30,6 @@ from penstock.runtime.workers.timeout import Timeout
 from penstock.schedule.program import Program
 
 RESULT_SLOTS = 2
-STORE = "PENSTOCK_STORE"
-"""Environment variable: a file, new for the run, through which the processes of one machine meet. They then listen on the
-loopback interface alone."""
 
 
 class World:
@@ -44,7 +38,7 @@ class World:
     Attributes:
         rank, size: rank and world size as in ``torch.distributed``; once joined, within this process's pipeline.
         channel: this rank's end of the edges between ranks, once connected.
-        mesh: all processes on their axes, once joined; None for one pipeline.
+        mesh: the processes of the run on their axes, once joined; None for one pipeline.
         timeout: timeout of every wait.
     """
 
@@ -56,6 +50,8 @@ class World:
         self._collectives: Collectives | None = None
         self._applied = 0.0
         self.mesh: Mesh | None = None
+        self._members = list(range(size))
+        self._local_groups: LocalGroups | None = None
         self._ranks = list(range(size))
         self._pipelines = [self._ranks]
         self._messages: dist.ProcessGroup | None = None
@@ -70,12 +66,18 @@ class World:
         """True if this process has coordinate 0 on every axis except the pipeline's."""
         return self.mesh is None or not any(self.mesh.coordinate(axis) for axis in ("dp", "tp"))
 
-    def join(self, timeout: float, shape: MeshShape | None = None, first: float | None = None) -> World:
-        """Open the communicators; every process calls it.
+    @property
+    def shards_matrices(self) -> bool:
+        """True if processes of this mesh share matrices (tensor parallelism)."""
+        return self.mesh is not None and self.mesh.shape.tp > 1
+
+    def join(self, timeout: float, mesh: MeshShape | Mesh | None = None, first: float | None = None) -> World:
+        """Open the communicators; every process of the mesh calls it.
 
         Args:
             timeout: seconds that a wait may last.
-            shape: ranks on each axis, if there are several pipelines or tensors are sharded (default None).
+            mesh: ranks on each axis, if there are several pipelines or tensors are sharded (default None); or a mesh that
+                was made already, which may have some of the processes only.
             first: the same until the first step ends, this call included (default: `timeout`).
 
         Raises:
@@ -86,19 +88,41 @@ class World:
         self._peer_registry = PeerRegistry()
         self._collectives = Collectives(self.timeout, self._peer_registry)
         if not dist.is_initialized():
-            self._meet()
-        if shape is not None and (shape.dp > 1 or shape.tp > 1):
-            self.mesh = make_mesh(shape.pp, shape.dp, shape.tp, order=shape.order, device=_device_kind())
-            number, everyone = self.rank, range(shape.ranks)
-            self._pipelines = _distinct(shape.line(rank, "pp") for rank in everyone)
-            self._ranks = shape.line(number, "pp")
-            self.rank, self.size = self._ranks.index(number), shape.pp
-            self._buckets = self._group(_distinct(shape.line(rank, "dp") for rank in everyone))
-            beside = ([r for q in shape.line(rank, "dp") for r in shape.line(q, "tp")] for rank in everyone)
-            self._beside = self._group(_distinct(beside))
+            meet(self.rank, self.size, self.timeout)
+        if isinstance(mesh, MeshShape):
+            is_one = mesh.dp == mesh.tp == 1
+            mesh = (
+                None
+                if is_one
+                else make_mesh(mesh.pp, mesh.dp, mesh.tp, order=mesh.order, device=_device_kind())
+            )
+        if mesh is not None:
+            self._members = sorted(mesh.ranks)
+        self._join_members()
+        if mesh is not None:
+            shape, everyone = mesh.shape, range(mesh.shape.ranks)
+            self._pipelines = _distinct(mesh.line(rank, "pp") for rank in everyone)
+            self._ranks = mesh.line(mesh.rank, "pp")
+            self.rank, self.size = mesh.coordinate("pp"), shape.pp
+            if shape.dp > 1 or shape.tp > 1:
+                self.mesh = mesh
+                self._buckets = self._group(_distinct(mesh.line(rank, "dp") for rank in everyone))
+                beside = (
+                    [r for q in shape.line(rank, "dp") for r in mesh.line(q, "tp")] for rank in everyone
+                )
+                self._beside = self._group(_distinct(sorted(line) for line in beside))
         self._messages = self._group(self._pipelines, "gloo")
         self._reductions = self._group(self._pipelines)
         return self
+
+    def _join_members(self) -> None:
+        """Open the communicator of all processes of the run, unless that of ``torch.distributed`` is one for the CPU."""
+        members, processes = self._members, dist.get_world_size()
+        if len(members) < processes:
+            with named_errors(f"the processes {members} of the mesh did not all meet"):
+                self._local_groups = LocalGroups(members, self._longest)
+        if len(members) < processes or _backends() is not None:
+            self.collectives.everyone = self._group([members])
 
     @property
     def _longest(self) -> timedelta:
@@ -117,45 +141,6 @@ class World:
         assert self._collectives is not None, "joined"
         return self._collectives
 
-    def _meet(self) -> None:
-        """Initialise ``torch.distributed`` through the file in `STORE`, or at the launcher's address."""
-        backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        path = os.environ.get(STORE)
-        if path:
-            self._meet_through_file(path, backends)
-            return
-        _use_loopback()
-        url = meeting_url()
-        with _named_errors(f"the {self.size} processes did not all meet{_launcher_rank()}"):
-            store = store_of_this_start(self.rank, self.size, self._longest)
-            dist.init_process_group(
-                backends,
-                None if store is not None else url,
-                store=store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=self._longest,
-            )
-
-    def _meet_through_file(self, path: str, backends: str) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-        if not os.access(Path(path).parent, os.W_OK):  # the store would try for minutes to open it
-            raise ConfigError(
-                f"{STORE}={path}: that folder is not there, or cannot be written to; name a file that is new for this "
-                "run, the same for all its processes"
-            )
-        try:
-            store = FileStore(path, self.size)
-            store.set_timeout(self._longest)
-            dist.init_process_group(
-                backends, store=store, rank=self.rank, world_size=self.size, timeout=self._longest
-            )
-        except RuntimeError as error:
-            raise WaitTimeoutError(
-                f"rank {self.rank} did not meet all {self.size} processes through {STORE}={path} within "
-                f"{self.timeout.seconds:g} s: {first_line(error)}"
-            ) from error
-
     def apply_timeout(self) -> None:
         """Give the communicators the timeout that counts now.
 
@@ -164,9 +149,10 @@ class World:
         if self._applied == self.timeout.seconds:
             return
         self._applied = self.timeout.seconds
-        axes = [self.mesh.group(axis) for axis in ("pp", "dp", "tp")] if self.mesh is not None else []
-        groups = [self._messages, self._reductions, self._buckets, self._beside, *self._more_groups, *axes]
-        for group in groups:
+        axes = self.mesh.groups() if self.mesh is not None else []
+        everyone = self.collectives.everyone
+        own = [everyone, self._messages, self._reductions, self._buckets, self._beside, *self._more_groups]
+        for group in (*own, *axes):
             if group is not None:
                 _set_pg_timeout(self.timeout.delta, group)
         _set_pg_timeout(self.timeout.delta)
@@ -174,13 +160,17 @@ class World:
     def _group(self, lines: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a communicator for each line of ranks, and return the one of this process; None if it is in no line.
 
-        Every process makes those of all lines, in one order. torch could make each on its own line alone, but then names a
-        communicator by their number, and a second Pipeline in the same processes would read the first one's addresses from
-        the store.
+        Every process makes those of all lines, in one order, unless the mesh has some of the processes only.
         """
-        joined = None
+        if self._local_groups is not None:
+            with named_errors(f"no connection between the processes {lines}"):
+                group: dist.ProcessGroup | None = self._local_groups.make(
+                    lines, backend or _backends(), self._longest
+                )
+            return group
+        joined, backend = None, backend or _backends()
         for line in lines:
-            with _named_errors(f"no connection between the processes {line}"):
+            with named_errors(f"no connection between the processes {line}"):
                 group = dist.new_group(line, timeout=self._longest, backend=backend)
             if dist.get_rank() in line:
                 joined = group
@@ -271,7 +261,10 @@ class World:
         registry.open_pages(entries)
         if any(collectives.exchange(not registry.sees_all(entries), None, "meet")):
             # Not all processes can see all others, so all of them use the attendance, or none.
-            names = [f"{entry.name} on host {entry.host}" for entry in entries]
+            names = {
+                rank: f"{entry.name} on host {entry.host}"
+                for rank, entry in zip(self._members, entries, strict=True)
+            }
             world: Any = dist.group.WORLD
             store = world.get_group_store().clone()  # a separate connection
             collectives.attendance = Attendance(store, replies[0][1], names)
@@ -292,6 +285,19 @@ class World:
         self._more_groups.append(group)
         action = "report the end of a step"
         return lambda value, stopped: self.collectives.exchange(value, group, action, stopped=stopped)
+
+    def separate_group(self, timeout: float) -> dist.ProcessGroup:
+        """Return one more group of all processes of the run, which the caller destroys; every process calls it.
+
+        Args:
+            timeout: timeout of the group, in seconds.
+        """
+        delta = timedelta(seconds=timeout)
+        if self._local_groups is None:
+            group: dist.ProcessGroup = dist.new_group(self._members, timeout=delta, backend="gloo")
+        else:
+            group = self._local_groups.make([self._members], "gloo", delta)
+        return group
 
     def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
         """Join the dictionaries of all ranks; every rank calls it."""
@@ -338,7 +344,8 @@ class World:
         self.peer_registry.close()
         self.channel.close()
         self.channel = None
-        for group in (*self._more_groups, self._messages, self._reductions, self._buckets, self._beside):
+        own = (self._messages, self._reductions, self._buckets, self._beside, self.collectives.everyone)
+        for group in (*self._more_groups, *own):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -355,34 +362,19 @@ def current_world() -> World | None:
     return None if launch is None else World(launch.rank, launch.size)
 
 
-def _launcher_rank() -> str:
-    """Describe the rank that the launcher gives this process, unless it comes from RANK and WORLD_SIZE."""
-    launch = find_launch()
-    if launch is None or launch.from_torch:
-        return ""
-    return f" (this one is rank {launch.rank} of {launch.launcher}, at {launch.address} port {launch.port})"
-
-
 def _distinct(lines: Iterable[Sequence[int]]) -> list[list[int]]:
     """Return each line once, in an order that is the same on every process."""
     return sorted({tuple(sorted(line)): list(line) for line in lines}.values())
 
 
-@contextlib.contextmanager
-def _named_errors(what: str) -> Iterator[None]:
-    """Raise errors of ``torch.distributed`` about processes that are gone or never came as PeerError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(f"{what}: {first_line(error)}") from error
+def _backends() -> str | None:
+    """Return the backends of a communicator for CPU and GPU; None if those of ``torch.distributed`` are such.
+
+    A group that was initialised for GPUs alone ("nccl") cannot exchange values in host memory.
+    """
+    config = dist.get_backend_config(None)
+    return None if "cpu:" in config else f"cpu:gloo,{config}"
 
 
 def _device_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _use_loopback() -> None:
-    """Keep gloo's sockets of a run on one machine on the loopback interface, unless the user chose another."""
-    launch = find_launch()
-    if launch is not None and launch.address in ("127.0.0.1", "localhost", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())

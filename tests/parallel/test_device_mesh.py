@@ -1,0 +1,210 @@
+"""A pipeline on torch's own mesh has the numbers of plain PyTorch, whatever the order of the mesh's dimensions."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.checkpoint.checkpoints import Checkpoints
+from penstock.errors import ConfigError
+from penstock.parallel.mesh import MeshShape, make_mesh
+from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.train.config.sections.model_section import ModelConfig
+from penstock.train.model.llama import layers, next_token_loss
+from tests.support import plain
+from tests.support.groups import run_cases
+
+CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
+M, STEPS = 4, 3
+
+Trained = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def train(mesh: Any, replicas: int = 1, folder: Path | None = None) -> Trained:
+    """Losses and weights of three steps of the model that `plain` trains."""
+    with Pipeline(
+        plain.model(4), nn.functional.mse_loss, microbatches=M // replicas, mesh=mesh, timeout=120
+    ) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, clip=0.5)
+        losses = []
+        for step in range(STEPS):
+            losses.append(pipe.step(*plain.batch(step, 2 * M)).losses)
+            optimizer.step()
+        if folder is not None:
+            with Checkpoints(folder, pipe, optimizer) as checkpoints:
+                checkpoints.save()
+        return losses, pipe.state_dict()
+
+
+def compare(trained: Trained, bits: bool) -> None:
+    losses, weights, _ = plain.train(4, M, STEPS)
+    own = [(value, weights[name]) for name, value in trained[1].items()]  # of this process's stages
+    for found, wanted in [*zip(trained[0], losses, strict=True), *own]:
+        if bits:
+            assert torch.equal(found, wanted)
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def on_mesh(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], slice_: str | None) -> Trained:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    dp = dict(zip(names, sizes, strict=True)).get("dp", 1) if slice_ is None else 1
+    return train(mesh if slice_ is None else mesh[slice_], dp)
+
+
+@pytest.mark.parametrize("slices", [False, True], ids=["whole meshes", "slices"])
+def test_dimensions_are_taken_by_name_in_any_order(processes: LocalProcesses, slices: bool):
+    cases: list[tuple[Any, ...]] = [
+        (("pp", "dp"), (2, 2), None), (("dp", "pp"), (2, 2), None), (("tp", "dp", "pp"), (1, 1, 4), None),
+    ]  # fmt: skip
+    if slices:
+        cases = [(("pp", "dp"), (2, 2), "pp"), (("dp", "pp"), (2, 2), "pp"), (("other", "pp"), (4, 1), "pp")]
+    for (names, sizes, slice_), results in zip(cases, run_cases(processes, 4, on_mesh, cases), strict=True):
+        summed_otherwise = slice_ is None and dict(zip(names, sizes, strict=True)).get("dp", 1) > 1
+        for trained in results:
+            compare(trained, bits=not summed_otherwise)
+
+
+def on_some(rank: int, folder: str) -> Trained | str:
+    mesh = DeviceMesh("cpu", torch.tensor([0, 2]), mesh_dim_names=("pp",))
+    if rank not in (0, 2):
+        with pytest.raises(ConfigError, match=r"this process is not in the mesh, which has the ranks 0, 2"):
+            train(mesh)
+        return "outside"
+    first = train(mesh, folder=Path(folder))
+    again = train(mesh)  # in the same processes: no group meets the addresses of one that is gone
+    assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
+    return again
+
+
+def test_a_mesh_of_some_processes_trains_and_saves_without_the_others(
+    processes: LocalProcesses, tmp_path: Path
+):
+    results = processes.run(4, on_some, str(tmp_path))
+    assert results[1] == results[3] == "outside"
+    compare(results[0], bits=True)
+    compare(results[2], bits=True)
+    assert [path.name for path in tmp_path.iterdir()]
+
+
+def refused(rank: int, names: tuple[str, ...] | None, sizes: tuple[int, ...], options: dict[str, Any]) -> str:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with pytest.raises(ConfigError) as error:
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=M, mesh=mesh, **options)
+    return str(error.value)
+
+
+def test_a_mesh_that_cannot_be_used_is_refused_by_name(processes: LocalProcesses):
+    cases = {
+        (("pipe", "data"), (2, 2)): "must be called pp, dp and tp, got pipe, data (2 x 2); call pipe pp, call data dp",
+        (("pp", "cp"), (2, 2)): "got pp, cp (2 x 2); give the slice of the mesh without cp",
+        (None, (2, 2)): "the dimensions of the mesh (2 x 2) must have names of pp, dp and tp",
+    }  # fmt: skip
+    told = run_cases(processes, 4, refused, [(*case, {}) for case in cases])
+    for by_rank, said in zip(told, cases.values(), strict=True):
+        assert all(said in text for text in by_rank)
+    ((text, *_),) = run_cases(processes, 4, refused, [(("dp", "pp"), (2, 2), {"ranks": 4})])
+    assert "the mesh has 2 pipeline ranks, but ranks=4" in text
+
+
+def descends(rank: int) -> str:
+    mesh = DeviceMesh("cpu", torch.tensor([[1, 0], [2, 3]]), mesh_dim_names=("dp", "pp"))
+    with pytest.raises(ConfigError) as error:
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=M, mesh=mesh)
+    return str(error.value)
+
+
+def test_ranks_that_do_not_ascend_are_refused(processes: LocalProcesses):
+    for text in processes.run(4, descends):
+        assert "the ranks of the mesh must ascend along pp, got [[1, 0], [2, 3]]" in text
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(ConfigError, match=r"mesh must be a MeshShape, or a mesh of torch's .* got \(2, 2\)"):
+        Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=M, mesh=(2, 2))  # type: ignore[arg-type]
+
+
+def on_made_mesh(rank: int) -> Trained:
+    return train(make_mesh(pp=2, dp=2, order=("tp", "dp", "pp")), 2)
+
+
+def without_cpu(rank: int, path: str) -> Trained:
+    """As where a group was initialised for GPUs alone, such as "nccl": it exchanges nothing in host memory."""
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"file://{path}", rank=rank, world_size=4)
+    return train(MeshShape(pp=2, dp=2), 2)
+
+
+def test_a_mesh_of_ours_and_a_group_without_the_cpu_are_taken_as_they_are(
+    processes: LocalProcesses, tmp_path: Path
+):
+    for results in (processes.run(4, on_made_mesh), processes.run(4, without_cpu, str(tmp_path / "store"))):
+        for trained in results:
+            compare(trained, bits=False)
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randint(0, 32, (M, 9), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def decoder_on(rank: int, names: tuple[str, ...], sizes: tuple[int, ...]) -> Trained:
+    mesh, dp = (
+        init_device_mesh("cpu", sizes, mesh_dim_names=names),
+        dict(zip(names, sizes, strict=True)).get("dp", 1),
+    )
+    with Pipeline(layers(CONFIG), next_token_loss, microbatches=M // dp, mesh=mesh, timeout=120) as pipe:
+        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.5, clip=0.5)
+        losses = []
+        for step in range(STEPS):
+            losses.append(pipe.step(*tokens(step)).losses)
+            optimizer.step()
+        return losses, pipe.state_dict()
+
+
+def plain_decoder() -> Trained:
+    with Pipeline(layers(CONFIG), next_token_loss, microbatches=M, ranks=1) as pipe:
+        net = copy.deepcopy(pipe.stages[0].module)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    history = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses, _ = accumulate(net, *tokens(step))
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        history.append(losses)
+    return history, net.state_dict()
+
+
+def accumulate(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, None]:
+    losses = []
+    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+        loss = next_token_loss(net(a), b)
+        (loss / M).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses), None
+
+
+@pytest.mark.slow
+def test_sharded_matrices_on_a_named_mesh_equal_plain_pytorch():
+    """In processes of its own: torch's cache of operations on DTensors keeps a mesh, which outlives its groups."""
+    cases = [
+        (("pp", "tp"), (2, 2)), (("tp", "pp"), (2, 2)), (("dp", "pp", "tp"), (1, 2, 2)), (("dp", "pp", "tp"), (2, 1, 2)),
+        (("dp", "pp", "tp"), (2, 2, 1)),
+    ]  # fmt: skip
+    wanted, weights = plain_decoder()
+    with LocalProcesses(4) as own:
+        for results in run_cases(own, 4, decoder_on, cases):
+            for losses, state in results:
+                torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(state, dict(weights), rtol=1e-3, atol=1e-5)
