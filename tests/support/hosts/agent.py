@@ -1,15 +1,16 @@
-"""The first process of a host: makes the host its own, then starts processes on it and says how they ended.
+"""The first process of a host: makes the host, then starts processes on it and says how they ended.
 
-It begins in new namespaces (see `Hosts`), with a description of the host and a socket to the test. It makes the network cards,
-hands them over to the network, mounts the host's own ``/tmp``, ``/dev/shm`` and ``/etc/hosts``, and imports what most
-processes need. A process that calls a function is a fork of this one, so its imports take no time.
+It is a fork of one process for all hosts, which has imported what their processes need, and stays single-threaded. In new
+namespaces it makes the network cards and hands them over to the network, and mounts the host's own ``/tmp``, ``/dev/shm`` and
+``/etc/hosts``. A process that calls a function is a fork of it in turn.
 
-When this process ends, the kernel kills all others of the host, and takes its network away without a word to its peers.
+When this process ends, the kernel ends all others of the host.
 """
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -17,7 +18,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.hosts.cable import address
+from tests.support.hosts.spaces import enter, mount
 
 MTU = 8900
 _TUNSETIFF, _TAP_WITHOUT_HEADER = 0x400454CA, 0x1002
@@ -38,23 +39,18 @@ def ip(network: int, host: int) -> str:
     return f"10.77.{network}.{host + 1}"
 
 
-def _mount(*words: str) -> None:
-    subprocess.run(["mount", *words], check=True)
-
-
 def own_files(kept: list[str], names: str, scratch: str) -> None:
     """Mount an empty ``/tmp`` and ``/dev/shm``, and a file as ``/etc/hosts``; folders to keep stay visible in them."""
-    _mount("--make-rprivate", "/")
     stage = Path(scratch)
-    _mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", str(stage))
+    mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", str(stage))
     for folder in kept:
         with suppress(ValueError):
             inside = stage / Path(folder).relative_to("/tmp")
             inside.mkdir(parents=True, exist_ok=True)
-            _mount("--rbind", folder, str(inside))
-    _mount("--rbind", str(stage), "/tmp")
-    _mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", "/dev/shm")
-    _mount("--bind", names, "/etc/hosts")
+            mount("--rbind", folder, str(inside))
+    mount("--rbind", str(stage), "/tmp")
+    mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", "/dev/shm")
+    mount("--bind", names, "/etc/hosts")
 
 
 def card(network: int, host: int) -> int:
@@ -151,25 +147,44 @@ class Agent:
         return lambda: getattr(importlib.import_module(module), name)(*order["arguments"])
 
 
-def main() -> None:
-    described = json.loads(sys.argv[1])
-    control = socket.socket(fileno=described["socket"])
-    control.set_inheritable(False)
-    host = described["host"]
+def host(described: dict[str, Any], control: socket.socket) -> Callable[[], object]:
+    """Make this process a host's first; returns in each of its processes that is to call a function, with it."""
     socket.sethostname(described["name"])
     own_files(described["kept"], described["names"], described["scratch"])
     loopback()
     for key, value in described["settings"].items():
         (Path("/proc/sys") / key.replace(".", "/")).write_text(value)
-    cards = [card(network, host) for network in range(described["networks"])]
+    cards = [card(network, described["host"]) for network in range(described["networks"])]
     socket.send_fds(control, [b"cards"], cards)
     for descriptor in cards:
         os.close(descriptor)
-    for module in described["imports"]:
-        importlib.import_module(module)
-    control.send(b"ready")
-    Agent(control).serve()()
+    return Agent(control).serve()
+
+
+def nursery(orders: socket.socket) -> Callable[[], object]:
+    """Fork a host for each order, a description with the host's socket; answers with the number of its first process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(orders, 1 << 16, 1)
+        if not data:
+            os._exit(0)
+        if not os.fork():
+            described = json.loads(data)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            first = enter(described["clock"])
+            if not first:
+                orders.close()
+                return host(described, socket.socket(fileno=descriptors[0]))
+            orders.send(str(first).encode())
+            os.close(descriptors[0])
+            orders.close()
+            os.waitpid(first, 0)
+            os._exit(0)
+        os.close(descriptors[0])
 
 
 if __name__ == "__main__":
-    main()
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.freeze()  # or every fork would copy what is here when it ends
+    nursery(socket.socket(fileno=int(sys.argv[1])))()

@@ -1,8 +1,7 @@
 """Hosts of a test: each has its own network, processes, name, memory files and clock; a network joins them.
 
-A host is a set of namespaces of this machine's kernel: user, network, PID, mount, UTS, IPC and time. So between two hosts
-messages go over TCP, and within one host through shared memory. No root is needed where the kernel lets users make namespaces.
-The checkout and the folder of the hosts are shared, as on a cluster with a shared file system.
+A host is a set of namespaces (see `spaces`). So between two hosts messages go over TCP, and within one host through shared
+memory. The checkout and the folder of the hosts are shared, as on a cluster with a shared file system.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from tests.support.hosts.agent import ip
 ROOT = Path(__file__).parents[3]
 NETWORKS = 2
 """Network cards of a host: eth0 for messages, and eth1."""
-IMPORTS = ("torch", "torch.distributed", "penstock.runtime.pipeline", "penstock.runtime.tracing.gather", "tests.support.plain")
-_SPACES = ("--user", "--map-root-user", "--net", "--pid", "--mount", "--mount-proc", "--uts", "--ipc", "--time", "--fork")
+IMPORTS = ("torch._dynamo", "torch.distributed", "penstock.runtime.pipeline", "penstock.train.loop", "tests.support.plain")
+"""Modules that every process has when it starts; the first backward imports torch._dynamo."""
 _CLOCK = 1000  # seconds by which the clock of a host is ahead of that of the host before
 _PORT = 20000
 
@@ -35,16 +34,11 @@ _PORT = 20000
 @cache
 def missing() -> str:
     """Why there can be no hosts here; empty if there can be."""
-    if sys.platform != "linux" or shutil.which("unshare") is None:
-        return "needs Linux and util-linux's unshare"
-    probe = "import os; os.close(os.open('/dev/net/tun', os.O_RDWR))"
-    command = ["unshare", *_spaces(0), sys.executable, "-IS", "-c", probe]
+    if sys.platform != "linux":
+        return "hosts are namespaces of Linux"
+    command = [sys.executable, "-IS", str(Path(__file__).with_name("spaces.py"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else f"no namespaces with network cards here: {done.stderr.strip()[-200:]}"
-
-
-def _spaces(clock: int) -> tuple[str, ...]:
-    return (*_SPACES, "--monotonic", str(clock), "--boottime", str(clock), "--kill-child=KILL")
 
 
 class Job:
@@ -95,43 +89,35 @@ class Host:
         names: its ``/etc/hosts``; write it in place.
     """
 
-    def __init__(self, number: int, folder: Path, imports: Sequence[str], settings: Mapping[str, str], apart: bool) -> None:
+    def __init__(self, number: int, folder: Path, settings: Mapping[str, str], apart: bool) -> None:
         self.number, self.name, self.ip = number, f"host{number + 1}", ip(0, number)
         self._folder = folder
         self.names = folder / f"{self.name}.names"
         self.usual_names = "127.0.0.1 localhost\n"
         self._described = {
-            "host": number, "name": self.name, "networks": NETWORKS, "imports": list(imports), "settings": dict(settings),
-            "kept": [str(ROOT), sys.prefix, str(folder)], "names": str(self.names),
+            "host": number, "name": self.name, "networks": NETWORKS, "settings": dict(settings),
+            "clock": number * _CLOCK if apart else 0, "kept": [str(ROOT), sys.prefix, str(folder)], "names": str(self.names),
         }  # fmt: skip
-        self._clock = number * _CLOCK if apart else 0
         self._jobs: dict[int, Job] = {}
-        self.process: subprocess.Popen[bytes] | None = None
+        self._first: int | None = None
 
-    def boot(self) -> list[int]:
+    def boot(self, nursery: socket.socket) -> list[int]:
         """Start it, and return the other ends of its network cards."""
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(60)
         self.names.write_text(self.usual_names)
         scratch = tempfile.mkdtemp(dir=self._folder, prefix=f"{self.name}-")
-        described = json.dumps({**self._described, "socket": other.fileno(), "scratch": scratch})
-        self.process = subprocess.Popen(
-            ["unshare", *_spaces(self._clock), sys.executable, "-m", "tests.support.hosts.agent", described],
-            cwd=ROOT, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-            env={
-                **os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
-        )  # fmt: skip
+        socket.send_fds(nursery, [json.dumps({**self._described, "scratch": scratch}).encode()], [other.fileno()])
+        self._first = int(nursery.recv(16))
         other.close()
-        self._control = own
-        own.settimeout(60)
-        said, cards, _, _ = socket.recv_fds(own, 16, NETWORKS)
+        said, cards, _, _ = socket.recv_fds(self._control, 16, NETWORKS)
         assert said == b"cards", f"{self.name} did not start"
         return cards
 
-    def ready(self) -> None:
-        """Wait until it takes orders."""
-        assert self._control.recv(16) == b"ready", f"{self.name} did not start"
+    @property
+    def runs(self) -> bool:
+        """Whether it is there."""
+        return self._first is not None
 
     def start(
         self,
@@ -180,11 +166,14 @@ class Host:
 
     def kill(self) -> None:
         """End it with all its processes at once."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+        if self._first is not None:
+            os.kill(self._first, 9)
+            self._first = None
+            self._control.settimeout(10)
+            with suppress(ConnectionResetError):
+                while self._control.recv(4096):
+                    pass  # until the last of its processes has ended
             self._control.close()
-            self.process = None
 
 
 class Hosts:
@@ -201,20 +190,17 @@ class Hosts:
         self, count: int, apart: bool = True, imports: Sequence[str] = IMPORTS, settings: Mapping[str, str] | None = None
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="penstock-hosts-"))
-        self.all = [Host(n, self.folder, imports, settings or {}, apart) for n in range(count)]
+        self.all = [Host(n, self.folder, settings or {}, apart) for n in range(count)]
         for host in self.all:
             host.usual_names += "".join(f"{other.ip} {other.name}\n" for other in self.all)
+        self._imports = tuple(imports)
         self._ports = 0
         self._links: dict[tuple[int, int, int], dict[str, float]] = {}
 
     def __enter__(self) -> Self:
-        self._cable, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._cable.settimeout(10)
-        self._switch = subprocess.Popen(
-            [sys.executable, "-IS", str(Path(__file__).with_name("cable.py")), str(other.fileno())],
-            pass_fds=[other.fileno()], start_new_session=True,
-        )  # fmt: skip
-        other.close()
+        here = Path(__file__).parent
+        self._cable, self._switch = _child([sys.executable, "-IS", str(here / "cable.py")])
+        self._nursery, self._parent = _child([sys.executable, "-m", "tests.support.hosts.agent"], *self._imports)
         try:
             self.boot(*range(len(self.all)))
         except BaseException:
@@ -225,18 +211,17 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         for host in self.all:
             host.kill()
-        self._cable.close()
-        self._switch.wait()
+        for end, process in ((self._cable, self._switch), (self._nursery, self._parent)):
+            end.close()
+            process.wait()
         shutil.rmtree(self.folder)
 
     def boot(self, *numbers: int) -> None:
         """Start hosts, at first or after `Host.kill`; their links are as before."""
         for n in numbers:
-            for network, descriptor in enumerate(self.all[n].boot()):
+            for network, descriptor in enumerate(self.all[n].boot(self._nursery)):
                 self._tell([network, n], descriptor)
                 os.close(descriptor)
-        for n in numbers:
-            self.all[n].ready()
 
     def _tell(self, told: object, *descriptors: int) -> None:
         socket.send_fds(self._cable, [json.dumps(told).encode()], list(descriptors))
@@ -300,10 +285,23 @@ class Hosts:
         self.mend()
         for host in self.all:
             host.names.write_text(host.usual_names)
-            if host.process is not None:
+            if host.runs:
                 with suppress(OSError):
                     host.signal_all(9)
-        self.boot(*(host.number for host in self.all if host.process is None))
+        self.boot(*(host.number for host in self.all if not host.runs))
+
+
+def _child(command: list[str], *words: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a process with the end of a socket as its first argument; return the other end."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own.settimeout(120)
+    alone = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, str(other.fileno()), *words], cwd=ROOT, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
+        start_new_session=True, env={**os.environ, **alone},
+    )  # fmt: skip
+    other.close()
+    return own, process
 
 
 def every(jobs: Sequence[Job], timeout: float = 60.0) -> list[int]:
