@@ -1,7 +1,7 @@
 """The first process of a host: makes the host, then starts processes on it and says how they ended.
 
-It is a fork of one process for all hosts, which has imported what their processes need, and stays single-threaded. In new
-namespaces it makes the network cards and hands them over to the network, and mounts the host's own ``/tmp``, ``/dev/shm`` and
+It is a fork of one process for all hosts, which has imported what their processes need, and has one thread. In new
+namespaces it makes the network cards, hands them over to the network, and mounts the host's own ``/tmp``, ``/dev/shm`` and
 ``/etc/hosts``. A process that calls a function is a fork of it in turn.
 
 When this process ends, the kernel ends all others of the host.
@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import traceback
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +41,7 @@ def ip(network: int, host: int) -> str:
 
 
 def own_files(kept: list[str], names: str, scratch: str) -> None:
-    """Mount an empty ``/tmp`` and ``/dev/shm``, and a file as ``/etc/hosts``; folders to keep stay visible in them."""
+    """Mount an empty ``/tmp``, where folders to keep stay visible, ``/dev/shm``, ``/etc/hosts``, and a machine's number."""
     stage = Path(scratch)
     mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", str(stage))
     for folder in kept:
@@ -51,6 +52,9 @@ def own_files(kept: list[str], names: str, scratch: str) -> None:
     mount("--rbind", str(stage), "/tmp")
     mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", "/dev/shm")
     mount("--bind", names, "/etc/hosts")
+    machine = stage / "boot_id"
+    machine.write_text(f"{uuid.uuid4()}\n")
+    mount("--bind", str(machine), "/proc/sys/kernel/random/boot_id")
 
 
 def card(network: int, host: int) -> int:

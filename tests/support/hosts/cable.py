@@ -1,7 +1,8 @@
 """The network between hosts: an Ethernet switch between TAP devices, whose links have delay, loss and a rate, or are cut.
 
-A process of its own, started with the descriptor of a socket. Each packet on it has settings as JSON, or with a descriptor the
-end of one more network card; each is answered once it counts. Only the standard library, so that it starts at once.
+A process of its own, started with the descriptor of a socket. Each packet on it has the settings of all links, or with a
+descriptor the end of one more network card; each is answered once it counts. Only the standard library, so that it starts
+at once.
 
 The kernel's own ``netem`` does the same, where it was built in; this needs no more than ``/dev/net/tun``.
 """
@@ -35,7 +36,7 @@ def address(network: int, host: int) -> bytes:
 
 
 class Link:
-    """What one host sends to another: seconds of delay and jitter, share of frames lost, bytes a second, whether it is cut."""
+    """From one host to another: seconds of delay and jitter, share of frames lost, bytes a second, whether it is cut."""
 
     def __init__(
         self, delay: float = 0, jitter: float = 0, loss: float = 0, rate: float = 0, cut: bool = False

@@ -25,7 +25,13 @@ from tests.support.hosts.agent import ip
 ROOT = Path(__file__).parents[3]
 NETWORKS = 2
 """Network cards of a host: eth0 for messages, and eth1."""
-IMPORTS = ("torch._dynamo", "torch.distributed", "penstock.runtime.pipeline", "penstock.train.loop", "tests.support.plain")
+IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed",
+    "penstock.runtime.pipeline",
+    "penstock.train.loop",
+    "tests.support.plain",
+)
 """Modules that every process has when it starts; the first backward imports torch._dynamo."""
 _CLOCK = 1000  # seconds by which the clock of a host is ahead of that of the host before
 _PORT = 20000
@@ -38,7 +44,9 @@ def missing() -> str:
         return "hosts are namespaces of Linux"
     command = [sys.executable, "-IS", str(Path(__file__).with_name("spaces.py"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else f"no namespaces with network cards here: {done.stderr.strip()[-200:]}"
+    return (
+        "" if done.returncode == 0 else f"no namespaces with network cards here: {done.stderr.strip()[-200:]}"
+    )
 
 
 class Job:
@@ -75,7 +83,9 @@ class Job:
         while text not in self.out:
             self.host.hear(0.02)
             if self.code is not None and text not in self.out:
-                raise AssertionError(f"it ended with {self.code} before {text!r}:\n{self.out}\n{self.err[-4000:]}")
+                raise AssertionError(
+                    f"it ended with {self.code} before {text!r}:\n{self.out}\n{self.err[-4000:]}"
+                )
             if time.monotonic() > limit:
                 raise TimeoutError(f"no {text!r} in\n{self.out}\n{self.err[-4000:]}")
 
@@ -107,7 +117,9 @@ class Host:
         self._control.settimeout(60)
         self.names.write_text(self.usual_names)
         scratch = tempfile.mkdtemp(dir=self._folder, prefix=f"{self.name}-")
-        socket.send_fds(nursery, [json.dumps({**self._described, "scratch": scratch}).encode()], [other.fileno()])
+        socket.send_fds(
+            nursery, [json.dumps({**self._described, "scratch": scratch}).encode()], [other.fileno()]
+        )
         self._first = int(nursery.recv(16))
         other.close()
         said, cards, _, _ = socket.recv_fds(self._control, 16, NETWORKS)
@@ -143,7 +155,11 @@ class Host:
         }  # fmt: skip
         for end in ("out", "err"):
             job._path.with_suffix(f".{end}").touch()
-        order |= {"function": target, "arguments": arguments} if isinstance(target, str) else {"command": list(target)}
+        order |= (
+            {"function": target, "arguments": arguments}
+            if isinstance(target, str)
+            else {"command": list(target)}
+        )
         self._control.send(json.dumps(order).encode())
         return job
 
@@ -187,7 +203,11 @@ class Hosts:
     """
 
     def __init__(
-        self, count: int, apart: bool = True, imports: Sequence[str] = IMPORTS, settings: Mapping[str, str] | None = None
+        self,
+        count: int,
+        apart: bool = True,
+        imports: Sequence[str] = IMPORTS,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="penstock-hosts-"))
         self.all = [Host(n, self.folder, settings or {}, apart) for n in range(count)]
@@ -200,7 +220,9 @@ class Hosts:
     def __enter__(self) -> Self:
         here = Path(__file__).parent
         self._cable, self._switch = _child([sys.executable, "-IS", str(here / "cable.py")])
-        self._nursery, self._parent = _child([sys.executable, "-m", "tests.support.hosts.agent"], *self._imports)
+        self._nursery, self._parent = _child(
+            [sys.executable, "-m", "tests.support.hosts.agent"], *self._imports
+        )
         try:
             self.boot(*range(len(self.all)))
         except BaseException:
@@ -227,7 +249,9 @@ class Hosts:
         socket.send_fds(self._cable, [json.dumps(told).encode()], list(descriptors))
         assert self._cable.recv(16) == b"done"
 
-    def link(self, between: Sequence[int] | None = None, networks: Sequence[int] = (0,), **values: float) -> None:
+    def link(
+        self, between: Sequence[int] | None = None, networks: Sequence[int] = (0,), **values: float
+    ) -> None:
         """Set links at once.
 
         Args:
@@ -295,7 +319,11 @@ def _child(command: list[str], *words: str) -> tuple[socket.socket, subprocess.P
     """Start a process with the end of a socket as its first argument; return the other end."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.settimeout(120)
-    alone = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    alone = {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     process = subprocess.Popen(
         [*command, str(other.fileno()), *words], cwd=ROOT, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
         start_new_session=True, env={**os.environ, **alone},

@@ -1,4 +1,4 @@
-"""Namespaces of a host: its own users, network, processes, mounts, name, memory files and clock, by the kernel's ``unshare``.
+"""Namespaces of a host, by the kernel's ``unshare``: its own users, network, processes, mounts, name, IPC and clock.
 
 No root is needed where the kernel lets users make namespaces. Run as a program it makes them, with a network card, and says
 why if it cannot. Only the standard library, so that it starts at once.

@@ -23,6 +23,7 @@ from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer, Reducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.runtime.health.peers import PeerRegistry
+from penstock.runtime.start.interface import choose_interface
 from penstock.runtime.start.launch_environment import find_launch
 from penstock.runtime.start.restarts import store_of_this_start
 from penstock.runtime.transport.process_group import Bulk
@@ -123,7 +124,7 @@ class World:
         if path:
             self._meet_through_file(path, backends)
             return
-        _use_loopback()
+        choose_interface(find_launch())
         url = meeting_url()
         with _named_errors(f"the {self.size} processes did not all meet{_launcher_rank()}"):
             store = store_of_this_start(self.rank, self.size, self._longest)
@@ -274,6 +275,8 @@ class World:
             world: Any = dist.group.WORLD
             store = world.get_group_store().clone()  # a separate connection
             collectives.attendance = Attendance(store, replies[0][1], names)
+        hosts = {entry.rank: entry.host for entry in entries if entry.pipeline == pipeline}
+        channel.hosts = [hosts[r] for r in range(self.size)]
         others = registry.progress_of(pipeline)
         channel.all_progress = [
             registry.progress if r == self.rank else others.get(r) for r in range(self.size)
@@ -388,10 +391,3 @@ def _named_errors(what: str) -> Iterator[None]:
 
 def _device_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _use_loopback() -> None:
-    """Keep gloo's sockets of a run on one machine on the loopback interface, unless the user chose another."""
-    launch = find_launch()
-    if launch is not None and launch.address in ("127.0.0.1", "localhost", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

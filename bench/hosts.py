@@ -1,0 +1,105 @@
+"""Stages that sleep, on two hosts with two ranks each: steps on links of 1 to 20 ms, and the simulator's prediction.
+
+The hosts are namespaces of this machine (`tests.support.hosts`). Between them messages take the link's latency over TCP, and
+within a host they go through shared memory. The simulator is told the latency of the link and the times of the stage's ops
+when nothing else runs. A step lasts from the first op's start to the last op's end. The offsets of the ranks' clocks are
+measured as for a trace; the hosts of this bench have one clock, so each offset is an error.
+
+    python -m bench.hosts [--rounds N] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from typing import Any
+
+import torch
+from tests.support.hosts.hosts import Hosts, every, missing
+
+from bench.compare import Figures, main
+from bench.sleep import alone, batch, loss, model, oversleep, step_seconds, virtual_of
+from penstock.runtime.options import ExecutionOptions
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.tracing.gather import align_clocks
+from penstock.schedule.families import FAMILIES, build_schedule
+from penstock.schedule.program import lower
+from penstock.simulate.costs import Communication, Costs, Link
+from penstock.simulate.simulator import simulate
+from penstock.trace.bubbles import makespan
+
+RANKS, PER_HOST, MICROBATCHES, ELEMENTS = 4, 2, 8, 1024
+SCHEDULE_NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+LATENCIES = (0.0, 0.001, 0.005, 0.02)
+
+
+def rank(names: list[str], rounds: int) -> None:
+    """Run the steps of every schedule as one rank, and print the seconds of each and the errors of the clocks."""
+    torch.set_num_threads(1)
+    oversleep()
+    x, y = batch(MICROBATCHES, ELEMENTS)
+    seconds, errors = {}, []
+    for name in names:
+        virtual = virtual_of(name) if FAMILIES[name].chooses_virtual_stages else 1
+        with Pipeline(
+            model(name, RANKS), loss, microbatches=MICROBATCHES, schedule=name, virtual_stages=virtual,
+            execution=ExecutionOptions(check_finite=False),
+        ) as pipe:  # fmt: skip
+            seconds[name] = [step_seconds(pipe, x, y) for _ in range(rounds + 1)][1:]
+            assert pipe.world is not None, "started as one of several processes"
+            alignment = align_clocks(pipe.world)
+            errors.append((float(abs(alignment.offset).max()), float(alignment.error.max())))
+    os.write(1, json.dumps([seconds, errors]).encode())
+
+
+def predicted(name: str, latency: float, each: dict[str, float]) -> float:
+    """Return the simulator's makespan in seconds, from the times of a stage's ops and the latency between the hosts."""
+    virtual = virtual_of(name)
+    schedule = build_schedule(name, RANKS, MICROBATCHES, virtual)
+    f, b, w, full = (each[kind] * virtual for kind in ("F", "I", "W", "B"))
+    between = Communication(other_node=Link(latency), ranks_per_node=PER_HOST)
+    costs = Costs.of(schedule.placement, f, b, w, full=full, communication=between)
+    return float(makespan(simulate(lower(schedule), costs)))
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    """Measure every schedule at every latency."""
+    if missing():
+        raise SystemExit(missing())
+    torch.set_num_threads(1)
+    names = ("gpipe", "1f1b") if options.quick else SCHEDULE_NAMES
+    rows: list[dict[str, Any]] = []
+    clocks = []
+    yield f"{'schedule':18}{'latency, ms':>12}{'simulated, ms':>15}{'measured, ms':>14}{'difference':>12}"
+    ops = {name: alone(name, ELEMENTS) for name in names}
+    with Hosts(RANKS // PER_HOST, apart=False, imports=("torch._dynamo", "bench.hosts")) as hosts:
+        for latency in (0.02,) if options.quick else LATENCIES:
+            hosts.link(delay=latency)
+            jobs = hosts.spread("bench.hosts:rank", names, options.rounds, per_host=PER_HOST)
+            if any(every(jobs, timeout=300)):
+                raise SystemExit("".join(job.err for job in jobs)[-4000:])
+            seconds, errors = json.loads(jobs[0].out)
+            clocks += [(latency, *both) for both in errors]
+            for name in names:
+                simulated, measured = predicted(name, latency, ops[name]), statistics.median(seconds[name])
+                row = {"schedule": name, "latency": latency, "simulated": simulated, "measured": measured}
+                rows.append(row | {"difference": measured / simulated - 1})
+                yield (
+                    f"{name:18}{1e3 * latency:12g}{1e3 * simulated:15.1f}{1e3 * measured:14.1f}"
+                    f"{rows[-1]['difference']:12.1%}"
+                )
+    most = max(abs(row["difference"]) for row in rows)
+    within = all(error <= bound for _, error, bound in clocks)
+    latency, error, bound = max(clocks, key=lambda one: one[1])
+    yield f"largest difference {most:.1%}; median of {options.rounds} steps"
+    yield (
+        f"clocks: largest error {1e3 * error:.2f} ms, at {1e3 * latency:g} ms, with a bound of {1e3 * bound:.2f} ms; "
+        f"{'all' if within else 'not all'} within their bounds"
+    )
+    return {"rows": rows, "largest": most, "clocks": clocks}
+
+
+if __name__ == "__main__":
+    main(measure, __doc__, rounds=5)
