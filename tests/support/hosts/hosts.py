@@ -304,15 +304,16 @@ class Hosts:
         self._ports += 1
         return str(_PORT + self._ports)
 
-    def recover(self) -> None:
-        """End what still runs, start hosts that are gone, and mend all links."""
+    def recover(self, hosts: Sequence[int] | None = None) -> None:
+        """Mend all links, and end what runs on hosts (default: all); start those that are gone."""
         self.mend()
-        for host in self.all:
+        for host in self.all if hosts is None else [self.all[n] for n in hosts]:
             host.names.write_text(host.usual_names)
             if host.runs:
                 with suppress(OSError):
                     host.signal_all(9)
-        self.boot(*(host.number for host in self.all if not host.runs))
+            else:
+                self.boot(host.number)
 
 
 def _child(command: list[str], *words: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
