@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.cli import main
 from penstock.errors import PenstockError
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.options import ParallelOptions
@@ -68,6 +69,12 @@ def steps(count: int, timeout: float, dp: int = 1) -> None:
     except PenstockError as error:
         say(kind=type(error).__name__, error=str(error))
         sys.exit(1)
+
+
+def command(*words: str) -> None:
+    """The command ``penstock`` with its arguments."""
+    sys.argv = ["penstock", *words]
+    sys.exit(main())
 
 
 def threads() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.slow
 TORCHRUN = "torch.distributed.run:main"
 
 
-def torchrun(hosts: Hosts, number: int, endpoint: str, *words: str, nodes: int = 2) -> Job:
-    """Start torchrun on a host, with one process."""
+def torchrun(hosts: Hosts, number: int, endpoint: str, *words: str) -> Job:
+    """Start the torchrun of one of two hosts, with one process."""
     rendezvous = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3"
     return hosts.all[number].start(
         TORCHRUN,
-        [f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=2", "--monitor-interval=0.1", "--rdzv-backend=c10d",
+        ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--monitor-interval=0.1", "--rdzv-backend=c10d",
          f"--rdzv-endpoint={endpoint}", f"--local-addr={hosts.all[number].ip}", rendezvous, *words],
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", OMP_NUM_THREADS="1",
     )  # fmt: skip
@@ -59,16 +59,34 @@ def test_torchrun_continues_on_a_new_host_with_the_numbers_of_a_run_that_was_not
     same(folder, root / "runs" / "once")
 
 
-def doctor(hosts: Hosts, numbers: Sequence[int]) -> dict[str, list[dict[str, str]]]:
-    words = (f"host1:{hosts.port()}", "-m", "penstock", "doctor", "--json", "--timeout", "20")
-    jobs = [torchrun(hosts, n, *words, nodes=len(numbers)) for n in numbers]
-    assert every(jobs, 120) == [0] * len(numbers), jobs[0].err
-    return next(json.loads(job.out) for job in jobs if job.out.startswith("{"))
-
-
 def test_the_doctor_measures_the_links_between_hosts_and_names_the_slow_one(hosts: Hosts):
     hosts.link(delay=0.001)
     hosts.link((1, 2), delay=0.02)
-    report = doctor(hosts, (0, 1, 2))
-    print(json.dumps(report, indent=1)[:6000], file=sys.stderr)
-    raise AssertionError
+    words = ("doctor", "--json", "--timeout", "20")
+    jobs = hosts.spread("tests.hosts.programs:command", *words, per_host=1)
+    assert every(jobs) == [0, 0, 0], jobs[0].err
+    report = json.loads(jobs[0].out)
+    for rank, links in report["links"].items():
+        for link in links:
+            assert link["way"] == "process group"
+            true = 0.02 if {int(rank), link["to"]} == {1, 2} else 0.001
+            assert link["latency"] >= true
+    slow = [finding["what"] for finding in report["findings"] if "is slow" in finding["what"]]
+    named = {tuple(re.findall(r"rank \d on host\d", text)) for text in slow}
+    assert named == {("rank 1 on host2", "rank 2 on host3"), ("rank 2 on host3", "rank 1 on host2")}
+    restart = "tcp_slow_start_after_idle=0" in str(report["findings"])
+    assert restart == any(one["forgets_window"] for one in report["machines"].values())
+    for offset, error in ((one["offset"], one["error"]) for one in report["clocks"].values()):
+        assert abs(offset) <= error  # the wall clocks are one
+
+
+def test_a_cluster_file_has_the_latency_of_the_links_between_hosts(hosts: Hosts):
+    hosts.link(delay=0.005)
+    path = hosts.folder / "cluster.toml"
+    jobs = hosts.spread(
+        "tests.hosts.programs:command", "doctor", "--json", "--measure", str(path), hosts=(0, 1)
+    )
+    assert every(jobs) == [0] * 4, jobs[0].err
+    cluster = tomllib.loads(path.read_text())
+    assert (cluster["nodes"], cluster["ranks_per_node"]) == (2, 2)
+    assert cluster["network"]["latency"] >= 0.005 > cluster["node"]["latency"]

@@ -59,7 +59,7 @@ def interface_towards(host: str) -> str:
     Args:
         host: name or address of the other host. If it is this one, the only interface besides loopback counts.
     """
-    by_address = _interfaces()
+    by_address = reachable_interfaces()
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _ANY_PORT))
         address = probe.getsockname()[0]
@@ -68,7 +68,7 @@ def interface_towards(host: str) -> str:
     return next(iter(by_address.values())) if len(by_address) == 1 else ""
 
 
-def _interfaces() -> dict[str, str]:
+def reachable_interfaces() -> dict[str, str]:
     """Return the interfaces with an IPv4 address that other hosts can reach, by address."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
