@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -78,15 +77,3 @@ def test_the_doctor_measures_the_links_between_hosts_and_names_the_slow_one(host
     assert restart == any(one["forgets_window"] for one in report["machines"].values())
     for offset, error in ((one["offset"], one["error"]) for one in report["clocks"].values()):
         assert abs(offset) <= error  # the wall clocks are one
-
-
-def test_a_cluster_file_has_the_latency_of_the_links_between_hosts(hosts: Hosts):
-    hosts.link(delay=0.005)
-    path = hosts.folder / "cluster.toml"
-    jobs = hosts.spread(
-        "tests.hosts.programs:command", "doctor", "--json", "--measure", str(path), hosts=(0, 1)
-    )
-    assert every(jobs) == [0] * 4, jobs[0].err
-    cluster = tomllib.loads(path.read_text())
-    assert (cluster["nodes"], cluster["ranks_per_node"]) == (2, 2)
-    assert cluster["network"]["latency"] >= 0.005 > cluster["node"]["latency"]
