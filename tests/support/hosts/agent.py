@@ -19,7 +19,6 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -138,15 +137,8 @@ class Agent:
         for end, path in ((1, order["out"]), (2, order["err"])):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), end)
         os.environ.update(order["environment"])
-        os.chdir(order["folder"])
         if order["cores"]:
             os.sched_setaffinity(0, order["cores"])
-        if "command" in order:
-            try:
-                os.execvpe(order["command"][0], order["command"], os.environ)
-            except OSError:
-                traceback.print_exc()
-                os._exit(127)
         module, _, name = order["function"].partition(":")
         return lambda: getattr(importlib.import_module(module), name)(*order["arguments"])
 
@@ -156,8 +148,6 @@ def host(described: dict[str, Any], control: socket.socket) -> Callable[[], obje
     socket.sethostname(described["name"])
     own_files(described["kept"], described["names"], described["scratch"])
     loopback()
-    for key, value in described["settings"].items():
-        (Path("/proc/sys") / key.replace(".", "/")).write_text(value)
     cards = [card(network, described["host"]) for network in range(described["networks"])]
     socket.send_fds(control, [b"cards"], cards)
     for descriptor in cards:

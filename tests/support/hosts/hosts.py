@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -99,13 +99,13 @@ class Host:
         names: its ``/etc/hosts``; write it in place.
     """
 
-    def __init__(self, number: int, folder: Path, settings: Mapping[str, str], apart: bool) -> None:
+    def __init__(self, number: int, folder: Path, apart: bool) -> None:
         self.number, self.name, self.ip = number, f"host{number + 1}", ip(0, number)
         self._folder = folder
         self.names = folder / f"{self.name}.names"
         self.usual_names = "127.0.0.1 localhost\n"
         self._described = {
-            "host": number, "name": self.name, "networks": NETWORKS, "settings": dict(settings),
+            "host": number, "name": self.name, "networks": NETWORKS,
             "clock": number * _CLOCK if apart else 0, "kept": [str(ROOT), sys.prefix, str(folder)], "names": str(self.names),
         }  # fmt: skip
         self._jobs: dict[int, Job] = {}
@@ -131,35 +131,23 @@ class Host:
         """Whether it is there."""
         return self._first is not None
 
-    def start(
-        self,
-        target: str | Sequence[str],
-        *arguments: object,
-        cores: Sequence[int] = (),
-        folder: Path = ROOT,
-        **environment: str,
-    ) -> Job:
-        """Start a process.
+    def start(self, function: str, *arguments: object, cores: Sequence[int] = (), **environment: str) -> Job:
+        """Start a process that calls a function.
 
         Args:
-            target: command with its arguments; or ``module:function``, for a process that calls it with `arguments`.
-            cores: cores that it may use (default: all).
-            folder: its current folder.
+            function: ``module:function``.
+            arguments: arguments of the function, as JSON has them.
+            cores: cores that the process may use (default: all).
             environment: variables added to this process's.
         """
         number = len(self._jobs)
         job = self._jobs[number] = Job(number, self, self._folder / f"{self.name}-{time.time_ns()}")
         order: dict[str, Any] = {
-            "number": number, "cores": list(cores), "folder": str(folder), "environment": environment,
+            "number": number, "function": function, "arguments": arguments, "cores": list(cores), "environment": environment,
             "out": str(job._path.with_suffix(".out")), "err": str(job._path.with_suffix(".err")),
         }  # fmt: skip
         for end in ("out", "err"):
             job._path.with_suffix(f".{end}").touch()
-        order |= (
-            {"function": target, "arguments": arguments}
-            if isinstance(target, str)
-            else {"command": list(target)}
-        )
         self._control.send(json.dumps(order).encode())
         return job
 
@@ -199,18 +187,11 @@ class Hosts:
         count: number of hosts.
         apart: whether their clocks differ, as they do on real hosts (default True).
         imports: modules that every process has already when it starts.
-        settings: kernel settings of every host's network, as for ``sysctl``.
     """
 
-    def __init__(
-        self,
-        count: int,
-        apart: bool = True,
-        imports: Sequence[str] = IMPORTS,
-        settings: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, count: int, apart: bool = True, imports: Sequence[str] = IMPORTS) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="penstock-hosts-"))
-        self.all = [Host(n, self.folder, settings or {}, apart) for n in range(count)]
+        self.all = [Host(n, self.folder, apart) for n in range(count)]
         for host in self.all:
             host.usual_names += "".join(f"{other.ip} {other.name}\n" for other in self.all)
         self._imports = tuple(imports)
@@ -280,15 +261,15 @@ class Hosts:
         self._tell([])
 
     def spread(
-        self, target: str | Sequence[str], *arguments: object, per_host: int = 2, hosts: Sequence[int] | None = None,
-        **environment: str,
+        self, function: str, *arguments: object, per_host: int = 2, hosts: Sequence[int] | None = None, **environment: str
+
     ) -> list[Job]:  # fmt: skip
         """Start one process for each rank, as a launcher does; the ranks of a host are neighbours."""
         numbers = range(len(self.all)) if hosts is None else hosts
         size, port = per_host * len(numbers), self.port()
         return [
             self.all[n].start(
-                target, *arguments,
+                function, *arguments,
                 **{
                     "RANK": str(place * per_host + local), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local),
                     "LOCAL_WORLD_SIZE": str(per_host), "MASTER_ADDR": self.all[numbers[0]].name, "MASTER_PORT": port,
