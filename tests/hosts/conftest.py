@@ -13,8 +13,8 @@ from tests.support.hosts.hosts import Hosts, missing
 @pytest.fixture(scope="module")
 def three_hosts() -> Iterator[Hosts]:
     if missing():
-        # Continuous integration has to run them.
-        assert not os.environ.get("CI"), missing()
+        # Continuous integration has to run them; on a service's machines, where it is not root, it may not be able to.
+        assert not os.environ.get("CI") or os.geteuid(), missing()
         pytest.skip(missing())
     with Hosts(3) as hosts:
         yield hosts
