@@ -75,7 +75,7 @@ LINES = {
         r"  +N  with nothing compiled yet: .*", r"  +N  PyTorch's .*", r"  +16 +320 +10,240( +N){7}",
     ],
     "bench.hosts": [
-        r"1f1b +5 +N +N +N +N +N", r"largest difference N told the link, N told a round trip; median of N steps",
+        r"1f1b +5 +N +N +N +N +N", r"largest difference N told the link, N told a round trip; quickest of N steps?",
         r"clocks: largest error N ms, at N ms, with a bound of N ms; all within their bounds",
     ],
     "bench.lora": [
