@@ -179,9 +179,9 @@ def peer(rank: int, name: str, ranks: int, microbatches: int, elements: int, rou
     return found[1:]
 
 
-def alone(name: str, elements: int) -> dict[str, float]:
-    """Return seconds of a stage's ops when nothing else runs: the sleep, and the call of the stage."""
-    virtual = virtual_of(name)
+def alone(name: str, elements: int, times: float = 1.0) -> dict[str, float]:
+    """Return seconds of the ops of a stage `times` as long when nothing else runs: the sleep, and the call of the stage."""
+    virtual = virtual_of(name) / times
     stage = Stage(0, StageModule([Layer("0", lambda: Sleeper(virtual))]))
     seconds: dict[str, list[float]] = {"F": [], "I": [], "W": [], "B": []}
 
@@ -199,7 +199,7 @@ def alone(name: str, elements: int) -> dict[str, float]:
             timed("W", partial(stage.backward_weight, n))
         else:
             timed("B", partial(stage.backward, n, grad))
-    return {kind: statistics.mean(found[2:]) for kind, found in seconds.items()}
+    return {kind: statistics.median(found[2:]) for kind, found in seconds.items()}
 
 
 def predicted(name: str, ranks: int, microbatches: int, each: dict[str, float]) -> float:

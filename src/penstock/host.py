@@ -80,6 +80,14 @@ def machine(root: Path = ROOT) -> str:
         return socket.gethostname()
 
 
+def clock(root: Path = ROOT) -> str:
+    """Return an identifier that all processes share whose ``time.perf_counter`` is one clock: of a machine and its boot."""
+    try:
+        return f"{machine(root)} {os.readlink(root / 'proc/self/ns/time')}"
+    except OSError:  # no Linux, or one without namespaces of time
+        return machine(root)
+
+
 def memory(root: Path = ROOT) -> Memory | None:
     """Return the memory of this process; None if the system does not tell."""
     try:

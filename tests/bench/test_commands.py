@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import missing
+from tests.support.hosts.hosts import missing as no_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +74,10 @@ LINES = {
         r"  +4  10,10,10,0 +N +N +N +N +N", r"  largest: N", r"  +N  in a fresh process: .*", r"  +N  in a running one: .*",
         r"  +N  with nothing compiled yet: .*", r"  +N  PyTorch's .*", r"  +16 +320 +10,240( +N){7}",
     ],
+    "bench.hosts": [
+        r"1f1b +5 +N +N +N +N +N", r"largest difference N told the link, N told a round trip; quickest of N steps?",
+        r"clocks: largest error N ms, at N ms, with a bound of N ms; all within their bounds",
+    ],
     "bench.lora": [
         r"LoRA of rank 8 on 42 matrices: 112,128 of 1,232,000 weights are trained \(N\)", r"1 +N +N", r"10 +N +N",
         r"largest difference of 10 losses +N", r"largest difference of a trained weight +N",
@@ -127,6 +132,8 @@ def test_every_command_that_is_named_is_run():
 
 @pytest.mark.parametrize("command", LINES)
 def test_a_command_prints_all_its_figures(command: str, tmp_path: Path):
+    if command == "bench.hosts" and no_hosts():
+        pytest.skip(no_hosts())
     words = FOREVER.get(command, command).replace("FOLDER", str(tmp_path)).split()
     done = subprocess.run(
         [sys.executable, "-m", *words, "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=550,

@@ -89,6 +89,9 @@ def test_the_slow_link_is_flagged_and_no_other():
     assert said(judge.judge_links(facts, links(4))) == []
     ((level, what),) = said(judge.judge_links(facts, links(4, latency=1e-3)))
     assert (level, what) == ("warning", "rank 1 to rank 2 is slow: 1000 µs per message, 20.0 x the median")
+    apart = {rank: fact(machine=str(rank), host=f"host{rank}") for rank in range(4)}
+    ((_, what),) = said(judge.judge_links(apart, links(4, latency=1e-3)))
+    assert what.startswith("rank 1 on host1 to rank 2 on host2 is slow: ")
     ((_, what),) = said(judge.judge_links(facts, links(4, bandwidth=0.1e9)))
     assert what == "rank 1 to rank 2 is slow: 0.10 GB/s, 0.05 x the median"
     broken = links(4)

@@ -45,3 +45,20 @@ def test_more_barriers_never_make_the_error_larger():
 def test_what_is_no_barrier_is_refused(met):
     with pytest.raises(DataError, match="entered and later left every barrier"):
         align(met)
+
+
+@given(seed=st.integers(0, 2**32 - 1), hosts=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_processes_that_read_one_clock_have_one_offset_and_no_larger_error(seed, hosts):
+    random = np.random.default_rng(seed)
+    behind = random.uniform(-1e3, 1e3, 3)[hosts][:, None]
+    behind -= behind[0]
+    entered = np.cumsum(random.random((len(hosts), 5)), axis=1)
+    left = entered.max(axis=0) + random.random((len(hosts), 5))
+    met = np.stack([entered - behind, left - behind], axis=2)
+    found, alone = align(met, hosts), align(met)
+    assert (np.abs(found.offset - behind[:, 0]) <= found.error + 1e-9).all()
+    assert (found.error <= alone.error + 1e-9).all()
+    for process, host in enumerate(hosts):
+        assert found.offset[process] == found.offset[hosts.index(host)]
+        if host == hosts[0]:
+            assert found.offset[process] == found.error[process] == 0

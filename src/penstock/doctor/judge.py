@@ -173,7 +173,7 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
         for link in own:
             if "trouble" in link:
                 yield Finding(
-                    PROBLEM, "links", f"rank {rank} to rank {link['to']}: {link['trouble']}",
+                    PROBLEM, "links", f"{_ends(facts, rank, link['to'])}: {link['trouble']}",
                     "stages could not hand over activations between them",
                     "open all ports between the machines; GLOO_SOCKET_IFNAME names the interface to use",
                 )  # fmt: skip
@@ -193,7 +193,7 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
                 )
             if slow:
                 yield Finding(
-                    WARNING, "links", f"rank {rank} to rank {link['to']} is slow: {'; '.join(slow)}",
+                    WARNING, "links", f"{_ends(facts, rank, link['to'])} is slow: {'; '.join(slow)}",
                     "a pipeline waits for its slowest link",
                     "check the cable, the switch, and other processes on the two machines",
                 )  # fmt: skip
@@ -228,6 +228,13 @@ def judge_links(facts: Facts, links: Mapping[int, Sequence[Mapping[str, Any]]]) 
             f"remove the reason: {reason}" if reason else "run them as one user in one container, so that each may open the "
             "other's files in /proc",
         )  # fmt: skip
+
+
+def _ends(facts: Facts, rank: int, other: int) -> str:
+    """Name the two ends of a link, with their hosts if these differ."""
+    hosts = [facts.get(one, {}).get("host", "") for one in (rank, other)]
+    names = (f" on {host}" if host and hosts[0] != hosts[1] else "" for host in hosts)
+    return " to ".join(f"rank {one}{name}" for one, name in zip((rank, other), names, strict=True))
 
 
 def judge_clocks(offsets: Sequence[float], errors: Sequence[float]) -> Iterator[Finding]:

@@ -3,10 +3,14 @@
 No process leaves a barrier before all have entered it. So no process leaves before another enters, which bounds the
 difference of their clocks from both sides, whatever the network does. The tightest bounds over many barriers count. This is
 the round trip of NTP (RFC 5905, section 8), with a barrier in place of a reply.
+
+Processes of one machine read one clock. They have one offset, and its bounds are those of the last to enter and the first to
+leave: on a long link the others add the time that the barrier's messages take among them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +33,12 @@ class Alignment(NamedTuple):
     error: Seconds
 
 
-def align(met: npt.ArrayLike) -> Alignment:
+def align(met: npt.ArrayLike, clocks: Sequence[Hashable] | None = None) -> Alignment:
     """Return the offsets of clocks that run equally fast.
 
     Args:
         met: times at which every process entered and left each barrier, on its clock, shape (processes, barriers, 2).
+        clocks: identifier of every process's clock; equal for processes that read the same one (default: all differ).
 
     Raises:
         DataError: if there is no barrier, or a process left one before entering it.
@@ -44,9 +49,12 @@ def align(met: npt.ArrayLike) -> Alignment:
             f"aligning clocks takes the times at which every process entered and later left every barrier, not an "
             f"array of shape {times.shape}"
         )
-    entered, left = times[..., 0], times[..., 1]
+    names = list(range(len(times)) if clocks is None else clocks)
+    members = {name: [n for n, other in enumerate(names) if other == name] for name in names}
+    entered = np.stack([times[members[name], :, 0].max(axis=0) for name in names])
+    left = np.stack([times[members[name], :, 1].min(axis=0) for name in names])
     lower = (entered[0] - left).max(axis=1)
     upper = (left[0] - entered).min(axis=1)
     offset, error = (lower + upper) / 2, np.abs(upper - lower) / 2
-    offset[0] = error[0] = 0.0
+    offset[members[names[0]]] = error[members[names[0]]] = 0.0
     return Alignment(offset, error)

@@ -12,6 +12,8 @@ from penstock.errors import PeerError, PenstockError, TransportError, WaitTimeou
 from penstock.runtime.health.peers import supported
 from penstock.runtime.transport import processes as transport
 from penstock.runtime.transport.channel import Failure
+from penstock.runtime.transport.frame import FRAME_BYTES
+from penstock.runtime.transport.process_group import POSTED_BYTES, posted_receives
 from penstock.runtime.transport.shared_memory import SharedIncoming
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.runtime.workers.world import World
@@ -249,3 +251,12 @@ def test_a_description_that_does_not_fit_is_refused(processes: LocalProcesses, w
 def test_leaves_that_cannot_travel_are_refused_before_they_do():
     with pytest.raises(Exception, match="a stage returned a object among its outputs"):
         pack((torch.ones(1), object()))
+
+
+def test_as_many_receives_are_posted_as_messages_may_be_under_way_but_for_large_ones():
+    assert (
+        posted_receives(2, 8, 0) == 8
+    )  # a long link: none of eight small messages waits for word of a receive
+    assert posted_receives(2, 512, 0) == POSTED_BYTES // FRAME_BYTES
+    assert posted_receives(2, 8, 4 << 20) == 2  # never fewer than the slots
+    assert posted_receives(2, 8, 1 << 20) == 7

@@ -74,7 +74,7 @@ class Visit:
         while True:
             absent = _run_with_timeout(_STORE_TIMEOUT, self._absent)
             if absent is None:
-                return "the store where the processes met, on the host of rank 0, does not answer"
+                return f"the store where the processes met, with {self._attendance.names[0]}, does not answer"
             if not absent or monotonic() >= deadline:
                 break
             sleep(_POLL_INTERVAL)

@@ -113,11 +113,16 @@ def _describe_blocker(
     program: Program, channel: Channel, progress: RankProgress, text: str, failed: str | None
 ) -> str:
     """Describe the failed process, or else the rank that keeps the others waiting; empty if `text` names it already."""
-    if failed is not None:
-        return "" if failed in text else f". {failed[:1].upper()}{failed[1:]}"
     awaited = progress[WAITS] - 1
-    if not 0 <= awaited < len(channel.all_progress):
-        return ""
-    rank = blocking_rank(awaited, channel.all_progress)
-    blocker = channel.all_progress[rank]
+    rank = (
+        blocking_rank(awaited, channel.all_progress) if 0 <= awaited < len(channel.all_progress) else awaited
+    )
+    unseen = 0 <= rank < len(channel.hosts) and channel.all_progress[rank] is None
+    # A process of this host with an error of its own has ended because of another one, perhaps of the unseen host.
+    if failed is not None and not (unseen and "; its error: " in failed):
+        return "" if failed in text else f". {failed[:1].upper()}{failed[1:]}"
+    if unseen:
+        where = f"Rank {rank} is" if rank == awaited else f"The waits lead to rank {rank},"
+        return f". {where} on host {channel.hosts[rank]}; check that host, and the link to it"
+    blocker = channel.all_progress[rank] if 0 <= rank < len(channel.all_progress) else None
     return "" if blocker is None else f". Rank {rank} is {describe_progress(program, blocker)}"

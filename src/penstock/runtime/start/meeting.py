@@ -13,6 +13,8 @@ from torch import distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does not annotate it
 
 from penstock.errors import ConfigError, PeerError, WaitTimeoutError, first_line
+from penstock.host import loopback
+from penstock.runtime.start.interface import choose_interface
 from penstock.runtime.start.launch_environment import find_launch, meeting_url
 from penstock.runtime.start.restarts import store_of_this_start
 from penstock.runtime.workers.timeout import Timeout
@@ -39,7 +41,7 @@ def meet(rank: int, size: int, timeout: Timeout) -> None:
     if path:
         _meet_through_file(path, backends, rank, size, timeout)
         return
-    _use_loopback()
+    choose_interface(find_launch())
     url = meeting_url()
     with named_errors(f"the {size} processes did not all meet{_launcher_rank()}"):
         store = store_of_this_start(rank, size, longest)
@@ -54,7 +56,7 @@ def meet(rank: int, size: int, timeout: Timeout) -> None:
 
 
 def _meet_through_file(path: str, backends: str, rank: int, size: int, timeout: Timeout) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     if not os.access(Path(path).parent, os.W_OK):  # the store would try for minutes to open it
         raise ConfigError(
             f"{STORE}={path}: that folder is not there, or cannot be written to; name a file that is new for this "
@@ -78,13 +80,6 @@ def _launcher_rank() -> str:
     if launch is None or launch.from_torch:
         return ""
     return f" (this one is rank {launch.rank} of {launch.launcher}, at {launch.address} port {launch.port})"
-
-
-def _use_loopback() -> None:
-    """Keep gloo's sockets of a run on one machine on the loopback interface, unless the user chose another."""
-    launch = find_launch()
-    if launch is not None and launch.address in ("127.0.0.1", "localhost", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 @contextlib.contextmanager

@@ -39,11 +39,13 @@ class Channel(Protocol):
         one_process: whether the ranks are threads of one process, so that what one rank learns the others know too.
         progress: numbers of the rank (see `rank_progress`); the channel writes the rank it waits for.
         all_progress: numbers by rank; None where they cannot be read.
+        hosts: names of the ranks' hosts; empty if the ranks are threads of one process.
     """
 
     one_process: bool
     progress: RankProgress
     all_progress: Sequence[RankProgress | None]
+    hosts: Sequence[str]
 
     def find_failed(self, patience: float = 0.0) -> str | None:
         """Describe the process that is stopped or has ended, and where it was; None if none is seen to be.

@@ -1,12 +1,15 @@
 """Edges between processes through ``torch.distributed``.
 
-Each directed edge is a stream of frames (see `frame`) in the sender's order. The receiver keeps as many receives posted as
-the Program's edge has slots, across steps; the sender does not wait for them.
+Each directed edge is a stream of frames (see `frame`) in the sender's order. The receiver keeps receives posted, across
+steps, and the sender does not wait for them. Without latency the Program's slots would do. On a long link a message
+that meets no posted receive waits for word of one, which takes a round trip. So as many are posted as messages can be under
+way, as far as their buffers fit `POSTED_BYTES`, and never fewer than the slots.
 
 A large value travels as a separate payload, without being copied into the frame. So that the payload, too, meets a receive
-that is already posted, both ends follow one rule: for message n the receiver posts a payload buffer as large as the largest
-payload among the messages up to n - slots. The sender fills it with the payload, or with one byte if there is none or it is
-larger. A larger one follows separately, and is received once the frame has announced it.
+that is already posted, both ends follow one rule: when a message has been taken, the receiver posts the next receive, with
+a payload buffer as large as the largest payload so far, unless enough are posted for buffers of that size. The sender fills
+it with the payload, or with one byte if there is none or it is larger. A larger one follows separately, and is received once
+the frame has announced it.
 
 Values on a device travel through a separate communicator for each directed edge, so that neither the two directions nor two
 edges can wait for each other (NCCL runs the operations of one communicator strictly in order). Their frames have no payload,
@@ -24,6 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +57,15 @@ from penstock.runtime.transport.frame import (
 from penstock.runtime.workers.timeout import Timeout
 from penstock.stage.values import Message
 
+POSTED_BYTES = 8 << 20
+"""Bytes of the buffers of an edge's posted receives that are more than the Program's slots."""
+
 _FRAME, _PAYLOAD, _EXTRA = 1, 2, 3  # tags of the three kinds of message on an edge
+
+
+def posted_receives(slots: int, capacity: int, payload_bytes: int) -> int:
+    """Return the number of receives that an edge's receiver keeps posted, for payload buffers of this size."""
+    return max(slots, min(capacity, POSTED_BYTES // (FRAME_BYTES + payload_bytes)))
 
 
 class _Frame:
@@ -111,7 +123,7 @@ class _Sent(NamedTuple):
 
 
 class GroupOutgoing:
-    """The sending end of an edge, with at most `capacity` messages under way to a receiver that posts `slots` receives."""
+    """The sending end of an edge: `capacity` messages may be under way, and the receiver posts at least `slots` receives."""
 
     def __init__(
         self,
@@ -126,7 +138,9 @@ class GroupOutgoing:
         self._free = [_Frame() for _ in range(capacity + 1)]
         self._pending: deque[_Sent] = deque()
         self._layouts = SentLayouts()
-        self._posted = deque([0] * slots)  # sizes of the payload buffers that the receiver has posted
+        self._posted_receives = partial(posted_receives, slots, capacity)
+        # Sizes of the payload buffers that the receiver has posted.
+        self._posted = deque([0] * self._posted_receives(0))
         self._largest = 0
         self._filler = torch.zeros(1, dtype=torch.uint8)
 
@@ -202,7 +216,8 @@ class GroupOutgoing:
         """Return the size of the payload buffer posted for this message, whose payload has `payload` bytes."""
         posted = self._posted.popleft()
         self._largest = max(self._largest, payload)
-        self._posted.append(self._largest)
+        if len(self._posted) < self._posted_receives(self._largest):
+            self._posted.append(self._largest)
         return posted
 
 
@@ -216,10 +231,16 @@ class _Posted(NamedTuple):
 
 
 class GroupIncoming:
-    """The receiving end of an edge, with `slots` receives posted."""
+    """The receiving end of an edge, with at least `slots` receives posted, for at most `capacity` messages under way."""
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, slots: int, timeout: Timeout, bulk: Bulk | None = None
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        slots: int,
+        capacity: int,
+        timeout: Timeout,
+        bulk: Bulk | None = None,
     ) -> None:
         self.group, self.peer, self.timeout, self.bulk = group, peer, timeout, bulk
         self._stream: Any = None
@@ -228,7 +249,8 @@ class GroupIncoming:
         self._layouts = ReceivedLayouts()
         self._posted: deque[_Posted] = deque()
         self._largest = 0
-        for _ in range(slots):
+        self._posted_receives = partial(posted_receives, slots, capacity)
+        for _ in range(self._posted_receives(0)):
             self._post(_Frame())
 
     def close(self) -> None:
@@ -262,7 +284,8 @@ class GroupIncoming:
         else:
             layout = self._layouts.read(header, frame.memory)
             content = layout.join(self._tensors(header, layout, frame, payload))
-        self._post(frame)
+        if len(self._posted) < self._posted_receives(self._largest):
+            self._post(frame)
         return header.attempt, header.tag, content
 
     def _tensors(

@@ -68,6 +68,7 @@ class ProcessChannel:
         self._wake_pipe = WakePipe(self._peer_registry) if shares else None
         self.progress = self._peer_registry.progress
         self.all_progress: Sequence[RankProgress | None] = ()
+        self.hosts: Sequence[str] = ()
         rank = dist.get_rank(group)
         communicators = bulk or {}
         self._out: dict[int, _Sender] = {}
@@ -78,9 +79,11 @@ class ProcessChannel:
                 self._out[peer] = GroupOutgoing(
                     group, peer, slots, capacity, timeout, communicators.get((rank, peer))
                 )
-        for peer, (slots, _) in sorted(incoming.items()):
+        for peer, (slots, capacity) in sorted(incoming.items()):
             if peer not in self._in:
-                self._in[peer] = GroupIncoming(group, peer, slots, timeout, communicators.get((peer, rank)))
+                self._in[peer] = GroupIncoming(
+                    group, peer, slots, capacity, timeout, communicators.get((peer, rank))
+                )
         self.steps_flow = False
         self._forgiven = 0
         self.on_restart: Callable[[], None] = lambda: None

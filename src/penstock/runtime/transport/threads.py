@@ -37,6 +37,7 @@ class ThreadChannel:
         self.timeout = timeout
         self.progress: RankProgress = new_progress()
         self.all_progress: Sequence[RankProgress | None] = [self.progress]
+        self.hosts: Sequence[str] = ()
         self._out = {dst: edge for (src, dst), edge in edges.items() if src == rank}
         self._in = {src: edge for (src, dst), edge in edges.items() if dst == rank}
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag

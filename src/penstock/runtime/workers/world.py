@@ -268,6 +268,8 @@ class World:
             world: Any = dist.group.WORLD
             store = world.get_group_store().clone()  # a separate connection
             collectives.attendance = Attendance(store, replies[0][1], names)
+        hosts = {entry.rank: entry.host for entry in entries if entry.pipeline == pipeline}
+        channel.hosts = [hosts[r] for r in range(self.size)]
         others = registry.progress_of(pipeline)
         channel.all_progress = [
             registry.progress if r == self.rank else others.get(r) for r in range(self.size)
