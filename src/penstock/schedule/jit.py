@@ -43,8 +43,10 @@ def choose(kernel: Callable[..., Any], ops: int) -> Callable[..., Any]:
         return kernel
     if find_spec("numba") is None:
         if ops >= SLOW_FROM:
-            text = "this schedule or search takes many times as long without numba: pip install 'penstock[fast]'"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            text = (
+                "this schedule or search takes many times as long without numba: pip install 'penstock[fast]'"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=1)  # so that it is printed once
         return kernel
     assert isinstance(kernel, FunctionType)
     return _compiled(kernel)
