@@ -155,7 +155,7 @@ def test_the_source_distribution_is_the_repository(built: Built, tmp_path: Path)
         "pytest",
         "-p",
         "no:cacheprovider",
-        "tests/test_encoding.py",
+        "tests/test_atomic.py",
         "tests/cli/test_first_steps.py",
     ]
     printed = run([*words, "-rA"], source, PYTHONPATH=f"{source / 'src'}{os.pathsep}{source}")
