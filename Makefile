@@ -1,7 +1,8 @@
-# Targets: setup (what the others share), demo, test, test-slow (the rest of the tests). Each may be run again; what is done
-# is skipped. `make coverage` runs all tests and prints the lines and branches of src that they reach. `make api` records the
-# public interface. The workflows use the others: test-fast (test without lint), test-threads (those for macOS), types (checks
-# types for a newer Python and for macOS). CONSTRAINTS=constraints-oldest.txt installs the oldest versions instead.
+# Targets: demo (installs only what a user needs), setup (what the others share), test, test-slow (the rest of the tests), docs
+# (builds docs/_build/html/index.html). Each may be run again; what is done is skipped. `make coverage` runs all tests and prints
+# the lines and branches of src that they reach. `make api` records the public interface. The workflows use the others: test-fast
+# (test without lint), test-threads (those for macOS), types (checks types for a newer Python and for macOS).
+# CONSTRAINTS=constraints-oldest.txt installs the oldest versions instead.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,6 +10,8 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.penstock-installed
+USER_STAMP := $(VENV)/.penstock-for-users
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 # Tests of ranks as threads and of what needs no torch: those that run on macOS, too.
 THREADS := $(addprefix tests/,plan profile schedule show simulate stage trace project) $(addprefix tests/runtime/,model \
@@ -17,16 +20,24 @@ THREADS := $(addprefix tests/,plan profile schedule show simulate stage trace pr
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: setup demo test test-fast test-slow test-threads lint types api coverage
+# Make two targets that install (`make -j demo test`) one after the other: they share the virtual environment.
+.NOTPARALLEL:
+.PHONY: setup demo test test-fast test-slow test-threads lint types docs api coverage
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
-	touch $(STAMP)
+	$(INSTALL) -e '.[dev]'
+	touch $(STAMP) $(USER_STAMP)
 
-demo: setup
+# --no-compile: Python compiles the few modules that it imports, not all of torch.
+$(USER_STAMP): pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.[report]'
+	touch $(USER_STAMP)
+
+demo: $(USER_STAMP)
 	$(BIN)/penstock train
 
 lint: setup
@@ -49,6 +60,9 @@ test-threads: setup
 
 test-slow: setup
 	$(PYTEST) --no-loadscope-reorder -m slow
+
+docs: setup
+	$(BIN)/python -m sphinx -b html -W --keep-going -n docs docs/_build/html
 
 api: setup
 	$(BIN)/python -m tools.public_api --write --accept $(ACCEPT)

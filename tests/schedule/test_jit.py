@@ -27,3 +27,18 @@ def test_compiled_and_plain_kernels_agree(name: str, options: dict, monkeypatch:
         found.append((schedule, lower(schedule).level))
     assert found[0][0] == found[1][0]
     assert np.array_equal(found[0][1], found[1][1])
+
+
+@pytest.mark.filterwarnings("ignore:.*without numba")
+def test_without_numba_the_same_schedule_is_made(monkeypatch: pytest.MonkeyPatch):
+    made = build_schedule("v-half", 6, 13)
+    monkeypatch.setattr(jit, "find_spec", lambda name: None)
+    monkeypatch.setattr(jit, "COMPILE_FROM", 0)
+    assert build_schedule("v-half", 6, 13) == made
+
+
+def test_long_work_without_numba_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jit, "find_spec", lambda name: None)
+    with pytest.warns(RuntimeWarning, match=r"pip install 'penstock\[fast\]'"):
+        assert jit.choose(lower, jit.SLOW_FROM) is lower
+    assert jit.choose(lower, jit.SLOW_FROM - 1) is lower  # a warning would be an error

@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from penstock import __version__
+from penstock.cli.first_steps import FIRST_STEPS
 from penstock.cli.output import UNWRITTEN, drop_output
 from penstock.errors import (
     ConfigError,
@@ -61,10 +62,13 @@ class LazyGroup(click.Group):
             formatter.write_dl(sorted(COMMANDS.items()))
 
 
-@click.group(cls=LazyGroup)
+@click.group(cls=LazyGroup, invoke_without_command=True)
 @click.version_option(__version__, prog_name="penstock")
-def group() -> None:
+@click.pass_context
+def group(ctx: click.Context) -> None:
     """Train PyTorch models cut into pipeline stages; see, prove and predict what the pipeline does."""
+    if ctx.invoked_subcommand is None:
+        click.echo(FIRST_STEPS, nl=False)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from penstock.schedule import jit
 from penstock.schedule.check import check
 from penstock.schedule.families.starts import CatalogueStarts
 from penstock.schedule.memory import Budget
@@ -23,6 +24,18 @@ def test_annealing_returns_a_valid_order_in_the_memory_with_its_makespan(name: s
         check(problem.schedule(codes, "annealed"), budget=Budget(4))
         assert time_order(problem.tables, codes, most)[0] == makespan
         assert makespan < time_order(problem.tables, alone, most)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*without numba")
+def test_annealing_without_numba_gives_the_same_order(monkeypatch: pytest.MonkeyPatch):
+    problem = small_problem(PLACEMENTS["v"], 6, "split", 4)
+    most, alone = max(problem.counts), problem.one_by_one()
+    heat = Heat(1_000, 2.0, 0.1, 3.0, 8, 3, 0.0)
+    compiled = anneal(problem.tables, alone, most, heat)
+    monkeypatch.setattr(jit, "find_spec", lambda name: None)
+    plain = anneal(problem.tables, alone, most, heat)  # an overflow in numpy would be an error
+    assert plain[0] == compiled[0]
+    assert plain[1].tolist() == compiled[1].tolist()
 
 
 def test_annealing_may_begin_beyond_the_memory():

@@ -202,7 +202,7 @@ def _anneal(tables: CodeTables, state: _State, heat: Heat, best: Ints) -> float:
 def _draw(random: Ints, below: int) -> int:
     """Return a random whole number of at least 0 and less than `below`."""
     # The constants of C's rand: the same numbers compiled and as plain Python.
-    random[0] = (random[0] * 1103515245 + 12345) & 0x7FFFFFFFFFFF
+    random[0] = (int(random[0]) * 1103515245 + 12345) & 0x7FFFFFFFFFFF
     return int(random[0] >> 16) % below
 
 
