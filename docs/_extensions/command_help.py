@@ -1,0 +1,20 @@
+"""Examples of the command line in its reference: the lines of a command's epilog, as a block of code."""
+
+from __future__ import annotations
+
+import click
+from sphinx.application import Sphinx
+
+
+def as_code(app: Sphinx, context: click.Context, lines: list[str]) -> None:
+    """Replace the lines of an epilog by a block of code, without the word in front of the first one."""
+    commands = [line.strip().removeprefix("Example:").removeprefix("Examples:").strip() for line in lines]
+    shown = [f"   $ {line}" if line.startswith("penstock") else f"   {line}" for line in commands if line]
+    if shown:
+        lines[:] = [".. rubric:: Example", "", ".. code-block:: text", "", *shown, ""]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect to Sphinx."""
+    app.connect("sphinx-click-process-epilog", as_code)
+    return {"parallel_read_safe": True}
