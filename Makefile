@@ -1,5 +1,5 @@
 # Targets: setup (what the others share), demo, test, test-slow (the rest of the tests). Each may be run again; what is done
-# is skipped. `make coverage` runs all tests and prints the lines and branches of src that they reach.
+# is skipped. `make docs` builds docs/_build/html/index.html. `make coverage` runs all tests and prints the lines and branches of src that they reach.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.penstock-installed
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: setup demo test test-slow lint coverage
+.PHONY: setup demo test test-slow lint docs coverage
 
 setup: $(STAMP)
 
@@ -31,6 +31,9 @@ test: lint
 
 test-slow: setup
 	$(PYTEST) --no-loadscope-reorder -m slow
+
+docs: setup
+	$(BIN)/python -m sphinx -b html -W --keep-going -n docs docs/_build/html
 
 coverage: setup
 	$(BIN)/python -m coverage erase

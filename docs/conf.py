@@ -47,10 +47,9 @@ nb_execution_timeout = 120
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
-os.environ.setdefault("COLUMNS", "100")
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(penstock.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+os.environ["COLUMNS"] = "100"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(penstock.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 # Types are printed once: beside the meaning of each argument, not in the signature, too.
 autodoc_typehints = "description"
@@ -65,10 +64,13 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = True
 
-# Types of other projects. Links to them would need their inventories, and with these the network.
+# Names without an entry. Links to other projects would need their inventories, and with these the network.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|nn|np|npt|numpy|click|pathlib|collections|typing|fractions|concurrent|enum|types)\..*"),
-    (r"py:.*", r"(Tensor|Module|Optimizer|Path|Callable|Sequence|Mapping|Iterable|Iterator|Any|Literal|Self)"),
+    (r"py:.*", r"(torch|dist|nn|np|npt|numpy|os|pathlib|click|collections|typing|fractions)\..*"),
+    (r"py:.*", r"(Tensor|Optimizer|LRScheduler|DeviceMesh|Path|Callable|Sequence|Mapping|Any|Literal|tuple)"),
+    (r"py:class", r"'[\w-]+'"),  # values of a Literal
+    (r"py:class", r"penstock\..*\.(StepFlow|Update|Shards|StageModule|ThreadReducer|T)"),  # internal
+    (r"py:class", r"Visit|UnchangedModel"),  # internal, too
 ]
 
 highlight_language = "text"

@@ -1,5 +1,7 @@
 """Gallery of schedules: a page with a picture for every family of the catalogue, written before the pages are read.
 
+``docs/gallery.md`` has the text, and a fenced ``{gallery}`` where the table of all families is to be.
+
 A new family of the catalogue gets its page by itself. All schedules have the same counts and costs, so that pictures and
 figures can be compared. Files that would not change are left alone; Sphinx then reads only what is new.
 """
@@ -28,20 +30,9 @@ from penstock.trace.events import Trace
 RANKS, MICROBATCHES = 4, 8
 PAPER = re.compile(r"\b(\d{4}\.\d{5})\b")
 STYLE = PictureStyle(title="", width=10)
-INDEX = """# Gallery of schedules
-
-Every schedule of the catalogue, with {ranks} ranks and {microbatches} microbatches, drawn with the same costs: on each rank, the forward, the input
-gradient and the weight gradient of a microbatch take one unit of time each, and messages are free. Every rank works for
-{work} units, so the makespan is the work and the bubble. Forwards are blue, backwards brown, input gradients red and weight gradients green; where a
-rank has several stages, every second one is lighter. [Schedules](../schedules.md) says which one to take.
-
-| | | makespan | bubble | peak activations of a rank | published in |
-|---|---|---|---|---|---|
+TABLE = """| | | makespan | bubble | peak activations |
+|---|---|---|---|---|
 {rows}
-
-- *Bubble*: most idle time of a rank, from the first start to the last end of all ranks.
-- *Peak activations*: most that any rank holds at a time, in chunks, one microbatch on one stage; in brackets, how many
-  microbatches of a whole rank's stages they are.
 
 ```{{toctree}}
 :hidden:
@@ -49,6 +40,7 @@ rank has several stages, every second one is lighter. [Schedules](../schedules.m
 {pages}
 ```
 """
+MARK = "```{gallery}\n```"
 PAGE = """# {title}
 
 {about}
@@ -123,8 +115,8 @@ def row(entry: Entry) -> str:
     whole = number(Fraction(chunks * figures.ranks, figures.stages))
     name = family.name
     return (
-        f"| [{name}]({name}.md) | [![]({name}.svg)]({name}.md) | {number(figures.makespan)} "
-        f"| {number(figures.bubble.max())} | {chunks} ({whole}) | {linked(family.source)} |"
+        f"| [{name}](gallery/{name}.md) | [![{name}](gallery/{name}.svg)](gallery/{name}.md) "
+        f"| {number(figures.makespan)} | {number(figures.bubble.max())} | {chunks} ({whole}) |"
     )
 
 
@@ -179,15 +171,13 @@ def contents(folder: Path, made: list[Entry]) -> dict[str, bytes]:
         draw_picture(entry.trace, folder / name, STYLE)
         files[name] = (folder / name).read_bytes()
         files[f"{entry.family.name}.md"] = page(entry).encode()
-    names = [entry.family.name for entry in made]
-    index = INDEX.format(
-        ranks=RANKS,
-        microbatches=MICROBATCHES,
-        work=3 * MICROBATCHES,
-        rows="\n".join(map(row, made)),
-        pages="\n".join(names),
-    )
-    return {**files, "index.md": index.encode()}
+    return files
+
+
+def table(made: list[Entry]) -> str:
+    """Return the table of all families, with the tree of their pages."""
+    pages = "\n".join(f"gallery/{entry.family.name}" for entry in made)
+    return TABLE.format(rows="\n".join(map(row, made)), pages=pages)
 
 
 def write(app: Sphinx) -> None:
@@ -195,13 +185,21 @@ def write(app: Sphinx) -> None:
     gallery = Path(app.srcdir) / "gallery"
     gallery.mkdir(exist_ok=True)
     with TemporaryDirectory() as folder:
-        files = contents(Path(folder), entries())
+        made = entries()
+        files = contents(Path(folder), made)
     for stale in {path.name for path in gallery.iterdir()} - set(files):
         (gallery / stale).unlink()
     for name, content in files.items():
         path = gallery / name
         if not path.exists() or path.read_bytes() != content:
             path.write_bytes(content)
+    shown = table(made)
+
+    def read(app: Sphinx, docname: str, source: list[str]) -> None:
+        if docname == "gallery":
+            source[0] = source[0].replace(MARK, shown)
+
+    app.connect("source-read", read)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
