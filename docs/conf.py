@@ -31,10 +31,6 @@ extensions = [
     "schedule_gallery",
 ]
 exclude_patterns = ["_build", "_extensions", "_static"]
-suppress_warnings = [
-    "toc.empty_glob",  # a group of pages may be empty
-    "myst-nb.lexer",  # IPython's lexer names itself differently from the one that kernels report
-]
 
 # Pages are read on GitHub, too: anchors are those that GitHub gives to headings.
 myst_heading_anchors = 4

@@ -27,6 +27,7 @@ FOLDERS = {"examples": "examples.md", "recipes": "examples.md"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".sbatch": "sh"}
 INCLUDE = re.compile(r"^```\{include\} (\.\./\S+)\n```$", re.M)
 FILES = re.compile(r"^```\{files\} \.\./(\S+)\n```$", re.M)
+PATTERN = re.compile(r"^[\w/]+\*$\n", re.M)
 LINK = re.compile(r"(\]\()([^)\s#]*)((?:#[^)\s]*)?\))")
 FENCED = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
@@ -88,6 +89,8 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         return rewritten(path.read_text(), path.parent, page)
 
     text = rewritten(source[0], page.parent, page)
+    if docname == "index":  # a pattern of its toctrees may match no page
+        text = PATTERN.sub(lambda match: match[0] if any(DOCS.glob(f"{match[0].strip()}.md")) else "", text)
     text = INCLUDE.sub(included, text)
     source[0] = FILES.sub(lambda match: sections(match[1]), text)
 
