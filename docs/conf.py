@@ -35,6 +35,7 @@ exclude_patterns = ["_build", "_extensions", "_static"]
 # Pages are read on GitHub, too: anchors are those that GitHub gives to headings.
 myst_heading_anchors = 4
 default_role = "py:obj"
+smartquotes = False  # two hyphens begin an option
 
 # Notebooks run in an empty folder, with the same penstock as the build.
 nb_execution_mode = "force"
@@ -44,7 +45,9 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
 os.environ["COLUMNS"] = "100"
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(penstock.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(penstock.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+)
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 # Types are printed once: beside the meaning of each argument, not in the signature, too.

@@ -1,4 +1,4 @@
-"""Examples of the command line in its reference: the lines of a command's epilog, as a block of code."""
+"""Reference of the command line: examples as blocks of code, and no list of arguments, which the usage line has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ def as_code(app: Sphinx, context: click.Context, lines: list[str]) -> None:
         lines[:] = [".. rubric:: Example", "", ".. code-block:: text", "", *shown, ""]
 
 
+def drop(app: Sphinx, context: click.Context, lines: list[str]) -> None:
+    """Leave out the list of arguments."""
+    lines.clear()
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to Sphinx."""
     app.connect("sphinx-click-process-epilog", as_code)
+    app.connect("sphinx-click-process-arguments", drop)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""Names in docstrings and annotations: shared entries split, and names resolved to those under which the reference lists them.
+"""Names in docstrings and annotations: an entry for each, and links to where the reference lists them.
 
 Annotations name a class by the module that defines it, ``penstock.schedule.schedule.Schedule``; the reference lists
 ``penstock.Schedule``. Docstrings put names and code between single backticks: the names become links, the rest code.
@@ -26,7 +26,9 @@ SHARED = re.compile(r"( +)([*\w]+(?:, [*\w]+)+):(?= )")
 """First line of an entry of several names, such as ``low, high: bounds of ...``."""
 
 
-def split_entries(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+def split_entries(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
     """Give each name of an entry such as ``low, high: ...`` an entry, with its own type, before napoleon reads them."""
     if not {"Args:", "Attributes:", "Raises:"} & set(lines):
         return
@@ -38,7 +40,7 @@ def split_entries(app: Sphinx, what: str, name: str, thing: object, options: obj
             continue
         indent, names = match.groups()
         # Every entry but the last is whole here; the loop adds the lines that follow to the last one.
-        rest = [*takewhile(lambda text: text.startswith(indent + " "), lines[number + 1 :])]
+        rest = [*takewhile(re.compile(f"{indent} ").match, lines[number + 1 :])]
         for each in names.split(", ")[:-1]:
             made += [f"{indent}{each}:{line[match.end() :]}", *rest]
         made.append(f"{indent}{names.split(', ')[-1]}:{line[match.end() :]}")

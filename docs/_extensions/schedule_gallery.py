@@ -63,9 +63,9 @@ PAGE = """# {title}
 | peak activations | {peak} |
 | peak's formula | {peak_formula} |
 
-In the formulas, p is the number of ranks, m of microbatches, v of stages a rank, and r the rank. F, B and W are the seconds that a rank spends on
-the forward, the input gradient and the weight gradient of one microbatch. Activations are counted in chunks, one microbatch on one stage, until
-the weight gradient is done.
+In the formulas, p is the number of ranks, m of microbatches, v of stages a rank, and r the rank. F, B and W are the
+seconds that a rank spends on the forward, the input gradient and the weight gradient of one microbatch. Activations are
+counted in chunks, one microbatch on one stage, until the weight gradient is done.
 
 ```text
 $ penstock schedule draw {name} -p {ranks} -m {microbatches} --costs 1,1,1 --out {name}.svg
@@ -124,7 +124,9 @@ def page(entry: Entry) -> str:
     """Return the page of a family."""
     family, schedule, figures = entry.family, entry.schedule, entry.figures
     v = family.default_virtual_stages
-    chosen = f"from {family.least_virtual_stages} on, default {v}" if family.chooses_virtual_stages else str(v)
+    chosen = (
+        f"from {family.least_virtual_stages} on, default {v}" if family.chooses_virtual_stages else str(v)
+    )
     copies = "; every stage is on two ranks" if schedule.placement.has_copies else ""
     expected = family.bubble.value(Setting(RANKS, MICROBATCHES, v))
     held = figures.peak_activations.tolist()

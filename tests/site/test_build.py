@@ -16,6 +16,7 @@ from penstock.cli import COMMANDS
 from penstock.schedule.families import FAMILIES
 from tests.support.documentation import DOCS, ROOT
 
+MAKEFILE = (ROOT / "Makefile").read_text()
 NOTEBOOKS = sorted(path.stem for path in (DOCS / "notebooks").glob("*.md"))
 
 
@@ -23,7 +24,7 @@ NOTEBOOKS = sorted(path.stem for path in (DOCS / "notebooks").glob("*.md"))
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the site, built by the command of ``make docs`` with another folder for its result."""
     pytest.importorskip("sphinx")
-    (line,) = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*) docs docs/_build/html$", (ROOT / "Makefile").read_text(), re.M)
+    (line,) = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*) docs docs/_build/html$", MAKEFILE, re.M)
     assert {"-W", "-n"} <= set(line.split())
     html = tmp_path_factory.mktemp("site") / "html"
     done = subprocess.run(
@@ -38,11 +39,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_every_public_name_command_and_schedule_has_its_place(site: Path):
-    entries = set(re.findall(r'id="(penstock\.[\w.]+)"', "".join(page.read_text() for page in (site / "reference").glob("*.html"))))
+    reference = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
+    entries = set(re.findall(r'id="(penstock\.[\w.]+)"', reference))
     for module in (penstock, penstock.plan):
         assert {f"{module.__name__}.{name}" for name in module.__all__} - {"penstock.__version__"} <= entries
     commands = (site / "commands.html").read_text()
-    assert all(f'id="penstock-{name}"' in commands for name in COMMANDS)
+    assert all(f'<section id="penstock-{name}">' in commands for name in COMMANDS)
     table = (site / "gallery.html").read_text()
     for name in FAMILIES:
         assert f'href="gallery/{name}.html"' in table

@@ -16,7 +16,9 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name} links to {link}"
         if anchor:
-            assert anchor in anchors(target), f"{page.name} links to {link}; there are {sorted(anchors(target))}"
+            assert anchor in anchors(target), (
+                f"{page.name} links to {link}; there are {sorted(anchors(target))}"
+            )
 
 
 def test_anchors_are_those_of_github(tmp_path: Path):

@@ -32,13 +32,21 @@ FOLLOWED = {
     "notebooks/": "tests/site/test_build.py",
 }
 """Tests that follow a page, or the pages of a folder, from top to bottom."""
-FOLLOWED_HERE = ("checkpoints.md", "operations.md", "parallelism.md", "planning.md", "reading_the_report.md", "schedules.md")
+FOLLOWED_HERE = (
+    "checkpoints.md",
+    "operations.md",
+    "parallelism.md",
+    "planning.md",
+    "reading_the_report.md",
+    "schedules.md",
+)
 """Pages whose commands run here, in this order, in one folder each."""
 NOT_RUN = {
     "torchrun --nnodes": "needs several machines",
     "torchrun --nproc-per-node": "several processes of a launcher: tests/train and tests/runtime start these layouts",
     "srun": "needs Slurm: tests/recipes runs a job of it",
-    "penstock doctor --ranks 8": "eight processes that measure: tests/doctor runs fewer",
+    "penstock doctor --ranks 8": "eight processes: tests/doctor runs fewer",
+    "penstock doctor --measure": "measures until rates are steady: tests/doctor does it once",
     "penstock train my.toml --restarts 3": "four processes: tests/launch ends and restarts them",
     "from penstock import MeshShape": "eight processes: tests/parallel and tests/train run such meshes",
 }
@@ -46,7 +54,14 @@ NOT_RUN = {
 OF_OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository's root; their figures are checked by tests/bench/test_commands.py."""
 SMALL = [
-    *("model.width=16", "model.layers=4", "model.heads=4", "model.hidden=24", "data.path=text", "data.sequence=12"),
+    *(
+        "model.width=16",
+        "model.layers=4",
+        "model.heads=4",
+        "model.hidden=24",
+        "data.path=text",
+        "data.sequence=12",
+    ),
     *("schedule.microbatches=4", "train.steps=2", "train.batch=8", "train.eval_batches=1", "sample.length=4"),
 ]
 
@@ -65,7 +80,8 @@ def all_blocks() -> list[Block]:
 
 
 def follower(page: str) -> str | None:
-    return next((test for name, test in FOLLOWED.items() if page == name or (name[-1] == "/" and page.startswith(name))), None)
+    """The test that follows a page from top to bottom, or None."""
+    return next((test for name, test in FOLLOWED.items() if page.startswith(name)), None)
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in all_blocks()} - set(OF_OTHERS)))
@@ -124,18 +140,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the commands of the pages name."""
     root = tmp_path_factory.mktemp("pages")
     tiny_run.text_folder(root)
-    records.folder(root).rename(root / "my-model")
+    records.folder(root, max_position_embeddings=8192).rename(root / "my-model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         torch.manual_seed(0)
-        call("train", *SMALL, "train.name=first", "train.steps=100", "train.eval_every=50")
-        for name in ("demo", "zb", "my-run"):
-            call("train", *SMALL, f"train.name={name}")
+        call(
+            "train", *SMALL, "train.name=first", "train.steps=100", "train.eval_every=50", "train.keep_last=0"
+        )
+        for name, ranks in (("demo", 2), ("zb", 2), ("my-run", 4)):
+            call("train", *SMALL, f"train.name={name}", f"parallel.pp={ranks}")
         hf = [word for word in SMALL if not word.startswith("model.")]
-        call("train", "model.path=my-model", *hf, "train.name=llama", "train.steps=100", "train.eval_every=50")
+        call(
+            "train", "model.path=my-model", *hf, "train.name=llama", "train.steps=100", "train.eval_every=50"
+        )
         write_csv(build_schedule("zb-h1", 4, 16), "mine.csv")
+        profile = next(b.text for b in blocks(DOCS / "planning.md") if "profile.json" in b.text)
+        exec(compile(profile, "planning.md", "exec"), {"__name__": "a_page"})
     (root / "my.toml").write_text((root / "runs" / "demo" / "config.toml").read_text())
-    (root / "cluster.toml").write_text(next(b.text for b in blocks(DOCS / "operations.md") if "[device]" in b.text))
+    (root / "cluster.toml").write_text(
+        next(b.text for b in blocks(DOCS / "operations.md") if "[device]" in b.text)
+    )
     return root
 
 
@@ -148,6 +172,8 @@ def test_the_commands_of_a_page_run(page: str, folder: Path, monkeypatch: pytest
     assert runnable
     for number, command in enumerate(runnable):
         words = words_of(command)
-        if words[0] == "train" and "--resume" not in words:  # of a size for tests, under a name of its own
+        if words[0] == "train" and "--resume" in words:
+            words += ["--set", f"train.steps={101 + number}"]
+        elif words[0] == "train":  # of a size for tests, under a name of its own
             words += [*SMALL, f"train.name={page.removesuffix('.md')}-{number}"]
         call(*words)

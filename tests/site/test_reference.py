@@ -13,7 +13,9 @@ import penstock.plan
 from tests.support.documentation import DOCS
 
 REFERENCE = DOCS / "reference"
-MODULE = re.compile(r"^\.\. currentmodule:: (\S+)$|^\.\. auto(?:class|exception|function|data):: (\w+)$", re.M)
+MODULE = re.compile(
+    r"^\.\. currentmodule:: (\S+)$|^\.\. auto(?:class|exception|function|data):: (\w+)$", re.M
+)
 
 
 def listed() -> Counter[str]:
