@@ -22,7 +22,7 @@ PAGES = {
     "bench/RESULTS.md": "results.md",
 }
 """Pages of ``docs/`` that show a file of the repository."""
-FOLDERS = {"examples": "examples.md", "recipes": "examples.md"}
+FOLDERS = {"examples": "examples.md", "recipes": "recipes.md"}
 """Page of ``docs/`` that shows the files of a folder, each under its path as a heading."""
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".sbatch": "sh"}
 INCLUDE = re.compile(r"^```\{include\} (\.\./\S+)\n```$", re.M)
@@ -48,7 +48,8 @@ def rewritten(text: str, folder: Path, page: Path) -> str:
         name = os.path.relpath((folder / path).resolve(), ROOT)
         if (top := name.split("/")[0]) in FOLDERS:
             shown = FOLDERS[top]
-            after = f"#{anchor(name)})" if (ROOT / name).is_file() else ")"
+            is_section = (ROOT / name).is_file() and not name.endswith(".md")
+            after = f"#{anchor(name)})" if is_section else ")"
         elif name in PAGES:
             shown = PAGES[name]
         else:
@@ -64,16 +65,24 @@ def anchor(name: str) -> str:
     return re.sub(r"[^\w-]", "", name.lower())
 
 
-def sections(folder: str) -> str:
-    """Return a section for every file of a folder of the repository, with the file in it; none if there is no folder."""
+def sections(folder: str, page: Path) -> str:
+    """Return a section for every file of a folder of the repository, after the text of its README without the title.
+
+    Args:
+        folder: folder below the root.
+        page: page of ``docs/`` that shows it.
+    """
     files = sorted(
         path
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
     )
-    return "\n".join(
+    readme = ROOT / folder / "README.md"
+    text = rewritten(readme.read_text().partition("\n")[2], readme.parent, page) if readme in files else ""
+    return text + "\n".join(
         f"## `{path.relative_to(ROOT)}`\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text().rstrip()}\n````\n"
         for path in files
+        if path.suffix != ".md"
     )
 
 
@@ -92,7 +101,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     if docname == "index":  # a pattern of its toctrees may match no page
         text = PATTERN.sub(lambda match: match[0] if any(DOCS.glob(f"{match[0].strip()}.md")) else "", text)
     text = INCLUDE.sub(included, text)
-    source[0] = FILES.sub(lambda match: sections(match[1]), text)
+    source[0] = FILES.sub(lambda match: sections(match[1], page), text)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
