@@ -35,7 +35,6 @@ exclude_patterns = ["_build", "_extensions", "_static"]
 # Pages are read on GitHub, too: anchors are those that GitHub gives to headings.
 myst_heading_anchors = 4
 default_role = "py:obj"
-smartquotes = False  # two hyphens begin an option
 
 # Notebooks run in an empty folder, with the same penstock as the build.
 nb_execution_mode = "force"
