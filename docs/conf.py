@@ -39,7 +39,7 @@ default_role = "py:obj"
 # Notebooks run in an empty folder, with the same penstock as the build.
 nb_execution_mode = "force"
 nb_execution_in_temp = True
-nb_execution_timeout = 120
+nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
@@ -51,7 +51,6 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 # Types are printed once: beside the meaning of each argument, not in the signature, too.
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True

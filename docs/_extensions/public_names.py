@@ -65,8 +65,19 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     return content if node["reftype"] == "obj" else None
 
 
+def drop_fields(app: Sphinx, domain: str, kind: str, content: nodes.Element) -> None:
+    """Leave out the parameters of a dataclass that its attributes describe already, with their types."""
+    for fields in content.findall(nodes.field_list):
+        names = [field[0].astext().split() for field in fields]
+        attributes = {name[-1] for name in names if name[0] == "ivar"}
+        for field, name in zip(list(fields), names, strict=True):
+            if name[0] in ("param", "type") and name[-1] in attributes:
+                fields.remove(field)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to Sphinx."""
     app.connect("autodoc-process-docstring", split_entries, priority=400)
+    app.connect("object-description-transform", drop_fields, priority=600)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True}

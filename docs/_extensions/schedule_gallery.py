@@ -47,7 +47,6 @@ PAGE = """# {title}
 
 ```{{image}} {name}.svg
 :alt: Timeline of {name} on {ranks} ranks with {microbatches} microbatches
-:class: timeline
 ```
 
 | | |

@@ -60,4 +60,5 @@ def test_a_notebook_ran_and_shows_its_outputs(name: str, site: Path):
     assert cells >= 5
     assert text.count("cell_output") >= cells - 2
     assert "Traceback" not in text
+    assert "not found" not in text
     assert next((site / "_downloads").rglob(f"{name}.ipynb")).stat().st_size > 1000
