@@ -54,6 +54,7 @@ NOT_RUN = {
     "torchrun --nnodes": "needs several machines",
     "torchrun --nproc-per-node": "several processes of a launcher: tests/train and tests/runtime start these layouts",
     "srun": "needs Slurm: tests/recipes runs a job of it",
+    "penstock checkpoint convert dcp": "what another program has trained on: tests/checkpoint/dcp converts back",
     "penstock doctor --ranks 8": "eight processes: tests/doctor runs fewer",
     "penstock doctor --measure": "measures until rates are steady: tests/doctor does it once",
     "penstock train my.toml --restarts 3": "four processes: tests/launch ends and restarts them",
@@ -156,7 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the commands of the pages name."""
     root = tmp_path_factory.mktemp("pages")
     tiny_run.text_folder(root)
-    records.folder(root, max_position_embeddings=8192).rename(root / "my-model")
+    records.folder(root, max_position_embeddings=8192, num_hidden_layers=8).rename(root / "my-model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         torch.manual_seed(0)
@@ -164,7 +165,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "train", *SMALL, "train.name=first", "train.steps=100", "train.eval_every=50", "train.keep_last=0"
         )
         for name, ranks in (("demo", 2), ("zb", 2), ("my-run", 4)):
-            call("train", *SMALL, f"train.name={name}", f"parallel.pp={ranks}")
+            call("train", *SMALL, f"train.name={name}", f"parallel.pp={ranks}", "train.checkpoint_every=2")
         hf = [word for word in SMALL if not word.startswith("model.")]
         call(
             "train", "model.path=my-model", *hf, "train.name=llama", "train.steps=100", "train.eval_every=50"
@@ -173,9 +174,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         profile = next(b.text for b in blocks(DOCS / "planning.md") if "profile.json" in b.text)
         exec(compile(profile, "planning.md", "exec"), {"__name__": "a_page"})
     (root / "my.toml").write_text((root / "runs" / "demo" / "config.toml").read_text())
-    (root / "cluster.toml").write_text(
-        next(b.text for b in blocks(DOCS / "operations.md") if "[device]" in b.text)
-    )
+    cluster = next(b.text for b in blocks(DOCS / "operations.md") if "[device]" in b.text)
+    with_fp32 = re.sub(r"\{bf16 = (\S+)\}", r"{bf16 = \1, fp32 = 19e12}", cluster)
+    (root / "cluster.toml").write_text(with_fp32)
     return root
 
 
