@@ -66,8 +66,11 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|dist|nn|np|npt|numpy|os|pathlib|click|collections|typing|fractions)\..*"),
     (r"py:.*", r"(Tensor|Optimizer|LRScheduler|DeviceMesh|Path|Callable|Sequence|Mapping|Any|Literal|tuple)"),
     (r"py:class", r"'[\w-]+'"),  # values of a Literal
-    (r"py:class", r"penstock\..*\.(StepFlow|Update|Shards|StageModule|ThreadReducer|T)"),  # internal
-    (r"py:class", r"Visit|UnchangedModel"),  # internal, too
+    (
+        r"py:class",
+        r"penstock\..*\.(StepFlow|Update|Shards|StageModule|ThreadReducer|T|Workload|StageCosts|Activity)",
+    ),
+    (r"py:class", r"Visit|UnchangedModel"),  # internal, as those above
 ]
 
 highlight_language = "text"

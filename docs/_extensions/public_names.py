@@ -30,6 +30,8 @@ def split_entries(
     app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
     """Give each name of an entry such as ``low, high: ...`` an entry, with its own type, before napoleon reads them."""
+    if what in ("attribute", "property") and lines:  # napoleon would take words before a colon for a type
+        lines[0] = lines[0].replace(": ", " – ", 1)
     if not {"Args:", "Attributes:", "Raises:"} & set(lines):
         return
     made: list[str] = []

@@ -55,6 +55,7 @@ NOT_RUN = {
     "torchrun --nproc-per-node": "several processes of a launcher: tests/train and tests/runtime start these layouts",
     "srun": "needs Slurm: tests/recipes runs a job of it",
     "penstock checkpoint convert dcp": "what another program has trained on: tests/checkpoint/dcp converts back",
+    "penstock plan my-model -c cluster.toml --from-run": "needs a measured cluster: see tests/cli/test_plan_run.py",
     "penstock doctor --ranks 8": "eight processes: tests/doctor runs fewer",
     "penstock doctor --measure": "measures until rates are steady: tests/doctor does it once",
     "penstock train my.toml --restarts 3": "four processes: tests/launch ends and restarts them",
