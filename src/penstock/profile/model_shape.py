@@ -128,7 +128,7 @@ class ModelShape:
 
     @property
     def head_matrices(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of the matrices around attention: to its heads, and from them to the hidden state."""
+        """Inputs and outputs of each matrix around attention, to its heads, and from them to the hidden state."""
         query, key, value = self.attention_sizes
         out = (self.heads * (self.value_size or self.head_size), self.hidden)
         if not self.kv_rank:

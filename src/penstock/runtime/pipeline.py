@@ -234,7 +234,8 @@ class Pipeline(PipelineModel):
             NonFiniteError: if a loss or a gradient is NaN or infinite; names stage and microbatch.
             StageError: if a stage's own code failed on this rank.
             PeerError: if another rank failed first.
-            WaitTimeoutError, HangError: if a wait exceeds the timeout, or a rank hangs. ReplicaError: if copies differ.
+            WaitTimeoutError, HangError: if a wait exceeds the timeout, or a rank hangs.
+            ReplicaError: if copies differ.
         """
         return self._run(True, x, y, outputs, input_grads, named)
 
@@ -298,7 +299,7 @@ class Pipeline(PipelineModel):
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
         Returns:
-            The norm over all stages before scaling: the same number on every rank and for any split, and equal to
+            The norm over all stages before scaling, the same number on every rank and for any split, and equal to
             ``torch.nn.utils.clip_grad_norm_`` of the unsplit model.
         """
         return self.global_norm.clip_(max_norm, self.shards)

@@ -20,13 +20,13 @@ class Kind(IntEnum):
     F = 0
     """Forward."""
     B = 1
-    """Full backward: input gradient and weight gradient."""
+    """Full backward, input gradient and weight gradient in one."""
     I = 2  # noqa: E741 - the field's letter for the input-gradient half
     """Backward of the inputs only."""
     W = 3
     """Backward of the weights only, after ``I`` of the same stage and microbatch."""
     R = 4
-    """Recompute: the forward again, to rebuild what the backward needs."""
+    """Recompute, the forward again, to rebuild what the backward needs."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -224,7 +224,7 @@ class Program:
 
     @cached_property
     def reduction_steps(self) -> dict[int, int]:
-        """Stage → the unit-time step after which its gradients are reduced: all copies complete, all holders started."""
+        """Unit-time step after which a stage's gradients are reduced (all copies complete, all holders begun), by stage."""
         steps = dict.fromkeys(self.reductions, 0)
         for (_, stage), row in self.last_gradient_rows.items():
             steps[stage] = max(steps[stage], int(self.level[row]))

@@ -147,7 +147,7 @@ class ShardedOptimizer:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
         Returns:
-            0-d float32 tensor: the norm before clipping, over all replicas' shards; the same number on every replica.
+            Norm before clipping over all replicas' shards, a 0-d float32 tensor with the same number on every replica.
         """
         shards = self._require_gradients()
         square = sum(

@@ -1,0 +1,64 @@
+"""The site builds without a warning, and has a page for everything that it should have one for."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+import penstock.plan
+from penstock.cli import COMMANDS
+from penstock.schedule.families import FAMILIES
+from tests.support.documentation import DOCS, ROOT
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+NOTEBOOKS = sorted(path.stem for path in (DOCS / "notebooks").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the site, built by the command of ``make docs`` with another folder for its result."""
+    pytest.importorskip("sphinx")
+    (line,) = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*) docs docs/_build/html$", MAKEFILE, re.M)
+    assert {"-W", "-n"} <= set(line.split())
+    html = tmp_path_factory.mktemp("site") / "html"
+    done = subprocess.run(
+        [sys.executable, *shlex.split(line), "docs", str(html)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=550,
+    )  # fmt: skip
+    assert done.returncode == 0, "\n".join(
+        line for line in done.stdout.splitlines() if "WARNING" in line or "Error" in line
+    )
+    return html
+
+
+@pytest.mark.slow
+def test_every_public_name_command_and_schedule_has_its_place(site: Path):
+    reference = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
+    entries = set(re.findall(r'id="(penstock\.[\w.]+)"', reference))
+    for module in (penstock, penstock.plan):
+        assert {f"{module.__name__}.{name}" for name in module.__all__} - {"penstock.__version__"} <= entries
+    commands = (site / "commands.html").read_text()
+    assert all(f'<section id="penstock-{name}">' in commands for name in COMMANDS)
+    table = (site / "gallery.html").read_text()
+    for name in FAMILIES:
+        assert f'href="gallery/{name}.html"' in table
+        assert (site / "_images" / f"{name}.svg").stat().st_size > 10_000
+        assert "makespan" in (site / "gallery" / f"{name}.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_ran_and_shows_its_outputs(name: str, site: Path):
+    text = (site / "notebooks" / f"{name}.html").read_text()
+    cells = (DOCS / "notebooks" / f"{name}.md").read_text().count("```{code-cell}")
+    assert cells >= 5
+    assert text.count("cell_output") >= cells - 2
+    assert "Traceback" not in text
+    assert "not found" not in text
+    assert next((site / "_downloads").rglob(f"{name}.ipynb")).stat().st_size > 1000

@@ -1,0 +1,197 @@
+"""Every block of every page runs in a test, or is listed here with the reason why not; commands are valid all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+
+from penstock.cli import group
+from penstock.schedule.families import build_schedule
+from penstock.schedule.text import write_csv
+from penstock.train.config.config import Config
+from tests.support import records, tiny_run
+from tests.support.documentation import DOCS, ROOT, Block, blocks, pages
+
+FOLLOWED = {
+    "models.md": "tests/test_docs.py",
+    "planning.md": "tests/test_docs.py",
+    "training.md": "tests/test_training_page.py",
+    "data.md": "tests/test_data_page.py",
+    "own_schedule.md": "tests/test_own_schedule_page.py",
+    "fine_tuning.md": "tests/train/test_fine_tuning_guide.py",
+    "watching.md": "tests/watch/test_watching_page.py",
+    "overview.md": "tests/test_overview_page.py",
+    "huggingface.md": "tests/huggingface/test_huggingface_page.py",
+    "stability.md": "tests/project/test_public_api.py",
+    "start.md": "tests/pages/test_guides.py",
+    "memory.md": "tests/pages/test_guides.py",
+    "clusters.md": "tests/pages/test_guides.py",
+    "which_parallelism.md": "tests/pages/test_guides.py",
+    "troubleshooting.md": "tests/pages/test_guides.py",
+    "coming_from/": "tests/pages/test_coming_from.py",
+    "bench/RESULTS.md": "tests/bench/test_commands.py",
+    "recipes/": "tests/recipes",
+    "notebooks/": "tests/site/test_build.py",
+}
+"""Tests that follow a page, or the pages of a folder, from top to bottom."""
+FOLLOWED_HERE = (
+    "checkpoints.md",
+    "operations.md",
+    "parallelism.md",
+    "planning.md",
+    "reading_the_report.md",
+    "schedules.md",
+)
+"""Pages whose commands run here, in this order, in one folder each."""
+NOT_RUN = {
+    "torchrun --nnodes": "needs several machines",
+    "torchrun --nproc-per-node": "several processes of a launcher: tests/train and tests/runtime start these layouts",
+    "srun": "needs Slurm: tests/recipes runs a job of it",
+    "penstock checkpoint convert dcp": "what another program has trained on: tests/checkpoint/dcp converts back",
+    "penstock plan my-model -c cluster.toml --from-run": "needs a measured cluster: see tests/cli/test_plan_run.py",
+    "penstock doctor --ranks 8": "eight processes: tests/doctor runs fewer",
+    "penstock doctor --measure": "measures until rates are steady: tests/doctor does it once",
+    "penstock train my.toml --restarts 3": "four processes: tests/launch ends and restarts them",
+    "from penstock import MeshShape": "eight processes: tests/parallel and tests/train run such meshes",
+}
+"""Begin of commands and code that no test runs as printed, with the reason."""
+OF_OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+"""Pages of the repository's root; their figures are checked by tests/bench/test_commands.py."""
+SMALL = [
+    *(
+        "model.width=16",
+        "model.layers=4",
+        "model.heads=4",
+        "model.hidden=24",
+        "data.path=text",
+        "data.sequence=12",
+    ),
+    *("schedule.microbatches=4", "train.steps=2", "train.batch=8", "train.eval_batches=1", "sample.length=4"),
+]
+
+
+def reason_not_to_run(text: str) -> str | None:
+    return next((reason for start, reason in NOT_RUN.items() if text.startswith(start)), None)
+
+
+def code(block: Block) -> list[str]:
+    """What of a block has to run: its commands, or its Python."""
+    return [block.text] if block.kind == "python" else block.commands
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in pages() for block in blocks(page) if code(block)]
+
+
+def follower(page: str) -> str | None:
+    """The test that follows a page from top to bottom, or None."""
+    return next((test for name, test in FOLLOWED.items() if page.startswith(name)), None)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in all_blocks()} - set(OF_OTHERS)))
+def test_every_block_is_run_or_has_a_reason(page: str):
+    for block in (block for block in all_blocks() if block.page == page):
+        here = page in FOLLOWED_HERE and block.kind != "python"
+        for text in code(block):
+            assert here or follower(page) or reason_not_to_run(text), f"{page}: no test runs {text!r}"
+
+
+def test_tests_that_follow_a_page_exist():
+    for page in {block.page for block in all_blocks()}:
+        test = follower(page)
+        assert test is None or (ROOT / test).exists(), f"{page}: {test}"
+
+
+def test_no_reason_is_left_over():
+    texts = [text for block in all_blocks() for text in code(block)]
+    for start in NOT_RUN:
+        assert any(text.startswith(start) for text in texts), start
+
+
+def words_of(command: str) -> list[str]:
+    """Arguments of the penstock command in a command line."""
+    words = shlex.split(command)
+    return words[words.index("penstock") + 1 :]
+
+
+@pytest.mark.parametrize(
+    "command",
+    sorted(
+        {
+            command
+            for block in all_blocks()
+            for command in block.commands
+            if reason_not_to_run(command) and "penstock" in command
+        }
+    ),
+)
+def test_options_and_keys_of_a_command_that_does_not_run_exist(command: str):
+    known: click.Command = group
+    words = words_of(command)
+    while isinstance(known, click.Group):
+        with click.Context(known) as context:
+            found = known.get_command(context, words[0])
+        assert found is not None, words[0]
+        known, words = found, words[1:]
+    options = {text for parameter in known.params for text in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} <= options
+    sections = {field.name: getattr(Config(), field.name) for field in dataclasses.fields(Config)}
+    for section, key in re.findall(r"^'?(\w+)\.(\w+)=", "\n".join(words), re.M):
+        assert key in {field.name for field in dataclasses.fields(sections[section])}
+
+
+def call(*words: str) -> None:
+    """Run a command of penstock in this process."""
+    done = CliRunner().invoke(group, list(words), catch_exceptions=False, env={"COLUMNS": "160"})
+    assert done.exit_code == 0, f"penstock {shlex.join(words)}\n{done.output}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the commands of the pages name."""
+    root = tmp_path_factory.mktemp("pages")
+    tiny_run.text_folder(root)
+    records.folder(root, max_position_embeddings=8192, num_hidden_layers=8).rename(root / "my-model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        torch.manual_seed(0)
+        call(
+            "train", *SMALL, "train.name=first", "train.steps=100", "train.eval_every=50", "train.keep_last=0"
+        )
+        for name, ranks in (("demo", 2), ("zb", 2), ("my-run", 4)):
+            call("train", *SMALL, f"train.name={name}", f"parallel.pp={ranks}", "train.checkpoint_every=2")
+        hf = [word for word in SMALL if not word.startswith("model.")]
+        call(
+            "train", "model.path=my-model", *hf, "train.name=llama", "train.steps=100", "train.eval_every=50"
+        )
+        write_csv(build_schedule("zb-h1", 4, 16), "mine.csv")
+        profile = next(b.text for b in blocks(DOCS / "planning.md") if "profile.json" in b.text)
+        exec(compile(profile, "planning.md", "exec"), {"__name__": "a_page"})
+    (root / "my.toml").write_text((root / "runs" / "demo" / "config.toml").read_text())
+    cluster = next(b.text for b in blocks(DOCS / "operations.md") if "[device]" in b.text)
+    with_fp32 = re.sub(r"\{bf16 = (\S+)\}", r"{bf16 = \1, fp32 = 19e12}", cluster)
+    (root / "cluster.toml").write_text(with_fp32)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", FOLLOWED_HERE)
+def test_the_commands_of_a_page_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    commands = [command for block in blocks(DOCS / page) for command in block.commands]
+    runnable = [command for command in commands if reason_not_to_run(command) is None]
+    assert runnable
+    for number, command in enumerate(runnable):
+        words = words_of(command)
+        if words[0] == "train" and "--resume" in words:
+            words += ["--set", f"train.steps={101 + number}"]
+        elif words[0] == "train":  # of a size for tests, under a name of its own
+            words += [*SMALL, f"train.name={page.removesuffix('.md')}-{number}"]
+        call(*words)

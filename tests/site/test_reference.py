@@ -1,0 +1,48 @@
+"""The reference of the API lists every public name once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from types import ModuleType
+
+import pytest
+
+import penstock
+import penstock.plan
+from tests.support.documentation import DOCS
+
+REFERENCE = DOCS / "reference"
+MODULE = re.compile(
+    r"^\.\. currentmodule:: (\S+)$|^\.\. auto(?:class|exception|function|data):: (\w+)$", re.M
+)
+
+
+def listed() -> Counter[str]:
+    """Full names of the entries of all pages of the reference that a module exports."""
+    names: Counter[str] = Counter()
+    for page in REFERENCE.glob("*.md"):
+        module = ""
+        for found, name in MODULE.findall(page.read_text()):
+            module = found or module
+            if name:
+                names[f"{module}.{name}"] += 1
+    return names
+
+
+@pytest.mark.parametrize("module", [penstock, penstock.plan], ids=lambda module: module.__name__)
+def test_every_public_name_is_listed_once(module: ModuleType):
+    names = listed()
+    for name in set(module.__all__) - {"__version__"}:
+        assert names[f"{module.__name__}.{name}"] == 1, name
+
+
+def test_nothing_else_is_listed():
+    public = {f"{module.__name__}.{name}" for module in (penstock, penstock.plan) for name in module.__all__}
+    assert set(listed()) <= public
+
+
+def test_every_page_of_the_reference_is_in_its_index():
+    index = (REFERENCE / "index.md").read_text()
+    for page in REFERENCE.glob("*.md"):
+        assert page.stem == "index" or f"]({page.name})" in index
