@@ -14,7 +14,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 
 from penstock.host import loopback
-from penstock.runtime.start.launch_environment import Launch
+from penstock.runtime.start.launchers import Launch
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the name of the interface; gloo reads it."""
