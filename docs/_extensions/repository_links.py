@@ -19,6 +19,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "bench/RESULTS.md": "results.md",
 }
 """Pages of ``docs/`` that show a file of the repository."""

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.runtime.start import interface
 from penstock.runtime.start.interface import VARIABLE, choose_interface
-from penstock.runtime.start.launch_environment import Launch
+from penstock.runtime.start.launchers import Launch
 
 
 @pytest.fixture(autouse=True)
