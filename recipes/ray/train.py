@@ -10,11 +10,12 @@ all of them, starts them again and calls the function again, which continues fro
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig, report
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import Tensor, nn
 
@@ -39,19 +40,22 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def train_on_worker(options: dict[str, Any]) -> None:
     """Train as one rank; Ray calls this on every worker."""
-    device = "cuda" if options["gpu"] else None
+    device, runs = "cuda" if options["gpu"] else None, Path(options["runs"])
     with penstock.Pipeline(
         model(), nn.functional.cross_entropy, microbatches=MICROBATCHES, device=device
     ) as pipe:
         optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, lr=3e-3, clip=1.0)
-        with penstock.Checkpoints(Path(options["runs"]) / "checkpoints", pipe, optimizer) as checkpoints:
+        with penstock.Checkpoints(runs / "checkpoints", pipe, optimizer) as checkpoints:
             newest = checkpoints.load_newest()
             for step in range(newest.step if newest else 0, options["steps"]):
                 result = pipe.step(*batch(step))
                 optimizer.step()
                 if (step + 1) % options["checkpoint_every"] == 0:
                     checkpoints.save()
-                report({"step": step + 1, "loss": float(result.loss), "resumed": newest is not None})
+                if pipe.rank == 0:
+                    line = {"step": step + 1, "loss": float(result.loss), "resumed": newest is not None}
+                    with (runs / "metrics.jsonl").open("a") as file:
+                        print(json.dumps(line), file=file)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -67,6 +71,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--restarts", type=int, default=3, help="restarts after a failure (default 3)")
     options = parser.parse_args(arguments)
     runs = Path(options.runs).resolve()
+    runs.mkdir(parents=True, exist_ok=True)
     trainer = TorchTrainer(
         train_on_worker,
         train_loop_config={**vars(options), "runs": str(runs)},
@@ -75,9 +80,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             name="ray", storage_path=str(runs), failure_config=FailureConfig(max_failures=options.restarts)
         ),
     )
-    metrics = trainer.fit().metrics
+    trainer.fit()
+    metrics: dict[str, Any] = json.loads((runs / "metrics.jsonl").read_text().splitlines()[-1])
     print(f"step {metrics['step']}  loss {metrics['loss']:.4f}")
-    return dict(metrics)
+    return metrics
 
 
 if __name__ == "__main__":

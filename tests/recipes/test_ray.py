@@ -76,4 +76,4 @@ def plain_loss(recipe: Path, steps: int) -> float:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-    return float(loss)
+    return float(loss.detach())
