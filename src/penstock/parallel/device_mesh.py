@@ -21,18 +21,21 @@ _OTHER_NAMES = {
 }
 
 
-def given_mesh(mesh: object) -> MeshShape | Mesh | None:
-    """Return the mesh that a Pipeline was given, a mesh of torch with its axes by name.
+def given_mesh(mesh: object) -> tuple[MeshShape | Mesh | None, MeshShape | None]:
+    """Return the mesh that a Pipeline was given, a mesh of torch with its axes by name, and its shape.
 
     Raises:
         ConfigError: if it is no mesh, or torch's mesh cannot be used; see `axes_of`.
     """
-    if mesh is None or isinstance(mesh, MeshShape | Mesh):
-        return mesh
+    if mesh is None or isinstance(mesh, MeshShape):
+        return mesh, mesh
+    if isinstance(mesh, Mesh):
+        return mesh, mesh.shape
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(mesh, DeviceMesh):
-        return axes_of(mesh)
+        axes = axes_of(mesh)
+        return axes, axes.shape
     raise ConfigError(
         f"mesh must be a MeshShape, or a mesh of torch's init_device_mesh, got {mesh!r:.80}; write "
         "MeshShape(pp=2, dp=2)"

@@ -25,7 +25,7 @@ from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
-from penstock.runtime.start.cpu_threads import share_cores, threads_of_ranks
+from penstock.runtime.start.cpu_threads import cpu_threads
 from penstock.runtime.start.same_schedule import require_same_schedule
 from penstock.runtime.validation import (
     LossScale,
@@ -133,8 +133,7 @@ class Pipeline(PipelineModel):
         given = given_model(model, loss_fn)
         loss_fn = given.loss_fn
         self.seed = require_seed(seed)
-        axes = given_mesh(mesh)
-        shape = axes.shape if isinstance(axes, Mesh) else axes
+        axes, shape = given_mesh(mesh)
         self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
         settings = make_settings(recompute, autocast, execution, self._random)
@@ -166,11 +165,8 @@ class Pipeline(PipelineModel):
         if self.world is not None and self.world.mesh is not None:
             self.replica = self.world.mesh.coordinate("dp")
         self.is_first = self.world is None or self.world.is_first
-        if self.world is None:
-            self.threads = threads_of_ranks(self.ranks * self.replicas, execution.threads)
-        else:
-            exchange = partial(self.world.exchange_all, action="share the cores")
-            self.threads = share_cores(exchange, execution.threads)
+        exchange = None if self.world is None else partial(self.world.exchange_all, action="share the cores")
+        self.threads = cpu_threads(exchange, self.ranks * self.replicas, execution.threads)
         self._local = LocalStages(
             program,
             layers_of_stages,

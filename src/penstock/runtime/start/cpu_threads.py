@@ -27,6 +27,17 @@ def omp_threads() -> int:
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
+def cpu_threads(exchange: Exchange | None, ranks: int, chosen: int = 0) -> int:
+    """Return the CPU threads of each rank of this process, and set them where the process is one rank.
+
+    Args:
+        exchange: exchange among the processes of the run; None if all ranks are threads of this one.
+        ranks: number of ranks in this process.
+        chosen: number that the user chose for a rank; 0 (default) shares the cores.
+    """
+    return threads_of_ranks(ranks, chosen) if exchange is None else share_cores(exchange, chosen)
+
+
 def threads_of_ranks(ranks: int, chosen: int = 0, root: Path = host.ROOT) -> int:
     """Return the CPU threads of each rank, where the ranks are threads of this process.
 
