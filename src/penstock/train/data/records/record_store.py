@@ -28,7 +28,7 @@ from penstock.errors import DataError
 from penstock.train.data.records.record_encoder import CONTEXT, EncodedRecord, FlaggedTokens
 from penstock.train.data.token_file import TokenFile
 
-VERSION = 1
+VERSION = 2
 _TOKENS, _ABOUT = "tokens.npy", "about.json"
 _COLUMNS = {"starts": np.int64, "targets": np.uint32, "sizes": np.uint32, "hashes": np.uint64}
 

@@ -21,11 +21,13 @@ class RecordText:
         text: the whole text.
         trained: ranges of its characters that are trained on, in order.
         complete: whether a template has written the tokens of start and end into the text.
+        tokens: ranges of the tokens that are trained on, if a template's marks say which; else None.
     """
 
     text: str
     trained: tuple[tuple[int, int], ...]
     complete: bool = False
+    tokens: tuple[tuple[int, int], ...] | None = None
 
 
 RenderChat = Callable[[Messages, Any, Place, int], RecordText]
