@@ -16,7 +16,7 @@ from penstock.train.data.file_formats import RECORDS, DataFiles, find_files
 from penstock.train.data.records.record_rows import RecordSamples
 from penstock.train.data.records.record_store import ChosenRecords, RecordStore
 from penstock.train.data.samples.batches import Samples
-from penstock.train.data.samples.mixture import Mixture
+from penstock.train.data.samples.mixture import Mixture, fractions_of
 from penstock.train.data.samples.windows import WindowSamples
 from penstock.train.data.token_cache import TokenCache
 from penstock.train.data.tokenizer import Tokenizer
@@ -78,8 +78,8 @@ def open_sources(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, se
         next((source.text for source in opened if source.text is not None), None),
         f"{len(opened)} sources: "
         + "; ".join(
-            f"{weight / sum(weights):.1%} {source.summary}"
-            for weight, source in zip(weights, opened, strict=True)
+            f"{fraction:.1%} {source.summary}"
+            for fraction, source in zip(fractions_of(weights), opened, strict=True)
         ),
         tuple(note for source in opened for note in source.notes),
     )
