@@ -169,6 +169,8 @@ class RunCheckpointer:
         # Data may have moved: the digest tells whether it is the same.
         if isinstance(extra, dict) and "data" in extra:
             del now["data"]["path"]
+            if now["data"]["held_out_path"] and _shown(before, "data", "held_out_path") != "''":
+                del now["data"]["held_out_path"]
             for config in (before, now):
                 for source in _sources(config):
                     source.pop("path", None)

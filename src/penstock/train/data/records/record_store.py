@@ -58,6 +58,12 @@ class ChosenRecords:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self.numbers) else 0
 
+    @property
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """Hash of each record's tokens; shape (n,)."""
+        hashes: npt.NDArray[np.uint64] = self.store.hashes[self.numbers]
+        return hashes
+
     @cached_property
     def _ends(self) -> npt.NDArray[np.int64]:
         return np.cumsum(self.store.lengths()[self.numbers])
