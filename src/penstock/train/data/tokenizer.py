@@ -118,7 +118,8 @@ class HFTokenizer:
 
     def decode_all(self, tokens: npt.NDArray[np.uint32]) -> str:
         """Return the text of some tokens, special ones included."""
-        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+        with _encoding_errors():
+            return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
     def encode_batch(self, texts: Iterable[str]) -> list[npt.NDArray[np.uint32]]:
         """Return the tokens of several texts."""
