@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bounded_io import open_regular, parse_json, read_bytes, require_regular
+from penstock.bounded_io import LongNumberError, open_regular, parse_json, read_bytes, require_regular
 
 
 def test_a_file_within_its_bound_is_read(tmp_path: Path):
@@ -57,6 +57,16 @@ def test_the_output_of_another_command_can_be_read():
 def test_json_has_one_kind_of_error(text: str | bytes):
     with pytest.raises(ValueError):  # noqa: PT011  # whose words are json's own
         parse_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("1" * 4301, "it"), (f"[{'-1' + '0' * 5000}]", "it"), (f'{{"a": 1, "b": {"9" * 4301}}}', "'b'")],
+)
+def test_a_number_of_too_many_digits_is_named_by_its_field(text: str, name: str):
+    with pytest.raises(LongNumberError, match=f"^{name} has a whole number of more than 4,300 digits"):
+        parse_json(text)
+    assert parse_json(f'{{"a": {"9" * 4300}}}') == {"a": int("9" * 4300)}
 
 
 def test_a_path_with_a_nul_character_is_an_error_of_the_system():

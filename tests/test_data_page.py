@@ -40,5 +40,5 @@ def test_the_files_and_commands_of_the_page_run_from_top_to_bottom(
             assert result.exit_code == 0, (line, result.output)
             assert "bits/" in result.output or "bits_per_byte" in result.output, line
             ran += 1
-    assert ran == 10
+    assert ran == 11
     assert {"mixed", ".tokens"} < set(os.listdir("runs"))

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,16 +66,45 @@ def open_regular(path: str | Path) -> int:
     return descriptor
 
 
+class LongNumberError(ValueError):
+    """JSON has a whole number of more digits than Python reads."""
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON, with one kind of error for everything that can be wrong with it.
 
     Raises:
         ValueError: if it is no JSON, or its lists and objects are nested too deeply.
+        LongNumberError: if it has a whole number of too many digits; names its field.
     """
     try:
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise
+        except ValueError as error:
+            raise LongNumberError(_long_number(text)) from error
     except RecursionError as error:
         raise ValueError("its lists and objects are nested too deeply") from error
+
+
+def _long_number(text: str | bytes) -> str:
+    limit = sys.get_int_max_str_digits()
+    long = object()
+    value = json.loads(text, parse_int=lambda digits: long if len(digits.lstrip("-")) > limit else 0)
+    fields = value.items() if isinstance(value, dict) else ()
+    name = next((repr(name) for name, inner in fields if _contains(inner, long)), "it")
+    return f"{name} has a whole number of more than {limit:,} digits; write it in quotes, as text, or leave it out"
+
+
+def _contains(value: object, member: object) -> bool:
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if one is member:
+            return True
+        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return False
 
 
 def is_at(path: str | Path, descriptor: int) -> bool:

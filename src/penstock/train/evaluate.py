@@ -135,7 +135,7 @@ def _open(
     if path is None:
         opened = open_sources(config.data, model.tokenizer, cache, config.train.seed)
     else:
-        data = replace(config.data, path=path, sources=[])
+        data = replace(config.data, path=path, sources=[], held_out_path="", held_out_split="")
         opened = open_whole(data, model.tokenizer, cache)
     require_readable(config, model, [] if opened.text is None else [opened.text])
     return path or "held-out data of the run", opened.held_out, opened.notes

@@ -26,7 +26,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.run_group import RunGroup
 from penstock.train.callbacks.callback import Callback, SaveEvent
 from penstock.train.config.config import Config
-from penstock.train.config.sections.lora_section import LoraSection
+from penstock.train.config_changes import config_changes
 from penstock.train.data.digest import DataDigest
 from penstock.train.report.metrics_writer import is_finished
 from penstock.train.report.progress import Reporter
@@ -34,10 +34,6 @@ from penstock.train.run_folder import AUTO, keep_config
 
 SET_ASIDE = ".set-aside"
 _LOGGER = logging.getLogger(__name__)
-
-_NUMERIC_KEYS = {"train": ("seed", "batch", "accumulate", "reduction"), "runtime": ("precision",)}
-"""Keys that change the numbers; so do all of ``[model]``, ``[lora]``, ``[optim]`` and ``[data]`` but `_OTHER_KEYS`."""
-_OTHER_KEYS = (("data", "changed"), ("data", "cache"), ("lora", "save"))
 
 
 @dataclass(frozen=True)
@@ -166,24 +162,9 @@ class RunCheckpointer:
             self._require_same(path, manifest)
 
     def _require_same(self, path: Path, manifest: Manifest) -> None:
-        before, now = dict(manifest.config), asdict(self._config)
-        before.setdefault("lora", asdict(LoraSection()))  # of a run from before there were adapters
         extra = manifest.values.get("extra")
-        # Data may have moved: the digest tells whether it is the same.
-        if isinstance(extra, dict) and "data" in extra:
-            del now["data"]["path"]
-            for config in (before, now):
-                for source in _sources(config):
-                    source.pop("path", None)
-        if self._config.lora.enabled:
-            # So may the base model have: a load compares the digests of its weights.
-            del now["model"]["path"]
-        changed = [
-            f"{section}.{key} was {_shown(before, section, key)} and is {value!r}"
-            for section in ("model", "lora", "data", "optim", "train", "runtime")
-            for key, value in now[section].items()
-            if _changes_numbers(section, key) and _shown(before, section, key) != repr(value)
-        ]
+        knows_data = isinstance(extra, dict) and "data" in extra
+        changed = config_changes(manifest.config, self._config, knows_data=knows_data)
         if changed:
             raise ConfigError(
                 f"{path} is of another run: {'; '.join(changed)}. Resume with the old values, or start a new run"
@@ -281,27 +262,6 @@ class RunCheckpointer:
             self.wait()
         finally:
             self._checkpoints.close()
-
-
-def _changes_numbers(section: str, key: str) -> bool:
-    keys = _NUMERIC_KEYS.get(section)
-    return (section, key) not in _OTHER_KEYS if keys is None else key in keys
-
-
-def _sources(config: dict[str, Any]) -> list[dict[str, Any]]:
-    data = config.get("data")
-    sources = data.get("sources") if isinstance(data, dict) else None
-    return [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
-
-
-def _shown(config: dict[str, Any], section: str, key: str) -> str:
-    """Return a value of a checkpoint's config; its default, if the key is newer than the checkpoint."""
-    table = config.get(section)
-    return repr(table.get(key, _default(section, key))) if isinstance(table, dict) else "not known"
-
-
-def _default(section: str, key: str) -> Any:
-    return getattr(getattr(Config(), section), key)
 
 
 def _progress_of(loaded: Loaded) -> RunProgress:

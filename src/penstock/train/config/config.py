@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.errors import ConfigError, nearest
-from penstock.train.config.fields import Table
+from penstock.train.config.fields import Table, names_in
 from penstock.train.config.help.hints import KeyHints, assignments
 from penstock.train.config.optim_defaults import optim_defaults
 from penstock.train.config.optimizers import require_optimizer
@@ -85,6 +85,7 @@ def from_mapping(tables: dict[str, Any]) -> Config:
         ),
         schedule=_schedule_defaults(config, set(tables.get("schedule", {}))),
     )
+    _check_data(tables.get("data", {}), config.data)
     _check_train(tables.get("train", {}), config)
     _check_together(config)
     require_optimizer(config.optim, config.parallel.zero and config.parallel.dp > 1, config.parallel.tp)
@@ -156,6 +157,20 @@ def _check_model(table: dict[str, Any]) -> None:
     if sizes := sorted(set(table) - {"path", "config"}):
         raise ConfigError(
             f"model.{sizes[0]} belongs to Penstock's own model; the sizes of a Hugging Face model are in its config.json"
+        )
+
+
+def _check_data(table: dict[str, Any], data: DataConfig) -> None:
+    """Raise if the held-out data is given twice."""
+    key = "held_out_path" if data.held_out_path else "held_out_split"
+    if data.held_out_apart and "held_out" in table:
+        raise ConfigError(
+            f"data.held_out is {data.held_out:g} and data.{key} is {getattr(data, key)!r}; give one of them: with held-out "
+            "data of its own, a run holds out nothing of its training data"
+        )
+    if data.held_out_path and not names_in(data.held_out_path):
+        raise ConfigError(
+            f"data.held_out_path must be a file or folder, or several with commas between, got {data.held_out_path!r}"
         )
 
 

@@ -28,7 +28,7 @@ class Table:
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names in ``train.loggers`` or ``train.callbacks``."""
+    """Return the names in a text with commas between them, such as ``train.loggers``."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

@@ -73,6 +73,8 @@ def dump(config: Config) -> str:
     tables = _without_unset(asdict(config))
     if config.train.epochs:
         del tables["train"]["steps"]
+    if config.data.held_out_apart:
+        del tables["data"]["held_out"]
     # The sizes of a Hugging Face model are in its own config.
     sizes = tables["model"]
     tables["model"] = {key: path for key in ("path", "config") if (path := sizes.pop(key))} or sizes

@@ -74,8 +74,12 @@ class DataFiles:
         return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def find_files(config: DataConfig) -> DataFiles:
+def find_files(config: DataConfig, key: str = "data.path") -> DataFiles:
     """Find the files of a source and their format.
+
+    Args:
+        config: the ``[data]`` section, as if the source were its only one.
+        key: key of the path, for messages (default ``data.path``).
 
     Raises:
         DataError: if there are none, or one is in a format that is not understood, or they are in several; names the file
@@ -93,7 +97,7 @@ def find_files(config: DataConfig) -> DataFiles:
                 f"{root} is no folder that `datasets` saved: it has no {' and no '.join(DATASET_FILES)}"
             )
         return DataFiles(root, (root,), "datasets")
-    paths = _below(root, config.pattern)
+    paths = _below(root, config.pattern, key)
     if config.format != "auto":
         return DataFiles(root, tuple(paths), "text" if config.format == "tokens" else config.format)
     formats: dict[str, list[Path]] = {}
@@ -168,22 +172,22 @@ def _require_one_split(root: Path, paths: Sequence[Path], pattern: str) -> None:
     if train is not None and other is not None:
         raise DataError(
             f"{root} has files of several splits ({train.name} and {other.name}); set data.pattern to those to train on, "
-            f"such as 'train*{train.suffix}'"
+            f"such as 'train*{train.suffix}', and data.held_out_path to those to evaluate on"
         )
 
 
-def _below(root: Path, pattern: str) -> list[Path]:
+def _below(root: Path, pattern: str, key: str = "data.path") -> list[Path]:
     """Return the file `root` itself, or the matching files below it, sorted by name and without hidden ones."""
     if os.path.isfile(root):
         return [root]
     if not os.path.isdir(root):
-        raise DataError(f"there is no file or folder {root}; data.path must name one")
+        raise DataError(f"there is no file or folder {root}; {key} must name one")
     paths = []
     for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths += [Path(folder, n) for n in fnmatch.filter(names, pattern) if not n.startswith(".")]
     if not paths:
-        raise DataError(f"no file in {root} matches {pattern!r}; see data.path and data.pattern")
+        raise DataError(f"no file in {root} matches {pattern!r}; see {key} and data.pattern")
     return sorted(paths)
 
 

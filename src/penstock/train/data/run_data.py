@@ -35,6 +35,7 @@ class RunData:
     Attributes:
         training: the training samples.
         held_out: the held-out batches.
+        masked: whether labels may be -100, so that losses are weighed by the others.
         digest: a digest of the tokens of both.
         corpus: the training corpus, of a single source of text or tokens; else None.
         summary: sizes, for the first line of a run.
@@ -43,6 +44,7 @@ class RunData:
 
     training: Samples
     held_out: tuple[Batch, ...]
+    masked: bool
     digest: DataDigest
     corpus: Corpus | None
     summary: str
@@ -52,11 +54,6 @@ class RunData:
     def per_epoch(self) -> int:
         """Number of training samples of an epoch."""
         return self.training.per_epoch
-
-    @property
-    def masked(self) -> bool:
-        """True if labels may be -100, so that losses are weighed by the others."""
-        return self.training.masked
 
 
 def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name, share: None) -> RunData:
@@ -80,6 +77,7 @@ def open_data(config: Config, model: TrainableModel, watch: Watch = lambda name,
     data = RunData(
         sources.training,
         tuple(batches_of(rows, config, model, train.batch)),
+        sources.training.masked or sources.held_out.masked,
         DataDigest.of(*sources.tokens),
         sources.corpus,
         sources.summary,
@@ -110,7 +108,7 @@ def _batch(rows: Sequence[Row], config: Config, model: TrainableModel) -> Batch:
 
 def bigram_baseline(data: RunData, model: TrainableModel) -> float | None:
     """Return the bits a byte of a bigram table of the training files on the held-out samples; None for other tokens."""
-    if not isinstance(model.tokenizer, ByteTokenizer) or data.corpus is None:
+    if not isinstance(model.tokenizer, ByteTokenizer) or data.corpus is None or data.masked:
         return None
     x = torch.cat([batch.x for batch in data.held_out]).numpy()
     y = torch.cat([batch.y for batch in data.held_out]).numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.corpus import Corpus, divide, open_corpus
 from penstock.train.data.digest import Digestible, Joined
 from penstock.train.data.file_formats import RECORDS, DataFiles, find_files
+from penstock.train.data.records.record_files import DATASET_FILES
 from penstock.train.data.records.record_rows import RecordSamples
 from penstock.train.data.records.record_store import ChosenRecords, RecordStore
 from penstock.train.data.samples.batches import Samples
-from penstock.train.data.samples.mixture import Mixture
+from penstock.train.data.samples.mixture import Mixture, fractions_of
 from penstock.train.data.samples.windows import WindowSamples
 from penstock.train.data.token_cache import TokenCache
 from penstock.train.data.tokenizer import Tokenizer
@@ -63,12 +65,20 @@ def open_sources(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, se
         DataError: if files cannot be read, are not understood, or hold too little.
         ConfigError: if a library is missing, or the data does not suit the model or the config.
     """
-    if not config.sources:
-        return _open(config, tokenizer, cache, seed)
+    apart = config.of_held_out()
+    open_one = _open_all if apart else _open
     opened = [
-        _open(config.of_source(source), tokenizer, cache, seed + _SEEDS_APART * n)
-        for n, source in enumerate(config.sources)
+        open_one(one, tokenizer, cache, seed + _SEEDS_APART * n) for n, one in enumerate(config.by_source())
     ]
+    data = _mixed(config, opened, seed) if config.sources else opened[0]
+    if not apart:
+        return data
+    _require_apart(config, apart)
+    held_out = [_open_all(one, tokenizer, cache, seed, "held-out") for one in apart]
+    return _with_held_out(data, opened, held_out, seed)
+
+
+def _mixed(config: DataConfig, opened: Sequence[OpenData], seed: int) -> OpenData:
     weights = [source.weight for source in config.sources]
     return OpenData(
         Mixture([source.training for source in opened], weights, seed),
@@ -78,11 +88,67 @@ def open_sources(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, se
         next((source.text for source in opened if source.text is not None), None),
         f"{len(opened)} sources: "
         + "; ".join(
-            f"{weight / sum(weights):.1%} {source.summary}"
-            for weight, source in zip(weights, opened, strict=True)
+            f"{fraction:.1%} {source.summary}"
+            for fraction, source in zip(fractions_of(weights), opened, strict=True)
         ),
         tuple(note for source in opened for note in source.notes),
     )
+
+
+def _require_apart(config: DataConfig, apart: Sequence[DataConfig]) -> None:
+    """Raise if held-out files are also trained on, or have no splits to choose from."""
+    trained = {place for one in config.by_source() for place in _places(find_files(one), one.split)}
+    key = "data.held_out_path" if config.held_out_path else "data.held_out_split"
+    for one in apart:
+        files = find_files(one, key)
+        if config.held_out_split and not (files.root / DATASET_FILES[1]).is_file():
+            raise DataError(
+                f"data.held_out_split is {config.held_out_split!r}, and {files.root} is no folder of several splits that "
+                "`datasets` saved; set data.held_out_path to files of held-out data instead"
+            )
+        for path, split in _places(files, one.split):
+            if (path, split) in trained:
+                raise DataError(
+                    f"{path}{f', split {split!r},' if split else ''} is both training and held-out data; let data.path and "
+                    f"data.pattern (or data.split) leave it out, or set {key} to other data"
+                )
+
+
+def _places(files: DataFiles, split: str) -> set[tuple[Path, str]]:
+    return {(path.resolve(), split if files.format == "datasets" else "") for path in files.paths}
+
+
+def _with_held_out(
+    data: OpenData, opened: Sequence[OpenData], held_out: Sequence[OpenData], seed: int
+) -> OpenData:
+    """Return training data with held-out data of its own."""
+    rows = [part.training.per_epoch for part in held_out]
+    # At least a part in 2,048 each, which a mixture can draw.
+    weights = [max(count, sum(rows) / 2048) for count in rows]
+    tokens = [part.tokens[0] for part in held_out]
+    one = len(held_out) == 1
+    texts = (part.text for part in (data, *held_out))
+    return OpenData(
+        data.training,
+        held_out[0].training if one else Mixture([part.training for part in held_out], weights, seed),
+        (data.tokens[0], tokens[0] if one else Joined(tokens)),
+        data.corpus,
+        next((text for text in texts if text is not None), None),
+        data.summary,
+        (*data.notes, *(note for part in held_out for note in part.notes), *_shared(opened, held_out)),
+    )
+
+
+def _shared(opened: Sequence[OpenData], held_out: Sequence[OpenData]) -> Iterator[str]:
+    """Yield a sentence if held-out records are also trained on."""
+    trained, apart = (
+        [part.tokens[0].hashes for part in parts if isinstance(part.tokens[0], ChosenRecords)]
+        for parts in (opened, held_out)
+    )
+    if trained and apart:
+        hashes = np.concatenate(apart)
+        if count := int(np.isin(hashes, np.concatenate(trained)).sum()):
+            yield f"{count:,} of {len(hashes):,} held-out records are also training records"
 
 
 def open_whole(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache) -> OpenData:
@@ -91,22 +157,31 @@ def open_whole(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache) -> O
     Raises:
         DataError, ConfigError: as `open_sources`.
     """
-    files = find_files(config)
+    return _open_all(config, tokenizer, cache, 0, "held-out")
+
+
+def _open_all(
+    config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int, role: str = "training"
+) -> OpenData:
+    key = "data.held_out_path" if role == "held-out" and config.held_out_path else "data.path"
+    files = find_files(config, key)
     if files.format in RECORDS:
         store = _open_store(files, config, cache)
         # Padding costs an evaluation little; that it could be packed is no news.
-        return _of_records(store, files, config, 0, [np.arange(len(store))], wasteful=0.0)
+        wasteful = _WASTEFUL if role == "training" else 0.0
+        return _of_records(store, files, config, seed, {role: np.arange(len(store))}, wasteful)
     corpus = open_corpus(files, tokenizer, cache)
     texts = [path for path in files.paths if path.suffix != ".npy"]
     size = sum(path.stat().st_size for path in texts) if len(texts) == len(files.paths) else None
-    return _of_corpora((corpus, corpus), files, config, tokenizer, 0, size)
+    return _of_corpora({role: corpus}, files, config, tokenizer, seed, size)
 
 
 def _open(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int) -> OpenData:
     files = find_files(config)
     if files.format not in RECORDS:
         corpora = divide(open_corpus(files, tokenizer, cache), files, config.held_out)
-        return _of_corpora(corpora, files, config, tokenizer, seed)
+        by_role = dict(zip(("training", "held-out"), corpora, strict=True))
+        return _of_corpora(by_role, files, config, tokenizer, seed)
     store = _open_store(files, config, cache)
     # By content, so that equal records are never on both sides.
     if (different := len(np.unique(store.hashes))) < 2:
@@ -119,28 +194,27 @@ def _open(config: DataConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int
     apart = store.hashes <= last
     if apart.all():
         apart = store.hashes < last
-    return _of_records(store, files, config, seed, [np.flatnonzero(~apart), np.flatnonzero(apart)])
+    chosen = {"training": np.flatnonzero(~apart), "held-out": np.flatnonzero(apart)}
+    return _of_records(store, files, config, seed, chosen)
 
 
 def _of_corpora(
-    corpora: tuple[Corpus, Corpus],
+    corpora: dict[str, Corpus],
     files: DataFiles,
     config: DataConfig,
     tokenizer: Tokenizer,
     seed: int,
     size: int | None = None,
 ) -> OpenData:
-    training, held_out = (
-        WindowSamples(corpus, config.sequence, seed, role, size)
-        for corpus, role in zip(corpora, ("training", "held-out"), strict=True)
-    )
+    both = [WindowSamples(corpus, config.sequence, seed, role, size) for role, corpus in corpora.items()]
+    training, held_out = (samples.corpus for samples in (both[0], both[-1]))
     return OpenData(
+        both[0],
+        both[-1],
+        (training, held_out),
         training,
-        held_out,
-        corpora,
-        corpora[0],
         next((path for path in files.paths if path.suffix != ".npy"), None),
-        f"{len(corpora[0].documents)} training files with {len(corpora[0]):,} {tokenizer.unit}s",
+        f"{len(training.documents)} training files with {len(training):,} {tokenizer.unit}s",
         (),
     )
 
@@ -164,15 +238,17 @@ def _of_records(
     files: DataFiles,
     config: DataConfig,
     seed: int,
-    chosen: list[Numbers],
+    chosen: dict[str, Numbers],
     wasteful: float = _WASTEFUL,
 ) -> OpenData:
-    """Return the samples of some records for training, and of others for evaluations; of the same, if there is one list."""
-    both = [RecordSamples(store, numbers, config.sequence, seed, config.packing) for numbers in chosen]
+    """Return the samples of some records for training, and of others for evaluations; of the same, if there is one role."""
+    both = [
+        RecordSamples(store, numbers, config.sequence, seed, config.packing) for numbers in chosen.values()
+    ]
     notes = _notes(store, files, config, both, wasteful)
     training, held_out = both[0], both[-1]
-    tokens = [ChosenRecords(store, numbers) for numbers in chosen]
-    for samples, role in ((training, "training"), (held_out, "held-out")):
+    tokens = [ChosenRecords(store, numbers) for numbers in chosen.values()]
+    for samples, role in zip(both, chosen, strict=True):
         if not samples.per_epoch:
             raise DataError(
                 f"the {role} records of {files.root} have no trained token within data.sequence = {config.sequence} tokens; "
@@ -184,7 +260,8 @@ def _of_records(
         (tokens[0], tokens[-1]),
         None,
         None,
-        f"{len(chosen[0]):,} training {_KINDS[store.kind]} with {len(tokens[0]):,} tokens in {training.per_epoch:,} samples",
+        f"{len(tokens[0].numbers):,} training {_KINDS[store.kind]} with {len(tokens[0]):,} tokens in "
+        f"{training.per_epoch:,} samples",
         notes,
     )
 

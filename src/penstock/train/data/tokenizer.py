@@ -116,6 +116,11 @@ class HFTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def decode_all(self, tokens: npt.NDArray[np.uint32]) -> str:
+        """Return the text of some tokens, special ones included."""
+        with _encoding_errors():
+            return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+
     def encode_batch(self, texts: Iterable[str]) -> list[npt.NDArray[np.uint32]]:
         """Return the tokens of several texts."""
         with _encoding_errors():
@@ -125,13 +130,15 @@ class HFTokenizer:
     def encode_with_offsets(
         self, texts: Iterable[str]
     ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]:
-        """Return the tokens of several texts, and the character of the text where each begins."""
+        """Return the tokens of several texts, and where each begins and ends in its text.
+
+        Returns:
+            For each text its tokens, shape (tokens,), and their first characters and those after their last, shape
+            (tokens, 2). Tokenizers that trim offsets leave blanks out: a blank alone has an empty range at its end.
+        """
         with _encoding_errors():
             encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            (np.array(e.ids, np.uint32), np.array([start for start, _ in e.offsets], np.int64))
-            for e in encodings
-        ]
+        return [(np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
 
 @contextlib.contextmanager

@@ -121,13 +121,38 @@ def test_chats_that_cannot_be_rendered_are_refused(tmp_path: Path):
         TokenCache(None, ByteTokenizer(), None).records(find_files(data), data)
 
 
+@pytest.mark.parametrize("template", [records.PLAIN, records.MARKED], ids=["plain", "marked"])
+def test_messages_of_sharegpt_are_those_with_roles(tmp_path: Path, template: str):
+    chats = records.chats(12)
+    sender = {"user": "human", "assistant": "gpt", "system": "system"}
+    lines = [
+        {"conversations": [{"from": sender[m["role"]], "value": m["content"]} for m in chat["messages"]]}
+        for chat in chats
+    ]
+    lines[0]["conversations"][-1]["weight"] = None  # as a table has it
+    other = stored(tmp_path, lines, template, messages_field="conversations")
+    (tmp_path / "roles").mkdir()
+    expected = stored(tmp_path / "roles", chats, template)
+    assert [flagged(other, n) for n in range(12)] == [flagged(expected, n) for n in range(12)]
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
         ("hello", "the messages must be a list of objects"),
         ([{"role": "user"}], "message 1 must have 'role' and 'content'"),
         ([{"role": "user", "content": ["an image"]}], "message 1 must have 'role' and 'content', both text"),
-        ([{"from": "human", "value": "hi"}], "got {'from': 'human'"),
+        (
+            [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}],
+            r"message 2 must have .* got \{'role': 'assistant', 'content': None\}; only a message with 'tool_calls'",
+        ),
+        ([{"from": "human", "value": 5}], r"message 1 must have 'from' \(human, gpt, system\) and 'value'"),
+        (
+            [{"from": "human", "value": "a"}, {"from": "b", "value": "c"}],
+            "message 2 must .* got {'from': 'b'",
+        ),
+        ([{"from": "human", "value": "a"}, {"from": ["gpt"]}], "message 2 must have 'from'"),
+        ([{"from": "human", "value": "a", "id": 1}], "message 1 must have 'role' and 'content'"),
     ],
 )
 def test_malformed_messages_are_named(tmp_path: Path, messages: object, said: str):

@@ -68,6 +68,10 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path
             r"line 3 has no field 'text', only 'body'; every record of a source must be of kind text",
         ),
         ('{"text": "a\\ud800b"}', r"line 3 has half a character"),
+        (
+            f'{{"text": "a", "more": {{"id": [-{"1" * 4301}]}}}}',
+            r"line 3: 'more' has a whole number of more than 4,300 digits; write it in quotes, as text, or leave it out$",
+        ),
         (b'{"text": "\xff"}', r"line 3 is no JSON object: 'utf-8' codec can't decode"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.train.data.samples.batches import Row, Samples, blank
-from penstock.train.data.samples.mixture import BLOCK, Mixture, shares
+from penstock.train.data.samples.mixture import BLOCK, Mixture, fractions_of, shares
 
 
 @dataclass
@@ -77,6 +77,22 @@ def test_a_weight_too_small_to_be_drawn_is_refused():
         ConfigError, match=r"weight of source 2 in data.sources must be at least 1/4096 of the sum"
     ):
         mixture(1, 1e-6)
+
+
+def test_weights_of_any_size_are_divided_by_their_sum():
+    assert shares([1e308, 1e308, 1e308], 6).tolist() == [2, 2, 2]
+    assert shares([5e-324, 1e-323], 6).tolist() == [2, 4]
+    assert shares([1e308, 1.0], 6).tolist() == [6, 0]
+    assert len(seen(mixture(1e308, 1.7e308), np.arange(BLOCK))) == BLOCK
+    with pytest.raises(ConfigError, match=r"got 1, which is 5e-309 of the sum; give it a larger one"):
+        mixture(1e308, 1.0, 1e308)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
+def test_samples_are_dealt_as_by_the_weights_themselves(weights: list[float]):
+    exact = np.array(weights, np.float64) / sum(weights) * BLOCK
+    again = np.array(fractions_of(weights), np.float64) * BLOCK
+    assert np.array_equal(exact, again)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(0, 5000))

@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Mapping
 
 _NAMES = {
+    "data.held_out_path": "dev_file eval_data eval_dataset eval_file eval_path val_data val_file val_path valid_data "
+    "validation_data validation_file validation_path",
     "data.path": "data dataset dataset_name dataset_path text text_path train_file training_data",
     "data.sequence": "block_size context context_length max_length max_seq_len max_seq_length seq seq_len seq_length "
     "sequence_length",

@@ -17,6 +17,7 @@ from penstock.train.config.fields import (
     Table,
     Text,
     TrainedPart,
+    names_in,
 )
 
 
@@ -68,6 +69,10 @@ class DataConfig(Table):
             lose their end) or ``refuse``.
         held_out: share of the *files* that are never trained on, or of the records; share of the tokens, from the end, of
             a single file of text or tokens.
+        held_out_path: file or folder of held-out data, of any format of `path` and read with the same keys, or several with
+            commas between; nothing is then held out of the training data.
+        held_out_split: split of held-out data, in a folder of ``datasets`` with several: in `held_out_path`, or if that is
+            empty, in the training data's folder.
         sequence: length of a sample in tokens.
         cache: folder of tokenized files, which later runs reuse; empty for ``.tokens`` in ``train.folder``.
         changed: reaction of a resumed run to data that differs from its checkpoint's: ``refuse``, or ``accept`` it and
@@ -88,6 +93,8 @@ class DataConfig(Table):
     packing: Flag = False
     overlong: Overlong = "cut"
     held_out: Fraction = 0.05
+    held_out_path: Text = ""
+    held_out_split: Text = ""
     sequence: Count = 128
     cache: Text = ""
     changed: Changed = "refuse"
@@ -97,3 +104,20 @@ class DataConfig(Table):
         own = {name: value for name, value in vars(source).items() if value is not None}
         del own["weight"]
         return replace(self, sources=[], **own)
+
+    def by_source(self) -> list[DataConfig]:
+        """Return a section for each source, as if it were the only one."""
+        return [self.of_source(source) for source in self.sources] or [self]
+
+    @property
+    def held_out_apart(self) -> bool:
+        """True if the held-out data is in files of its own, or a split."""
+        return bool(self.held_out_path or self.held_out_split)
+
+    def of_held_out(self) -> list[DataConfig]:
+        """Return a section for each path of held-out data that is apart, as if it were the training data."""
+        if self.held_out_path:
+            parts = [replace(self, path=path, sources=[]) for path in names_in(self.held_out_path)]
+        else:
+            parts = self.by_source() if self.held_out_split else []
+        return [replace(part, split=self.held_out_split or part.split) for part in parts]

@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.errors import ConfigError, DataError
 from penstock.train.data.records.record_files import Place
 from penstock.train.data.records.record_text import Messages, RecordText
@@ -18,6 +20,7 @@ from penstock.train.data.tokenizer import TOKENIZER_FILE
 
 TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 """Files of a folder that a rendered chat depends on, beside the tokenizer itself."""
+_Range = tuple[int, int]
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -72,9 +75,12 @@ class ChatTemplate:
         text = self._text(messages, tools, place)
         if self._train_on == "all":
             return RecordText(text, ((0, len(text)),), complete=True)
-        find_turns = self._marked_turns if self._marked else self._added_turns
-        turns = find_turns(messages, tools, place, text, prompt)
-        return RecordText(text, tuple(turns[-1:] if self._train_on == "last" else turns), complete=True)
+        if self._marked:
+            turns, tokens = self._marked_turns(messages, tools, place, text, prompt)
+            first = max(0, len(turns) - 1) if self._train_on == "last" else 0
+            return RecordText(text, tuple(turns[first:]), complete=True, tokens=tuple(tokens[first:]))
+        added = self._added_turns(messages, tools, place, text, prompt)
+        return RecordText(text, tuple(added[-1:] if self._train_on == "last" else added), complete=True)
 
     def _text(self, messages: Messages, tools: Any, place: Place, asks: bool = False) -> str:
         try:
@@ -90,8 +96,8 @@ class ChatTemplate:
 
     def _marked_turns(
         self, messages: Messages, tools: Any, place: Place, text: str, prompt: int
-    ) -> list[tuple[int, int]]:
-        """Return the ranges of characters that the template marks."""
+    ) -> tuple[list[_Range], list[_Range]]:
+        """Return the ranges of characters that the template marks, and those of tokens, as transformers gives them."""
         context = self._text(messages[:prompt], tools, place) if prompt else ""
         if not text.startswith(context):
             raise DataError(
@@ -112,19 +118,22 @@ class ChatTemplate:
             raise DataError(
                 f"{place}: the chat template of {self._folder} refuses the chat: {error}"
             ) from error
-        turns: list[tuple[int, int]] = []
-        before = False
-        for marked, (start, stop) in zip(rendered["assistant_masks"], offsets["offset_mapping"], strict=True):
-            if marked and before:
-                turns[-1] = (turns[-1][0], stop)
-            elif marked:
+        edges = np.flatnonzero(
+            np.diff(np.array(rendered["assistant_masks"], bool), prepend=False, append=False)
+        )
+        places = offsets["offset_mapping"]
+        turns, tokens = [], []
+        for first, end in edges.reshape(-1, 2).tolist():
+            start, stop = places[first][0], places[end - 1][1]
+            # By its middle: a token may span the prompt's end.
+            if start + stop > 2 * len(context):
                 turns.append((start, stop))
-            before = bool(marked)
-        return [turn for turn in turns if turn[0] >= len(context)]
+                tokens.append((first, end))
+        return turns, tokens
 
     def _added_turns(
         self, messages: Messages, tools: Any, place: Place, text: str, prompt: int
-    ) -> list[tuple[int, int]]:
+    ) -> list[_Range]:
         """Return the ranges of characters that each of the assistant's turns adds to the chat before it."""
         numbers = [n for n, message in enumerate(messages) if n >= prompt and message["role"] == "assistant"]
         turns = []

@@ -21,7 +21,8 @@ CONTEXT = np.uint32(1 << 31)
 """Bit of a stored token that is never a target: part of a prompt, or of another's turn in a chat."""
 
 FlaggedTokens = npt.NDArray[np.uint32]
-_Tokens = tuple[FlaggedTokens, npt.NDArray[np.int64]]
+_Ranges = npt.NDArray[np.int64]
+_Tokens = tuple[FlaggedTokens, _Ranges]
 
 
 @dataclass(frozen=True)
@@ -106,25 +107,26 @@ class RecordEncoder:
         prefix = np.array(tokenizer.prefix, np.uint32) | CONTEXT
         end = np.array([] if tokenizer.end is None else [tokenizer.end], np.uint32)
         encoded = []
-        for text, (tokens, starts) in zip(texts, self._tokens(texts, tokenizer), strict=True):
+        for text, tokens in zip(texts, self._flagged(texts, tokenizer), strict=True):
             if not len(tokens):
                 encoded.append(np.zeros(0, np.uint32))
                 continue
-            if tokens.max() >= tokenizer.vocabulary:
-                raise DataError(f"the chat template writes a token {tokens.max()}, which the model lacks")
-            trained = np.zeros(len(tokens), bool)
-            for start, stop in text.trained:
-                trained |= (starts >= start) & (starts < stop)
-            flagged = np.where(trained, tokens, tokens | CONTEXT)
-            encoded.append(flagged if text.complete else np.concatenate((prefix, flagged, end)))
+            if (largest := (tokens & ~CONTEXT).max()) >= tokenizer.vocabulary:
+                raise DataError(f"the chat template writes a token {largest}, which the model lacks")
+            encoded.append(tokens if text.complete else np.concatenate((prefix, tokens, end)))
         return encoded
 
-    def _tokens(self, texts: Sequence[RecordText], tokenizer: HFTokenizer) -> Iterator[_Tokens]:
-        """Yield the tokens of each text, and the characters where they begin."""
+    def _flagged(self, texts: Sequence[RecordText], tokenizer: HFTokenizer) -> Iterator[FlaggedTokens]:
+        """Yield the tokens of each text, marked, without those around it."""
         rendered = iter(self._encode_chats([text.text for text in texts if text.complete]))
-        plain = iter(tokenizer.encode_with_offsets([text.text for text in texts if not text.complete]))
+        plain = [text for text in texts if not text.complete]
+        joint = tokenizer.encode_with_offsets([text.text for text in plain])
+        divided = iter(_divided(plain, joint, tokenizer))
+        together = iter(joint)
         for text in texts:
-            yield next(rendered if text.complete else plain)
+            tokens, ranges = next(rendered if text.complete else together)
+            apart = None if text.complete else next(divided)
+            yield _marked(text, tokens, ranges) if apart is None else apart
 
     def _encode_chats(self, texts: list[str]) -> list[_Tokens]:
         if not texts:
@@ -132,6 +134,54 @@ class RecordEncoder:
         assert self._template is not None, "it has rendered the texts"
         batch = self._template.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         return [
-            (np.array(ids, np.uint32), np.array([start for start, _ in offsets], np.int64))
+            (np.array(ids, np.uint32), np.array(offsets, np.int64).reshape(-1, 2))
             for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True)
         ]
+
+
+def _divided(
+    texts: Sequence[RecordText], joint: Sequence[_Tokens], tokenizer: HFTokenizer
+) -> list[FlaggedTokens | None]:
+    """Return the tokens of each prompt and completion encoded apart, where a token would span both; else None.
+
+    The model is asked with the prompt's own tokens. Some tokenizers change a text that is encoded alone, for example by a
+    blank before it; then the text is not encoded apart.
+    """
+    numbers = [
+        n for n, (text, (_, ranges)) in enumerate(zip(texts, joint, strict=True)) if _may_span(text, ranges)
+    ]
+    begins = [texts[n].trained[0][0] for n in numbers]
+    prompts = tokenizer.encode_batch(texts[n].text[:at] for n, at in zip(numbers, begins, strict=True))
+    completions = tokenizer.encode_batch(texts[n].text[at:] for n, at in zip(numbers, begins, strict=True))
+    divided: list[FlaggedTokens | None] = [None] * len(texts)
+    for n, prompt, completion in zip(numbers, prompts, completions, strict=True):
+        both = np.concatenate((prompt, completion))
+        if tokenizer.decode_all(both) == tokenizer.decode_all(joint[n][0]):
+            divided[n] = np.concatenate((prompt | CONTEXT, completion))
+    return divided
+
+
+def _may_span(text: RecordText, ranges: _Ranges) -> bool:
+    """Return whether a token may be part of both the prompt and the completion, also if its blanks are trimmed."""
+    begin = text.trained[0][0]
+    if not 0 < begin < len(text.text) or not len(ranges):
+        return False
+    first = np.concatenate(([0], ranges[:-1, 1]))
+    stop = np.concatenate((ranges[1:, 0], [len(text.text)]))
+    lowest, highest = np.minimum(first, ranges[:, 0]), np.maximum(stop, ranges[:, 1])
+    return bool(((lowest < begin) & (begin < highest)).any())
+
+
+def _marked(text: RecordText, tokens: FlaggedTokens, ranges: _Ranges) -> FlaggedTokens:
+    """Return tokens, marked as context unless a part of them is trained on."""
+    trained = np.zeros(len(tokens), bool)
+    if text.tokens is not None:
+        for first, end in text.tokens:
+            trained[first:end] = True
+    else:
+        starts, ends = ranges[:, 0], ranges[:, 1]
+        for start, stop in text.trained:
+            # The empty range of a trimmed blank is at the end of the blank.
+            inside = np.where(starts < ends, starts < stop, ends <= stop)
+            trained |= inside & (ends > (start or -1))
+    return np.where(trained, tokens, tokens | CONTEXT)

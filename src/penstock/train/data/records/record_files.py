@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.bounded_io import MEGABYTE, open_regular, parse_json
+from penstock.bounded_io import MEGABYTE, LongNumberError, open_regular, parse_json
 from penstock.errors import ConfigError, DataError, nearest
 
 DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
@@ -75,6 +75,8 @@ def _read_lines(path: Path) -> Iterator[ReadRecord]:
 def _parse_line(line: bytes, place: Place) -> dict[str, Any]:
     try:
         record = parse_json(line.decode("utf-8-sig" if place.number == 1 else "utf-8"))
+    except LongNumberError as error:
+        raise DataError(f"{place}: {error}") from error
     except ValueError as error:  # also of the encoding
         raise DataError(f"{place} is no JSON object: {error}{_hint(line, place)}") from error
     if not isinstance(record, dict):

@@ -28,7 +28,7 @@ from penstock.errors import DataError
 from penstock.train.data.records.record_encoder import CONTEXT, EncodedRecord, FlaggedTokens
 from penstock.train.data.token_file import TokenFile
 
-VERSION = 1
+VERSION = 2
 _TOKENS, _ABOUT = "tokens.npy", "about.json"
 _COLUMNS = {"starts": np.int64, "targets": np.uint32, "sizes": np.uint32, "hashes": np.uint64}
 
@@ -57,6 +57,12 @@ class ChosenRecords:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self.numbers) else 0
+
+    @property
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """Hash of each record's tokens; shape (n,)."""
+        hashes: npt.NDArray[np.uint64] = self.store.hashes[self.numbers]
+        return hashes
 
     @cached_property
     def _ends(self) -> npt.NDArray[np.int64]:

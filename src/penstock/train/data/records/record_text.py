@@ -11,6 +11,8 @@ from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.records.record_files import Place
 
 Messages = list[dict[str, Any]]
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+"""Role of a message by its sender in the ShareGPT format."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,13 @@ class RecordText:
         text: the whole text.
         trained: ranges of its characters that are trained on, in order.
         complete: whether a template has written the tokens of start and end into the text.
+        tokens: ranges of the tokens that are trained on, if a template's marks say which; else None.
     """
 
     text: str
     trained: tuple[tuple[int, int], ...]
     complete: bool = False
+    tokens: tuple[tuple[int, int], ...] | None = None
 
 
 RenderChat = Callable[[Messages, Any, Place, int], RecordText]
@@ -126,14 +130,29 @@ def _messages(value: Any, place: Place) -> Messages:
         )
     # Tables have every field in every row, null where a message has none.
     messages = [{key: inner for key, inner in message.items() if inner is not None} for message in value]
+    if messages and messages[0].keys() == {"from", "value"}:
+        messages = [_with_role(message, n, place) for n, message in enumerate(messages, 1)]
     for n, message in enumerate(messages, 1):
         role, content = message.get("role"), message.get("content", "" if "tool_calls" in message else None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(
-                f"{place}: message {n} must have 'role' and 'content', both text, got {_shown(message)}"
+                f"{place}: message {n} must have 'role' and 'content', both text, got {_shown(value[n - 1])}; only a "
+                "message with 'tool_calls' may have no content: leave the others out"
             )
         message["content"] = content
     return messages
+
+
+def _with_role(message: dict[str, Any], number: int, place: Place) -> dict[str, Any]:
+    """Return a message of the ShareGPT format, which has ``from`` and ``value``, with ``role`` and ``content``."""
+    sender, text = message.get("from"), message.get("value")
+    if not isinstance(sender, str) or sender not in _ROLES or not isinstance(text, str):
+        raise DataError(
+            f"{place}: message {number} must have 'from' ({', '.join(_ROLES)}) and 'value', which is text, as the chat "
+            f"begins in the ShareGPT format, got {_shown(message)}; write other messages with 'role' and 'content'"
+        )
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**others, "role": _ROLES[sender], "content": text}
 
 
 def _shown(value: object) -> str:

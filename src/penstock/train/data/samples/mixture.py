@@ -7,6 +7,7 @@ there follow from its number alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -39,13 +40,14 @@ class Mixture:
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float], seed: int) -> None:
         self._sources = tuple(sources)
         self._shares = shares(weights, BLOCK)
+        fractions = fractions_of(weights)
         self._ends = np.cumsum(self._shares)
         self._seed = seed
         for n, share in enumerate(self._shares, 1):
             if not share:
                 raise ConfigError(
                     f"the weight of source {n} in data.sources must be at least 1/{BLOCK} of the sum of all, got "
-                    f"{weights[n - 1]:g} of {sum(weights):g}"
+                    f"{weights[n - 1]:g}, which is {fractions[n - 1]:.2g} of the sum; give it a larger one, or leave it out"
                 )
         self._block = lru_cache(maxsize=4)(self._deal)
 
@@ -105,9 +107,18 @@ class Mixture:
         return which, numbers
 
 
+def fractions_of(weights: Sequence[float]) -> list[float]:
+    """Return the weights divided by their sum, however large they are."""
+    _, exponent = math.frexp(max(weights))
+    # By a power of two, so that only the range changes, and no other bit.
+    scaled = [math.ldexp(weight, -exponent) for weight in weights]
+    total = sum(scaled)
+    return [weight / total for weight in scaled]
+
+
 def shares(weights: Sequence[float], total: int) -> Numbers:
     """Divide a total into whole shares in the ratio of the weights, by the largest remainders; shape (weights,)."""
-    exact = np.array(weights, np.float64) / sum(weights) * total
+    exact = np.array(fractions_of(weights), np.float64) * total
     whole = np.floor(exact).astype(np.int64)
     largest = np.argsort(whole - exact, kind="stable")
     whole[largest[: total - int(whole.sum())]] += 1
