@@ -146,6 +146,18 @@ class ByIndex(Parts):
         return self.head(self.norm(x))
 
 
+class ByCount(ByIndex):
+    """The number of blocks in a variable."""
+
+    def forward(self, x):
+        blocks = len(self.blocks)
+        last = blocks - 1
+        x = self.embedding(x)
+        for i in range(blocks):
+            x = self.blocks[i](x) * self.scale[last - i]
+        return self.head(self.norm(x))
+
+
 class UNet(Parts):
     """Two loops; what the first leaves in a list, the second takes out of it."""
 
@@ -455,7 +467,7 @@ class Random(Parts):
 
 
 WITH_OUTPUT: list[Callable[[], nn.Module]] = [
-    OneLine, FromTheEmbedding, Masked, ByIndex, UNet, OneBlockFourTimes, OneBlockInThreePlaces, TiedByUse, Wrapped,
+    OneLine, FromTheEmbedding, Masked, ByIndex, ByCount, UNet, OneBlockFourTimes, OneBlockInThreePlaces, TiedByUse, Wrapped,
     NumbersWithin, Methods, WithAdapters, ByValue, AllOutputs, Switch, Dictionaries, Statistics, WithUnused, SharedRotary,
     with_free_variables,
 ]  # fmt: skip

@@ -387,6 +387,26 @@ class Sly(Block):
         return super().forward(x) * self.others[0].inner.weight.mean()
 
 
+class TorchsEncoder(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 1), 2, enable_nested_tensor=False
+        )
+
+    def forward(self, x):
+        return self.head(self.encoder(self.embedding(x)))
+
+
+class UnknownRounds(Parts):
+    def forward(self, x):
+        rounds = int(x.min()) + 2
+        x = self.embedding(x)
+        for i in range(rounds):
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
 REFUSED = {
     SetsAttribute: r"sets self\.kept",
     SetsAttributeInMethod: r"sets self\.kept",
@@ -398,13 +418,15 @@ REFUSED = {
     PlainList: r"an nn\.ModuleList",
     CollectsInAttribute: r"changes self\.losses",
     BlocksShareAList: r"blocks\.0\.notes and blocks\.1\.notes are one list",
-    LoopWithinIf: r"outside of any if, with or try",
-    LoopWithinWith: r"outside of any if, with or try",
+    LoopWithinIf: r"within an if statement",
+    LoopWithinWith: r"within a with statement.*autocast=torch\.bfloat16",
     Reduced: r"no loop over modules",
     LoopInMethod: r"no loop over modules",
     CountsInMethod: r"uses self\.blocks as a whole",
-    CallsParent: r"no loop over modules",
-    Decorated: r"decorated",
+    CallsParent: r"calls super\(\)\.forward",
+    Decorated: r"decorated .*unsplittable\.py:",
+    TorchsEncoder: r"in torch's nn\.TransformerEncoder",
+    UnknownRounds: r"number of rounds of the loop is not known",
     Keywords: r"it uses named",
     UnregisteredTensor: r"register_buffer\(\"table\"",
     UsesAllParameters: r"calls self\.parameters",

@@ -103,6 +103,12 @@ def _split_blocks(
     front = next((n for n, role in enumerate(roles) if role != "embedding"), len(roles))
     back = len(roles) - next((n for n, role in enumerate(reversed(roles)) if role != "head"), len(roles))
     blocks = layers[front:back]
+    if len(blocks) < min(stages, len(layers)):
+        raise SplitError(
+            f"{stages} stages but only {len(blocks)} block(s) among the {len(layers)} layers (an embedding stays with the "
+            f"first stage, a head with the last); use at most {len(blocks)} stage(s) (ranks times virtual stages), or a "
+            "model with more blocks"
+        )
     if misplaced := [layer.name for layer in blocks if layer.role != "block"]:
         raise SplitError(
             f"embedding layers must come first and head layers last; {misplaced[0]!r} is between blocks"

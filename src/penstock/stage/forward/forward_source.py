@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import copy
 import inspect
 import linecache
 from collections.abc import Iterator
@@ -53,9 +54,22 @@ class ForwardSource:
         """
         line = getattr(node, "lineno", self.tree.lineno)
         file = self.function.__code__.co_filename
-        text = ast.unparse(node).splitlines()[0] if hasattr(node, "lineno") else self.owner
+        shown = _Indexed().visit(copy.deepcopy(node))
+        text = ast.unparse(shown).splitlines()[0] if hasattr(node, "lineno") else self.owner
         return SplitError(
             f"cannot split by {self.owner}: {problem} ({file}:{line}: {text[:100]}); {fix}, {BY_HAND}"
+        )
+
+
+class _Indexed(ast.NodeTransformer):
+    """Writes children of containers as the user does: ``blocks[0]`` for the attribute "0" of ``blocks``."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        return (
+            ast.Subscript(node.value, ast.Constant(int(node.attr)), node.ctx)
+            if node.attr.isdecimal()
+            else node
         )
 
 
@@ -70,6 +84,12 @@ def read_source(function: Any, owner: str, is_property: bool = False) -> Forward
     Raises:
         SplitError: if it has none, is decorated, or its file has changed since it was loaded.
     """
+    if (inner := inspect.unwrap(function)) is not function:
+        code = inner.__code__
+        raise SplitError(
+            f"cannot split by {owner}: it is decorated ({code.co_filename}:{code.co_firstlineno}); take the decorator off, "
+            f"{BY_HAND}"
+        )
     if not isinstance(function, FunctionType):
         raise SplitError(f"cannot split by {owner}: it is a {type(function).__name__}; {BY_HAND[3:]}")
     code, file = function.__code__, inspect.getsourcefile(function) or function.__code__.co_filename
@@ -97,7 +117,7 @@ def read_source(function: Any, owner: str, is_property: bool = False) -> Forward
             f"module of its own, {BY_HAND}"
         )
     source = ForwardSource(function, tree, owner)
-    if (tree.decorator_list and not is_property) or hasattr(function, "__wrapped__"):
+    if tree.decorator_list and not is_property:
         raise source.refusal(tree, "it is decorated", "take the decorator off")
     return source
 

@@ -16,9 +16,10 @@ from penstock.errors import SplitError
 from penstock.stage.forward.candidates import VALUE, Candidate, assign, candidate_in
 from penstock.stage.forward.forward_source import read_source
 from penstock.stage.forward.hoisting import Replaced
-from penstock.stage.forward.iteration import UNKNOWN, specialised, static_value
+from penstock.stage.forward.iteration import UNKNOWN, constants, specialised, static_value
 from penstock.stage.forward.liveness import assigned, own_returns
 from penstock.stage.forward.module_uses import Frame, Uses, analyse
+from penstock.stage.forward.no_blocks import no_blocks
 
 LEAST_SHARE = 0.25
 """Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
@@ -128,6 +129,7 @@ class Planner:
         if ast.get_docstring(frame.source.tree) is not None:
             body = body[1:]
         fixed = {name: value for name, value in facts.items() if name not in assigned(body)}
+        fixed |= constants(frame, body, fixed)
         statements = specialised(frame, copy.deepcopy(body), fixed)
         chosen = self._chosen(frame, statements, fixed)
         steps: list[Step] = []
@@ -148,12 +150,7 @@ class Planner:
         found = [c for n, s in enumerate(statements) if (c := candidate_in(frame, n, s, facts)) is not None]
         found = [c for c in found if c.parameters]
         if not found:
-            raise frame.source.refusal(
-                frame.source.tree,
-                "no loop over modules, such as `for block in self.blocks:`, and no nn.Sequential of blocks is called in it "
-                "outside of any if, with or try",
-                "put the blocks into an nn.ModuleList, and call them one after another in such a loop",
-            )
+            raise no_blocks(frame, statements, facts)
         main = max(found, key=lambda c: c.parameters)
         if main.inner is not None:
             return [main]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +84,33 @@ def static_value(frame: Frame, node: ast.expr, facts: Mapping[str, Any]) -> Any:
                     return truth
             return not stop
     return UNKNOWN
+
+
+def constants(frame: Frame, statements: list[ast.stmt], facts: Mapping[str, Any]) -> dict[str, int]:
+    """Return the whole numbers of variables that are set once, before any branch, such as ``n = len(self.blocks)``.
+
+    Args:
+        frame: forward of the statements.
+        statements: body of the forward.
+        facts: known values of variables.
+    """
+    arguments = frame.source.tree.args
+    stored = Counter(
+        node.id
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    )
+    stored.update(a.arg for statement in statements for a in ast.walk(statement) if isinstance(a, ast.arg))
+    stored.update(a.arg for a in ast.walk(arguments) if isinstance(a, ast.arg))
+    known: dict[str, int] = {}
+    for statement in statements:
+        match statement:
+            case ast.Assign([ast.Name(name)], value) if stored[name] == 1:
+                number = static_value(frame, value, {**facts, **known})
+                if type(number) is int:
+                    known[name] = number
+    return known
 
 
 def _truth(value: Any) -> Any:

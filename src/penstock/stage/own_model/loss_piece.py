@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,6 +57,11 @@ def loss_in(returned: Any) -> Tensor:
     """
     if isinstance(returned, Mapping) and "loss" in returned:
         returned = returned["loss"]
+    if is_dataclass(returned):
+        raise PenstockError(
+            f"the model's forward returned a {type(returned).__name__}, a dataclass, which has no loss that is known by its "
+            "place; return (output, loss), or a dict with the loss as 'loss'"
+        )
     parts = returned if isinstance(returned, tuple | list) else [returned]
     scalars = [p for p in parts if isinstance(p, Tensor) and p.dim() == 0 and p.is_floating_point()]
     if len(scalars) != 1:

@@ -23,7 +23,8 @@ class OptimConfig(Table):
 
     The defaults are those of AdamW for a small model with random weights. With ``model.path``, they are those of
     fine-tuning: `lr` 2e-5 (2e-4 for adapters, ``[lora]``), `weight_decay` 0.01 and `beta2` 0.999. Another optimizer has
-    torch's defaults for `lr`, `weight_decay`, `beta1`, `beta2` and `epsilon`.
+    torch's defaults for `lr`, `weight_decay`, `beta1`, `beta2` and `epsilon`; but with ``model.path`` those of Adam's kind
+    (such as ``NAdam``) have these rates, too, and `lr` must be given for the rest.
 
     Attributes:
         name: class of ``torch.optim``, such as ``AdamW``, ``SGD`` or ``Adafactor``. Refused are ``LBFGS``, ``Muon`` and
