@@ -15,6 +15,17 @@ UNFINISHED = ".unfinished"
 
 
 @contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give errors of writing, which name no file, that of the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` for a new file, which takes the place of `path` when the block ends.
 
@@ -45,10 +56,10 @@ def open_replacing(path: str | Path) -> Iterator[BinaryIO]:
     path = Path(path)
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
-        with path.open("wb") as file:
+        with path.open("wb") as file, _naming(path):
             yield file
     else:
-        with replacing(path) as unfinished, unfinished.open("wb") as file:
+        with _naming(path), replacing(path) as unfinished, unfinished.open("wb") as file:
             yield file
 
 
@@ -70,7 +81,7 @@ def open_synced(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: if the file exists or cannot be written.
     """
-    with path.open("xb") as file:
+    with _naming(path), path.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

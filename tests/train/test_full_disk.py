@@ -45,7 +45,8 @@ def test_training_goes_on_and_ends_with_one_line(tmp_path: Path):
     ):
         train(again, lambda steps, leads: said)
     told = "\n".join(said.lines)
-    assert f"no checkpoint was written in {folder / 'checkpoints'}: " in told
+    step = folder / "checkpoints" / "step-00000004"
+    assert f"no checkpoint was written in {step}: {step.parent}/.step-00000004.unfinished/" in told
     assert (
         f"cannot write the trace {folder / 'traces' / 'step-000004.npz'}: File exists. Training continues"
         in told

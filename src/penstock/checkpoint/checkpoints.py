@@ -10,7 +10,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.checkpoint.find import damage, is_checkpoint, read_manifest, steps_in
+from penstock.checkpoint.find import damage, is_checkpoint, path_of, read_manifest, steps_in
 from penstock.checkpoint.format.manifest import Manifest
 from penstock.checkpoint.frozen_weights import FrozenDigests
 from penstock.checkpoint.read import Prepared, load_into, prepare
@@ -92,6 +92,7 @@ class Checkpoints:
         self._frozen = None if keep_frozen else FrozenDigests()
         self._thread: Thread | None = None
         self._written: Path | None = None
+        self._target: Path | None = None
         self._failure: BaseException | None = None
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
@@ -106,6 +107,7 @@ class Checkpoints:
         """
         self.wait()
         snapshot = take_snapshot(self.pipe, self.optimizer, extra or {}, self._host_buffers, self._frozen)
+        self._target = path_of(self.folder, snapshot.step)
         self._thread = Thread(target=self._write, args=(snapshot,), name="penstock-checkpoint", daemon=True)
         self._thread.start()
 
@@ -131,7 +133,7 @@ class Checkpoints:
         written, self._written = self._written, None
         if failure is not None:
             raise PenstockError(
-                f"no checkpoint was written in {self.folder}: {failure}; the earlier ones are as they were"
+                f"no checkpoint was written in {self._target}: {failure}; the earlier ones are as they were"
             ) from failure
         return written
 
