@@ -45,6 +45,15 @@ def test_idle_slots_spaces_and_line_ends_of_other_systems_are_read(tmp_path: Pat
     assert read(tmp_path / "s.csv", b"\xef\xbb\xbf" + text.encode()) == schedule
 
 
+def test_comments_are_skipped_and_keep_the_numbers_of_lines(tmp_path: Path):
+    path = tmp_path / "mine.csv"
+    path.write_text("# two ranks, one microbatch\n0F0,0B0\n # the second\n1F0,1B0\n")
+    assert read_csv(path).ranks == 2
+    path.write_text("# one\n0F0,0X0\n")
+    with pytest.raises(ScheduleError, match="line 2, column 2"):
+        read_csv(path)
+
+
 def test_a_copy_that_a_file_does_not_show_is_still_one_of_two_pipes(tmp_path: Path):
     path = tmp_path / "s.csv"
     write_csv(build_schedule("chimera", 4, 2), path)

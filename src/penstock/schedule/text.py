@@ -48,8 +48,9 @@ def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
     """Read a schedule of compute ops; a stage is placed on the ranks that have its ops.
 
     Files of PyTorch are read, also those that it has lowered: messages, and what sharded data parallelism does, are dropped,
-    because they follow from the compute ops. Empty cells (idle slots in PyTorch's files) are skipped. ``Schedule.notes``
-    says what was dropped and assumed. Use `check` to prove that the schedule is valid.
+    because they follow from the compute ops. Empty cells (idle slots in PyTorch's files) and lines that
+    begin with ``#`` are skipped. ``Schedule.notes`` says what was dropped and assumed. Use `check` to prove that the
+    schedule is valid.
 
     Args:
         path: file to read.
@@ -67,6 +68,7 @@ def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
         lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"cannot read the schedule {path}: {error}") from error
+    lines = [line for line in lines if not "".join(line[1]).lstrip().startswith("#")]
     while lines and not any(cell.strip() for cell in lines[-1][1]):
         lines.pop()
     cells = [

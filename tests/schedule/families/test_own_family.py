@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_value_error_refuses_the_counts_in_the_functions_words():
     where = f"{HERE}, line {line_of('are too few')})"
     assert "mine with ranks=2, microbatches=4: 2 ranks are too few (" in str(caught.value)
     assert str(caught.value).endswith(where)
+
+
+def test_an_endless_generator_is_noticed():
+    def of_ranks(ranks, microbatches):
+        while True:
+            yield "0F0 0B0"
+
+    def of_ops(ranks, microbatches):
+        return [repeat("0F0"), ["1F0", "1B0"]]
+
+    with pytest.raises(ScheduleCodeError, match="returned more than 2 lists of ops with ranks=2"):
+        family(of_ranks).build(2, 1)
+    with pytest.raises(ScheduleCodeError, match="returned more than 1,000,000 ops for rank 0"):
+        family(of_ops).build(2, 1)
 
 
 def test_a_mistake_in_a_generator_is_the_functions_too():

@@ -103,7 +103,11 @@ def test_a_run_tells_everything_in_order(tmp_path: Path):
     evaluations = [values_of(event) for event in kept.of(EvaluateEvent)]
     assert evaluations == [without_time(line) for line in lines(folder, "held_out")]
     assert [event.step for event in kept.of(EvaluateEvent)] == [2, 4, 5]
-    assert [(event.step, event.path.is_dir()) for event in kept.of(SaveEvent)] == [(2, True), (4, True)]
+    assert [(event.step, event.path.is_dir()) for event in kept.of(SaveEvent)] == [
+        (2, True),
+        (4, True),
+        (5, True),
+    ]
     assert [event.step for event in kept.of(TraceEvent)] == [1, 5]
     assert kept.of(TraceEvent)[0].trace.ranks == 2
     assert isinstance(last, EndEvent)
@@ -137,7 +141,7 @@ def test_in_processes_rank_0_alone_calls_them_with_the_memory_of_all(
 class Failing(Kept):
     """Fails in a step, in the way that it is told."""
 
-    def __init__(self, error: Exception, step: int = 2) -> None:
+    def __init__(self, error: BaseException, step: int = 2) -> None:
         super().__init__()
         self.error, self.step = error, step
 
@@ -168,6 +172,14 @@ def test_a_callback_that_fails_is_named_and_the_run_is_the_same(tmp_path: Path):
     log = (tmp_path / "runs" / "tiny" / "logs" / "rank-0.log").read_text()
     assert "Traceback" in log
     assert "ValueError: no such gauge" in log
+
+
+def test_a_callback_that_exits_does_not_end_the_run(tmp_path: Path):
+    said, bad = Said(), Failing(SystemExit(7))
+    run_with(tiny(tmp_path, text_folder(tmp_path)), bad, said=said)
+    (line,) = [line for line in said.lines if "Failing" in line]
+    assert "SystemExit: 7; it receives no more events" in line
+    assert (tmp_path / "runs" / "tiny" / "model.safetensors").exists()
 
 
 def test_a_full_disk_loses_events_and_not_the_callback(tmp_path: Path):

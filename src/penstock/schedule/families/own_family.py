@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,7 @@ from penstock.schedule.ops import Kind, Op, Pair, parse_op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import from_lists
 
+_MAX_OPS = 1_000_000  # of a rank; a generator that has more is taken for an endless one
 _PENSTOCK = str(Path(__file__).parents[2])
 _IMPORTLIB = str(Path(importlib.__file__).parent)
 _MOST = 10**9
@@ -97,7 +99,8 @@ class OwnFamily(Family):
         with _user_code(f"{self.name} with {asked}", self.rule):
             made: object = self.rule(**counts, **options)  # the user's code may return anything
             if not isinstance(made, Schedule | str | bytes | Mapping) and isinstance(made, Iterable):
-                made = [ops if isinstance(ops, str) else _listed(ops) for ops in made]
+                # One more than there may be, so that an endless generator is noticed.
+                made = [ops if isinstance(ops, str) else _listed(ops) for ops in islice(made, ranks + 1)]
         schedule = self._schedule(made, ranks, microbatches)
         held = schedule.stages / schedule.ranks
         if not self.chooses_virtual_stages and virtual_stages not in (None, 1, held):
@@ -123,7 +126,8 @@ class OwnFamily(Family):
         if not isinstance(made, list):
             raise self._wrong(f"{_described(made)}, not a Schedule or a list with the ops of every rank")
         if len(made) != ranks:
-            raise self._wrong(f"{len(made)} lists of ops with ranks={ranks}; return one for each rank")
+            count = len(made) if len(made) < ranks else f"more than {ranks}"
+            raise self._wrong(f"{count} lists of ops with ranks={ranks}; return one for each rank")
         lists = [self._ops(rank, ops) for rank, ops in enumerate(made)]
         try:
             return from_lists(self.name, lists, microbatches)
@@ -137,6 +141,8 @@ class OwnFamily(Family):
             raise self._wrong(f"{_described(ops)} for rank {rank}, not a list of ops or a text of ops")
         if not ops:
             raise self._wrong(f"no ops for rank {rank}")
+        if len(ops) > _MAX_OPS:
+            raise self._wrong(f"more than {_MAX_OPS:,} ops for rank {rank}")
         parsed = []
         for number, op in enumerate(ops):
             try:
@@ -242,7 +248,9 @@ def _short(path: str) -> str:
 
 
 def _listed(ops: object) -> object:
-    return list(ops) if isinstance(ops, Iterable) and not isinstance(ops, bytes | Mapping) else ops
+    if not isinstance(ops, Iterable) or isinstance(ops, bytes | Mapping):
+        return ops
+    return list(islice(ops, _MAX_OPS + 1))
 
 
 def _op(op: object) -> Op | Pair:

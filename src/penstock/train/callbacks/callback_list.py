@@ -48,7 +48,7 @@ class CallbackList(Callback):
         for callback in self._callbacks:
             try:
                 callback.on_start(event)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self.on_end(EndEvent("failed", event.step, str(error)))
                 if isinstance(error, PenstockError):
                     raise
@@ -87,12 +87,12 @@ class CallbackList(Callback):
                 call(callback)
             except OSError as error:
                 self._report(number, callback, method, error, "it misses such events")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._failed.add(number)
                 self._report(number, callback, method, error, "it receives no more events but on_end")
 
     def _report(
-        self, number: int, callback: Callback, method: str, error: Exception, consequence: str
+        self, number: int, callback: Callback, method: str, error: BaseException, consequence: str
     ) -> None:
         _LOGGER.error("the callback %s failed in %s", _name(callback), method, exc_info=error)
         if (number, method) not in self._reported:
@@ -109,7 +109,7 @@ def _name(callback: Callback) -> str:
     )
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {first_line(error)}"
