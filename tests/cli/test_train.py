@@ -60,13 +60,8 @@ def test_json_is_one_object_on_stdout(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "on 1 rank (cpu, " in result.stderr
 
 
-@pytest.mark.parametrize(
-    "both",
-    [
-        pytest.param(False, id="stdout"),
-        pytest.param(True, id="stdout and stderr", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
 def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, both: bool):
     """As ``penstock train | head -1`` does, with and without ``2>&1``."""
     words = ["--set", f"data.path={text_folder(tmp_path)}", *TINY, "train.steps=6", "train.log_every=1"]

@@ -223,6 +223,7 @@ def processes(
 LINES = [sys.executable, str(ROOT / "tests" / "support" / "under_torchrun.py")]
 
 
+@pytest.mark.slow
 def test_a_loop_under_srun_is_one_pipeline_of_all_tasks():
     step = SRUN | {
         "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
