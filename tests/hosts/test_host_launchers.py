@@ -41,7 +41,7 @@ def test_torchrun_continues_on_a_new_host_with_the_numbers_of_a_run_that_was_not
     root = hosts.folder
     text = text_folder(root)
     run(config_of(root, text, "once", 12))
-    config = config_of(root, text, "again", 12, runtime={"timeout": 3.0, "first_timeout": 60.0})
+    config = config_of(root, text, "again", 12, runtime={"timeout": 8.0, "first_timeout": 60.0})
     file, folder = root / "again.toml", root / "runs" / "again"
     file.write_text(config_file.dump(config))
     words = (f"host1:{hosts.port()}", "-m", "penstock", "train", str(file), "--resume")
