@@ -37,7 +37,7 @@ def save(folder: Path, step: int) -> None:
     tensors = {s: {f"model/{s}.{n}": torch.full((1 << 16,), float(step)) for n in range(4)} for s in (0, 1)}
     values = {"model": {}, "optimizer": None, "extra": {}}
     snapshot = Snapshot(step, tensors, {0: ("0",), 1: ("1",)}, values)
-    write_checkpoint(folder, snapshot, Facts(2, 0, {}, {}), Together(False, 1.0))
+    write_checkpoint(folder, snapshot, Facts(2, 0, {}, {}), Together(None, 1.0))
     prune(folder, 2, 0)
 
 

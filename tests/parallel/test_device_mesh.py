@@ -174,7 +174,7 @@ def decoder_on(rank: int, names: tuple[str, ...], sizes: tuple[int, ...]) -> Tra
 
 def plain_decoder() -> Trained:
     with Pipeline(layers(CONFIG), next_token_loss, microbatches=M, ranks=1) as pipe:
-        net = copy.deepcopy(pipe.stages[0].module)
+        net, names = copy.deepcopy(pipe.stages[0].module), list(pipe.state_dict())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     history = []
     for step in range(STEPS):
@@ -183,7 +183,7 @@ def plain_decoder() -> Trained:
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         history.append(losses)
-    return history, net.state_dict()
+    return history, dict(zip(names, net.state_dict().values(), strict=True))
 
 
 def accumulate(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, None]:
@@ -205,6 +205,8 @@ def test_sharded_matrices_on_a_named_mesh_equal_plain_pytorch():
     wanted, weights = plain_decoder()
     with LocalProcesses(4) as own:
         for results in run_cases(own, 4, decoder_on, cases):
+            assert {name for _, state in results for name in state} == weights.keys()
             for losses, state in results:
                 torch.testing.assert_close(torch.stack(losses), torch.stack(wanted), rtol=1e-4, atol=1e-5)
-                torch.testing.assert_close(state, dict(weights), rtol=1e-3, atol=1e-5)
+                stages = {name: weights[name] for name in state}
+                torch.testing.assert_close(dict(state), stages, rtol=1e-3, atol=1e-5)

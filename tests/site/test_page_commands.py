@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shlex
 from pathlib import Path
@@ -75,6 +76,19 @@ SMALL = [
     ),
     *("schedule.microbatches=4", "train.steps=2", "train.batch=8", "train.eval_batches=1", "sample.length=4"),
 ]
+
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 
 
 def reason_not_to_run(text: str) -> str | None:
@@ -172,7 +186,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "train", "model.path=my-model", *hf, "train.name=llama", "train.steps=100", "train.eval_every=50"
         )
         write_csv(build_schedule("zb-h1", 4, 16), "mine.csv")
-        profile = next(b.text for b in blocks(DOCS / "planning.md") if "profile.json" in b.text)
+        (root / "llama-3-8b").mkdir()
+        (root / "llama-3-8b" / "config.json").write_text(json.dumps(LLAMA_3_8B))
+        profile = next(
+            b.text for b in blocks(DOCS / "planning.md") if b.kind == "python" and "profile.json" in b.text
+        )
         exec(compile(profile, "planning.md", "exec"), {"__name__": "a_page"})
     (root / "my.toml").write_text((root / "runs" / "demo" / "config.toml").read_text())
     cluster = next(b.text for b in blocks(DOCS / "operations.md") if "[device]" in b.text)

@@ -59,9 +59,8 @@ def blocks(page: Path) -> list[Block]:
     name = page.relative_to(DOCS).as_posix() if DOCS in page.parents else page.relative_to(ROOT).as_posix()
     text = page.read_text()
     placed = [(match.start(), Block(name, match[2].strip(), match[3])) for match in _FENCED.finditer(text)]
-    # Fenced blocks become blank lines, so that places stay and their lines do not count as indented.
-    rest = _FENCED.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
-    rest = re.sub(r"(?m)^ +$", "", rest)
+    # Letters of fenced blocks become others, so that places stay and their lines do not count as indented.
+    rest = _FENCED.sub(lambda match: re.sub(r"[^\n]", "-", match[0]), text)
     for match in _INDENTED.finditer(rest):
         lines = [line.removeprefix("    ") for line in match[0].splitlines()]
         placed.append((match.start(), Block(name, "indented", "\n".join(lines) + "\n")))

@@ -167,6 +167,8 @@ def _of_torch(env: Environment) -> Launch:
     try:
         launch = launcher_of(env)
     except ConfigError:
+        if by_rank.size == 1 and not by_torchrun:
+            raise  # each process would train by itself
         return by_rank  # RANK and WORLD_SIZE are the remedy
     if launch is None:
         return by_rank
