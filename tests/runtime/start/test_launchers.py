@@ -101,6 +101,9 @@ def test_variables_that_say_nothing_of_several_processes_are_no_alarm(environmen
         (SKYPILOT | {"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK='2' and SKYPILOT_NUM_NODES='2' are not"),
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE=1, but Slurm step 31.5 started 4 .* unset SLURM_STEP_NUM"),
         (SKYPILOT | {"RANK": "0", "WORLD_SIZE": "1"}, "SkyPilot started 2 processes, and each would train by itself"),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "RANK": "0", "WORLD_SIZE": "1"}, "which have 8 GPUs each"),
+        (TRAIN_JOB | {"PET_NPROC_PER_NODE": "8", "RANK": "0", "WORLD_SIZE": "1"}, "PET_NPROC_PER_NODE=8 asks for processes"),
+        (TRAIN_JOB | {"PET_NPROC_PER_NODE": "auto", "RANK": "0", "WORLD_SIZE": "1"}, "only torchrun starts them"),
     ],
 )  # fmt: skip
 def test_half_a_launcher_is_refused_with_what_to_set(environment: dict[str, str], said: str):
