@@ -48,7 +48,7 @@ def run(script: list[str], root: Path) -> str:
     }  # fmt: skip
     for _ in range(3):
         ended = subprocess.run(
-            [sys.executable, *script], cwd=root, env=environment, text=True, capture_output=True, timeout=240
+            [sys.executable, *script], cwd=root, env=environment, text=True, capture_output=True, timeout=600
         )
         if ended.returncode != NOT_STARTED:
             break
