@@ -27,6 +27,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by argument: packed ones hold the time, and all workers must collect the same names."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session")
 def processes() -> Iterator[object]:
     """Four worker processes, started on first use and reused by every test."""
