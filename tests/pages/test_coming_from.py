@@ -18,7 +18,8 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.schedule.families import FAMILIES
 from penstock.train.config.config import Config, from_mapping
-from tests.support.page import DOCS, Reader, require_options
+from tests.support.documentation import DOCS
+from tests.support.page import Reader, require_options
 
 
 def losses(output: str) -> list[str]:

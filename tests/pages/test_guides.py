@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from tests.support.page import DOCS, Reader, require_options
+from tests.support.documentation import DOCS
+from tests.support.page import Reader, require_options
 
 GUIDES = ["memory.md", "which_parallelism.md", "clusters.md", "start.md"]
 

@@ -21,7 +21,7 @@ from penstock.train.config.file import load
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.config.sections.train_section import TrainConfig
 from penstock.train.data.file_formats import find_files
-from tests.support.page import DOCS
+from tests.support.documentation import DOCS
 
 SOURCE = Path(penstock.__file__).parent
 HEADINGS = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.M)

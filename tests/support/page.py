@@ -24,8 +24,8 @@ import click
 from click.testing import CliRunner
 
 from penstock.cli import group
+from tests.support.documentation import DOCS, blocks
 
-DOCS = Path(__file__).parents[2] / "docs"
 OTHER_TOOL = "other-tool"
 COMPUTED = ("simulate", "plan", "schedule", "config")
 """Commands that measure nothing, so that their numbers are always the same."""
@@ -33,19 +33,12 @@ COMPUTED = ("simulate", "plan", "schedule", "config")
 SHORTER = ("train.eval_batches=1", "sample.length=4")
 """Values that make a run short, which its lines do not show."""
 
-_FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.S | re.M)
 _FILE = re.compile(r"# ([\w.]+\.(?:py|toml))\n")
 _PROGRAMS = {
     "penstock": ("-m", "penstock"),
     "python": (),
     "torchrun": ("-m", "torch.distributed.run"),
 }
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    """Return (language, body) of every fenced block of a page but those of other tools."""
-    text = (DOCS / page).read_text()
-    return [(kind, body) for kind, marks, body in _FENCE.findall(text) if OTHER_TOOL not in marks]
 
 
 def masked(line: str, exact: bool) -> str:
@@ -89,7 +82,11 @@ class Reader:
 
     def follow(self, page: str) -> None:
         """Do everything on a page, from top to bottom."""
-        for language, body in blocks(page):
+        for block in blocks(DOCS / page):
+            language, _, marks = block.kind.partition(" ")
+            body = block.text
+            if OTHER_TOOL in marks or block.kind == "indented":
+                continue
             if file := _FILE.match(body):
                 (self.folder / file[1]).write_text(body.removeprefix(file[0]))
             elif language == "python":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,12 @@ def test_checkpoints_have_the_models_names_and_load_at_another_split(make, tmp_p
         state = pipe.full_state_dict()
     for name, value in expected.items():
         assert torch.allclose(state[name], value, rtol=1e-6, atol=1e-8), name
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_and_pickles_are_refused_by_name(copied):
+    with (
+        trained(own_models.NanoGPT) as pipe,
+        pytest.raises(TypeError, match=r"a Pipeline cannot be copied .*full_state_dict"),
+    ):
+        copied(pipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NoReturn, Self, SupportsIndex
 
 from torch import Tensor, nn
 
@@ -148,6 +148,13 @@ class PipelineModel:
     def eval(self) -> Self:
         """Set evaluation mode, as ``nn.Module.eval`` does."""
         return self.train(False)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse copies and pickles, whose ranks would have no threads and no connections."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, since its ranks run here; keep full_state_dict(), or "
+            "copy the model and build another one"
+        )
 
 
 @contextmanager

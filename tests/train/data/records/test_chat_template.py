@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,18 @@ def test_messages_of_sharegpt_are_those_with_roles(tmp_path: Path, template: str
     assert [flagged(other, n) for n in range(12)] == [flagged(expected, n) for n in range(12)]
 
 
+@pytest.mark.parametrize("template", [records.PLAIN, records.MARKED], ids=["plain", "marked"])
+def test_content_may_be_parts_of_text(tmp_path: Path, template: str):
+    chats = records.chats(12)
+    lines = copy.deepcopy(chats)
+    for message in (message for chat in lines for message in chat["messages"]):
+        text = message["content"]
+        message["content"] = [{"type": "text", "text": part} for part in (text[:2], text[2:])]
+    (tmp_path / "parts").mkdir()
+    other, expected = stored(tmp_path / "parts", lines, template), stored(tmp_path, chats, template)
+    assert [flagged(other, n) for n in range(12)] == [flagged(expected, n) for n in range(12)]
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
@@ -143,8 +156,13 @@ def test_messages_of_sharegpt_are_those_with_roles(tmp_path: Path, template: str
         ([{"role": "user"}], "message 1 must have 'role' and 'content'"),
         ([{"role": "user", "content": ["an image"]}], "message 1 must have 'role' and 'content', both text"),
         (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "text": None}]}],
+            "message 1 must have 'role' and 'content', both text, .*; content may also be a list of parts of type 'text'",
+        ),
+        ([{"role": "user", "content": []}], "message 1 must have 'role' and 'content', both text"),
+        (
             [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}],
-            r"message 2 must have .* got \{'role': 'assistant', 'content': None\}; only a message with 'tool_calls'",
+            r"message 2 must have .* got \{'role': 'assistant', 'content': None\}; .* only a message with 'tool_calls'",
         ),
         ([{"from": "human", "value": 5}], r"message 1 must have 'from' \(human, gpt, system\) and 'value'"),
         (

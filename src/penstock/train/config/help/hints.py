@@ -22,17 +22,19 @@ _NAMES = {
     "optim.beta2": "adam_beta2",
     "optim.clip": "clip_grad_norm clipping grad_clip gradient_clip_val gradient_clipping max_grad_norm",
     "optim.epsilon": "adam_epsilon eps",
-    "optim.final_lr": "min_lr min_lr_ratio",
+    "optim.final_lr": "min_lr_ratio",
+    "optim.final_lr=SHARE_OF_LR": "min_lr",
     "optim.loss_scale": "init_scale initial_scale_power",
     "optim.lr": "learning_rate max_lr peak_lr",
     "optim.lr_schedule": "decay lr_decay lr_decay_style lr_scheduler lr_scheduler_type scheduler",
     "optim.name": "optim optimizer optimiser",
-    "optim.warmup": "lr_warmup warm_up warmup_iters warmup_ratio warmup_steps",
+    "optim.warmup": "lr_warmup_fraction warmup_ratio",
+    "optim.warmup=SHARE_OF_STEPS": "lr_warmup lr_warmup_iters num_warmup_steps warm_up warmup_iters warmup_steps",
     "optim.weight_decay": "wd",
     "parallel.dp": "data_parallel data_parallel_size dp_size replicas",
     "parallel.pp": "num_stages pipeline_parallel_size pp_size stages",
     "parallel.tp": "tensor_parallel tensor_parallel_size tp_size",
-    "parallel.zero": "zero1 zero_stage",
+    "parallel.zero=true": "use_distributed_optimizer zero1 zero_stage",
     "runtime.compile=block": "torch_compile",
     "runtime.precision": "amp autocast dtype mixed_precision torch_dtype",
     "runtime.precision=bf16": "bf16 bfloat16",
@@ -53,7 +55,7 @@ _NAMES = {
     "train.name": "exp_name experiment run_name",
     "train.steps": "iterations iters max_iters max_steps num_steps total_steps train_iters train_steps training_steps",
 }
-"""Names that other tools have for a key, or for a key with a value."""
+"""Names that other tools have for a key, or for a key with a value; in capitals where their unit is another one."""
 
 
 class KeyHints:

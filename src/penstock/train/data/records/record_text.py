@@ -133,14 +133,26 @@ def _messages(value: Any, place: Place) -> Messages:
     if messages and messages[0].keys() == {"from", "value"}:
         messages = [_with_role(message, n, place) for n, message in enumerate(messages, 1)]
     for n, message in enumerate(messages, 1):
-        role, content = message.get("role"), message.get("content", "" if "tool_calls" in message else None)
+        role, content = message.get("role"), _content(message)
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(
-                f"{place}: message {n} must have 'role' and 'content', both text, got {_shown(value[n - 1])}; only a "
-                "message with 'tool_calls' may have no content: leave the others out"
+                f"{place}: message {n} must have 'role' and 'content', both text, got {_shown(value[n - 1])}; content may "
+                "also be a list of parts of type 'text'; only a message with 'tool_calls' may have none: leave others out"
             )
         message["content"] = content
     return messages
+
+
+def _content(message: dict[str, Any]) -> object:
+    """Return the content of a message, with parts of text joined, which is how chat templates write them."""
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 
 def _with_role(message: dict[str, Any], number: int, place: Place) -> dict[str, Any]:
