@@ -149,10 +149,11 @@ def _content(message: dict[str, Any]) -> object:
     if not isinstance(content, list) or not content:
         return content
     texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        part["text"]
         for part in content
+        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     ]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    return "".join(texts) if len(texts) == len(content) else content
 
 
 def _with_role(message: dict[str, Any], number: int, place: Place) -> dict[str, Any]:
