@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,15 @@ WITH_TORCH = {f"penstock.profile.{name}" for name in ("fake_layers", "measured",
 """Modules of these rooms that run layers; a profile is read without them."""
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -122,7 +129,7 @@ def test_one_word_for_one_thing():
     for room, path in rooms():
         if room != "cli" and path.name != "__init__.py":
             files[path.stem].add(path)
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].add(path)
     twice = {
@@ -131,8 +138,10 @@ def test_one_word_for_one_thing():
     assert not twice
 
 
-def private_names(tree: ast.Module) -> set[str]:
+@cache
+def private_names(path: Path) -> set[str]:
     """Names with a leading underscore that the classes of a module define."""
+    tree = tree_of(path)
     names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     names |= {
         n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
@@ -149,13 +158,13 @@ def private_names(tree: ast.Module) -> set[str]:
 
 
 def test_no_class_reaches_into_another_module():
-    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
-    ours = set().union(*(private_names(tree) for tree in trees.values()))
+    paths = list(SOURCE.rglob("*.py"))
+    ours = set().union(*map(private_names, paths))
     # nn.Module, tensors, hooks and named tuples have private names of their own.
     ours -= set(dir(torch.nn.Module())) | set(dir(torch.Tensor)) | {"_replace", "_backward_hooks"}
-    for path, tree in trees.items():
-        foreign = ours - private_names(tree)
-        for node in ast.walk(tree):
+    for path in paths:
+        foreign = ours - private_names(path)
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and node.attr in foreign:
                 own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
                 used = ast.unparse(node)
