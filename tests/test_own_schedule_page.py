@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib.metadata
 import io
 import os
 import re
@@ -109,7 +109,7 @@ def test_the_page_runs_until_it_publishes(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path):
-    if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("pip") is None:
+    if not {"pip", "setuptools"} <= {found.name for found in importlib.metadata.distributions()}:
         pytest.skip("the page installs a package, which needs pip and setuptools")
     reader = Reader(tmp_path, in_processes=True)
     for language, block in BLOCK.findall(PAGE.read_text()):

