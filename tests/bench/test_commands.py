@@ -130,18 +130,26 @@ def test_every_command_that_is_named_is_run():
     assert {found for page in pages for found in NAMED.findall(page.read_text("utf-8"))} == set(LINES)
 
 
-@pytest.mark.parametrize("command", LINES)
-def test_a_command_prints_all_its_figures(command: str, tmp_path: Path):
+def runs() -> dict[str, list[str]]:
+    """Lines of what is run; commands that are run as one are run once."""
+    found: dict[str, list[str]] = {}
+    for command, lines in LINES.items():
+        found.setdefault(FOREVER.get(command, command), []).extend(lines)
+    return found
+
+
+@pytest.mark.parametrize(("command", "lines"), runs().items(), ids=runs())
+def test_a_command_prints_all_its_figures(command: str, lines: list[str], tmp_path: Path):
     if command == "bench.hosts" and no_hosts():
         pytest.skip(no_hosts())
-    words = FOREVER.get(command, command).replace("FOLDER", str(tmp_path)).split()
+    words = command.replace("FOLDER", str(tmp_path)).split()
     done = subprocess.run(
         [sys.executable, "-m", *words, "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=550,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert not re.search(r"\b(nan|inf)\b", done.stdout), done.stdout
-    for line in LINES[command]:
+    for line in lines:
         pattern = line.replace("N", r"[-+]?\d[\d,.]*(?:e[-+]\d+)?%?")
         assert re.search(rf"^{pattern}$", done.stdout, re.MULTILINE), f"no line as {line!r} in\n{done.stdout}"
     assert done.stdout.splitlines()[-1].startswith(f"{os.uname().machine}, Python ")
