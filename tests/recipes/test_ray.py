@@ -35,9 +35,9 @@ import ray
 try:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 except Exception as error:
-    sys.exit(77 if "timed out during startup" in str(error) else str(error))
+    sys.exit(NOT_STARTED if "timed out during startup" in str(error) else str(error))
 print(recipe["main"](sys.argv[3:]))
-"""
+""".replace("NOT_STARTED", str(NOT_STARTED))
 
 
 def run(script: list[str], root: Path) -> str:
