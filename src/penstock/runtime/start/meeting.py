@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does not annotate it
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # torch does not annotate it
 
 from penstock.errors import ConfigError, PeerError, WaitTimeoutError, first_line
 from penstock.host import loopback
 from penstock.runtime.start.interface import choose_interface
 from penstock.runtime.start.launch_environment import find_launch, meeting_url
+from penstock.runtime.start.rank_claims import open_store
 from penstock.runtime.start.restarts import store_of_this_start
 from penstock.runtime.workers.timeout import Timeout
 
@@ -41,10 +42,13 @@ def meet(rank: int, size: int, timeout: Timeout) -> None:
     if path:
         _meet_through_file(path, backends, rank, size, timeout)
         return
-    choose_interface(find_launch())
+    launch = find_launch()
+    choose_interface(launch)
     url = meeting_url()
     with named_errors(f"the {size} processes did not all meet{_launcher_rank()}"):
-        store = store_of_this_start(rank, size, longest)
+        store: Store | None = store_of_this_start(rank, size, longest)
+        if store is None and launch is not None:
+            store = open_store(launch.address, launch.port, rank, size, longest)
         dist.init_process_group(
             backends,
             None if store is not None else url,
