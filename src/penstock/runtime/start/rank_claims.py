@@ -21,7 +21,11 @@ from penstock.errors import ConfigError, WaitTimeoutError, first_line
 
 _PREFIX = "penstock/ranks"
 _CONFLICT = f"{_PREFIX}/conflict"
-_POLL_INTERVAL = 0.05  # seconds
+_COUNT = f"{_PREFIX}/count"
+_FIRST_INTERVAL, _LONGEST_INTERVAL = (
+    0.01,
+    0.5,
+)  # seconds between two looks at the store, which serves every process
 _GRACE = 2.0  # seconds
 _SOON = timedelta(seconds=10)
 
@@ -40,13 +44,15 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
         RuntimeError: if torch cannot open the store.
     """
     deadline = monotonic() + timeout.total_seconds()
+    store: TCPStore | None
     try:
         store = _connect(address, port, rank == 0, timeout)
     except RuntimeError as error:
-        other = _other_server(address, port) if rank == 0 else None
-        if other is None:
+        if rank != 0:
+            raise
+        store = _other_server(address, port)
+        if store is None:
             raise RuntimeError(f"{first_line(error)}; is MASTER_PORT free on the host of rank 0?") from error
-        store = other
     where = f"{address} port {port}"
     try:
         _claim(store, rank, size, where)
@@ -90,7 +96,9 @@ def _claim(store: TCPStore, rank: int, size: int, where: str) -> None:
             f"the processes that meet at {where} do not agree on their number: {_own_name()} says {size}, another one "
             f"{first_size}; start all of them with the same WORLD_SIZE, and give each run its own MASTER_PORT",
         )
-    first = store.compare_set(f"{_PREFIX}/{rank}", "", f"{_token()} {_own_name()}").decode()
+    key = f"{_PREFIX}/{rank}"
+    is_new = not store.check([key])
+    first = store.compare_set(key, "", f"{_token()} {_own_name()}").decode()
     token, _, name = first.partition(" ")
     if token != _token():
         _refuse(
@@ -98,6 +106,8 @@ def _claim(store: TCPStore, rank: int, size: int, where: str) -> None:
             f"rank {rank} of {size} came twice to {where}: {name} and {_own_name()}; give each process its own RANK, from 0 "
             f"to {size - 1}, and each run its own MASTER_PORT",
         )
+    if is_new:
+        store.add(_COUNT, 1)
 
 
 def _refuse(store: TCPStore, message: str) -> None:
@@ -106,16 +116,18 @@ def _refuse(store: TCPStore, message: str) -> None:
 
 
 def _wait_for_all(store: TCPStore, size: int, where: str, deadline: float, seconds: float) -> None:
-    missing = list(range(size))
-    while missing := [rank for rank in missing if not store.check([f"{_PREFIX}/{rank}"])]:
+    interval = _FIRST_INTERVAL
+    while store.add(_COUNT, 0) < size:
         if store.check([_CONFLICT]):
             raise ConfigError(store.get(_CONFLICT).decode())
         if monotonic() > deadline:
-            named = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
+            missing = [str(rank) for rank in range(size) if not store.check([f"{_PREFIX}/{rank}"])]
+            named = ", ".join(missing[:16]) + (", …" if len(missing) > 16 else "")
             raise WaitTimeoutError(
                 f"the {size} processes did not all meet at {where} within {seconds:g} s: missing rank(s) {named}"
             )
-        sleep(_POLL_INTERVAL)
+        sleep(interval)
+        interval = min(2 * interval, _LONGEST_INTERVAL)
 
 
 @cache

@@ -169,11 +169,15 @@ def _context() -> Any:
 
 
 def _serve(connection: Connection, threads: int, environment: dict[str, str]) -> None:
+    import numpy as np
     import torch
     from torch import distributed as dist
 
+    # A forked process has the environment of the first pool's start, and would draw the numbers that the others draw.
     os.environ.clear()
-    os.environ.update(environment)  # a forked process has that of the day when the first pool was started
+    os.environ.update(environment)
+    torch.seed()
+    np.random.seed()
     os.environ["GLOO_SOCKET_IFNAME"] = host.loopback()
     torch.set_num_threads(threads)
     while True:
