@@ -1,8 +1,8 @@
 """List scheduling: every rank runs the op that matters most of those that are ready, and never runs out of memory.
 
-Before a rank starts a forward, it checks that all microbatches in flight could still finish one after the other, the
-oldest first, in the memory that is left (the banker's rule). So no order that this module builds is stuck, however
-small the limit is.
+Before a rank starts an op that takes memory (a forward, or an input half whose gradients wait for the weight half), it
+checks that all microbatches in flight could still finish one after the other, the oldest first, in the memory that is left
+(the banker's rule). So no order that this module builds is stuck or exceeds the limit, however small it is.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _decide(
             if there == np.inf:
                 continue
             due = turn[3 * node + kind, n]
-            if kind == 0 and not _is_safe(tables, own, progress, rank, node):
+            if tables.memory[code] > 0 and not _is_safe(tables, own, progress, rank, code):
                 continue
             if there <= now:
                 if due < ready_turn:
@@ -203,32 +203,42 @@ def _decide(
     return -1, arrival if ready >= 0 else first
 
 
-def _is_safe(tables: CodeTables, own: _Ranks, progress: _Progress, rank: int, node: int) -> bool:
-    """Return whether all microbatches of a rank could finish one after the other if a node started its next forward."""
-    memory, done = tables.memory, progress.done
-    room = tables.limit[rank] - progress.held[rank] - memory[4 * node]
-    if room >= own.alone[rank]:
-        return True
+def _is_safe(tables: CodeTables, own: _Ranks, progress: _Progress, rank: int, code: int) -> bool:
+    """Return whether all microbatches of a rank could finish one after the other if it ran a code now."""
+    room = tables.limit[rank] - progress.held[rank] - tables.memory[code]
     if room < 0:
         return False
-    last = 2 if own.split else 1
+    if room >= own.alone[rank]:
+        return True
+    row = tables.row[code]
+    progress.done[row] += 1
+    safe = _can_finish(tables, own, progress, rank, room)
+    progress.done[row] -= 1
+    return safe
+
+
+def _can_finish(tables: CodeTables, own: _Ranks, progress: _Progress, rank: int, room: int) -> bool:
+    """Return whether all microbatches of a rank can finish one after the other, the oldest first."""
+    memory, done = tables.memory, progress.done
     oldest, newest = UNLIMITED, 0
     for k in own.nodes[rank]:
         if k >= 0:
-            oldest = min(oldest, done[3 * k + last])
-            newest = max(newest, done[3 * k] + (1 if k == node else 0))
+            oldest = min(oldest, done[3 * k + 1])
+            newest = max(newest, done[3 * k])
+            if own.split:  # a W waits for nothing but its I
+                room -= (done[3 * k + 1] - done[3 * k + 2]) * memory[4 * k + 2]
     for n in range(oldest, newest):
         for pipe in range(own.pipe[-1] + 1):
-            needed, released = 0, 0
+            more = 0
             for k in own.nodes[rank]:
-                if k < 0 or own.pipe[k] != pipe or n >= own.runs[k] or n < done[3 * k + last]:
-                    continue
-                if n < done[3 * k] + (1 if k == node else 0):
-                    released += memory[4 * k]
-                    needed = max(needed, memory[4 * k + 1])
-                else:
-                    needed += memory[4 * k]
+                if k >= 0 and own.pipe[k] == pipe and done[3 * k] <= n < own.runs[k]:
+                    more += memory[4 * k]
+            needed = more
+            for k in own.nodes[rank, ::-1]:
+                if k >= 0 and own.pipe[k] == pipe and done[3 * k + 1] <= n < own.runs[k]:
+                    needed = max(needed, more + memory[4 * k + 1])
+                    more -= memory[4 * k]
             if needed > room:
                 return False
-            room += released
+            room -= more
     return True
