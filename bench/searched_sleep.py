@@ -73,7 +73,7 @@ def sleeping(rounds: int, quick: bool) -> Iterator[Any]:
             rows.append(
                 {
                     "published": case.family, "ranks": case.p, "microbatches": case.m, "limit": case.limit,
-                    "predicted": gain, "measured": measured, "share": share,
+                    "predicted": gain, "measured": measured, "share": None if math.isnan(share) else share,
                 }
             )  # fmt: skip
             yield (

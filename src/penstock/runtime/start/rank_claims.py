@@ -22,10 +22,8 @@ from penstock.errors import ConfigError, WaitTimeoutError, first_line
 _PREFIX = "penstock/ranks"
 _CONFLICT = f"{_PREFIX}/conflict"
 _COUNT = f"{_PREFIX}/count"
-_FIRST_INTERVAL, _LONGEST_INTERVAL = (
-    0.01,
-    0.5,
-)  # seconds between two looks at the store, which serves every process
+_FIRST_INTERVAL = 0.01  # seconds between two looks at the store
+_LONGEST_INTERVAL = 0.5  # seconds: one store serves every process
 _GRACE = 2.0  # seconds
 _SOON = timedelta(seconds=10)
 

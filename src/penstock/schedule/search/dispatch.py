@@ -229,7 +229,7 @@ def _can_finish(tables: CodeTables, own: _Ranks, progress: _Progress, rank: int,
                 room -= (done[3 * k + 1] - done[3 * k + 2]) * memory[4 * k + 2]
     for n in range(oldest, newest):
         for pipe in range(own.pipe[-1] + 1):
-            more = 0
+            more = 0  # than is held now: all forwards that are left, then the backwards on the way back
             for k in own.nodes[rank]:
                 if k >= 0 and own.pipe[k] == pipe and done[3 * k] <= n < own.runs[k]:
                     more += memory[4 * k]
