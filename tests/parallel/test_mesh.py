@@ -62,10 +62,10 @@ def test_unknown_axes_ranks_and_places_are_refused():
 
 def test_a_mesh_that_does_not_multiply_says_what_would_fit():
     with pytest.raises(
-        ConfigError, match=r"has 4 ranks, but there are 8 processes; start 4 processes, or take dp = 4"
+        ConfigError, match=r"has 4 ranks, but the launch has 8 processes; start 4 processes, or take dp = 4"
     ):
         require_fit(MeshShape(pp=2, dp=2), 8)
-    with pytest.raises(ConfigError, match=r"there are 3 processes; start 4 processes$"):
+    with pytest.raises(ConfigError, match=r"the launch has 3 processes; start 4 processes$"):
         require_fit(MeshShape(pp=2, dp=2), 3)
 
 
@@ -98,7 +98,7 @@ def too_few(rank: int) -> str:
 
 def test_every_process_is_told_that_the_mesh_does_not_fit(processes: LocalProcesses):
     for said in processes.run(2, too_few):
-        assert "has 3 ranks, but there are 2 processes" in said
+        assert "has 3 ranks, but the launch has 2 processes" in said
 
 
 def test_a_mesh_without_processes_is_refused():

@@ -307,7 +307,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path):
         ("schedule=a\0b.csv", "cannot read the schedule"),
         ("schedule=/dev/zero/x.csv", "cannot read the schedule"),
         ("pp=2,split=8+9", "add up to 17"),
-        ("pp=2,split=16", "split gives the blocks of 1 stages"),
+        ("pp=2,split=16", "split gives the blocks of 1 stage"),
         ("dtype=fp32", "the cluster has no matmul rate for fp32; it has bf16, fp16, fp8"),
         ("zro=true", "did you mean 'zero'"),
     ],

@@ -21,6 +21,7 @@ from penstock.checkpoint.snapshot import layer_of
 from penstock.checkpoint.write import finish, write_stages
 from penstock.errors import ConfigError, DataError
 from penstock.huggingface import weights
+from penstock.plural import plural
 from penstock.stage.layers import prefixes
 from penstock.tensor_file import write_tensors
 
@@ -66,7 +67,7 @@ def resplit(source: Path, target: Path, stages: int) -> Manifest:
     names = [name for run in manifest.layers for name in run]
     if not 1 <= stages <= len(names):
         raise ConfigError(
-            f"the model has {len(names)} layers; they make 1 to {len(names)} stages, got {stages}"
+            f"the model has {len(names)} layers; they make 1 to {plural(len(names), 'stage')}, got {stages}"
         )
     cuts = [s * len(names) // stages for s in range(stages + 1)]
     layers = tuple(tuple(names[a:b]) for a, b in pairwise(cuts))

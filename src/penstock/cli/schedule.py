@@ -15,6 +15,7 @@ from penstock.cli.schedule_list import list_command
 from penstock.cli.schedule_search import search_command
 from penstock.errors import ScheduleError
 from penstock.output_files import SCHEDULE, OutputFile, require_outputs
+from penstock.plural import describe_size
 
 if TYPE_CHECKING:
     from penstock.schedule.memory import Budget
@@ -225,4 +226,4 @@ def _budget(limit: int | None, saved: str, waiting: str, freed_at: str) -> Budge
 
 
 def _title(schedule: Schedule) -> str:
-    return f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+    return f"{schedule.name}: {describe_size(schedule.ranks, schedule.stages, schedule.microbatches)}"

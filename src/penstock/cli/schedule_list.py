@@ -9,6 +9,7 @@ import click
 
 from penstock.cli.schedule_arguments import VIRTUAL_STAGES
 from penstock.errors import ScheduleError
+from penstock.plural import plural
 
 if TYPE_CHECKING:
     from penstock.schedule.families import Family
@@ -55,8 +56,9 @@ def list_command(ranks: int, microbatches: int, virtual_stages: int | None, as_j
         click.echo(f"  bubble  {bubble:<24}{row['bubble']['formula'] or ''}".rstrip())
         click.echo(f"  peak    {held:<24}{row['peak']['formula'] or ''}".rstrip())
     click.echo(
-        f"\n{ranks} ranks, {microbatches} microbatches. Bubble: idle time of a rank, with F = B = W = 1 per rank and "
-        "microbatch.\nPeak: most activations that each rank holds, in chunks, from rank 0 on."
+        f"\n{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}. "
+        "Bubble: idle time of a rank, with F = B = W = 1 per rank and microbatch.\n"
+        "Peak: most activations that each rank holds, in chunks, from rank 0 on."
     )
 
 

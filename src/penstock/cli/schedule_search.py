@@ -15,6 +15,7 @@ import click
 from penstock.cli.cost_arguments import COSTS, LATENCY, parse_bytes, priced, stage_bytes
 from penstock.errors import ConfigError
 from penstock.launch.exit_codes import of_signal
+from penstock.plural import describe_size
 
 if TYPE_CHECKING:
     from penstock.schedule.memory import Budget
@@ -162,7 +163,7 @@ def _show(result: CertifiedSchedule, microbatches: int, budget: Budget | None, c
     }[result.ended]
     schedule = result.schedule
     click.echo(
-        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {microbatches} microbatches\n\n"
+        f"{schedule.name}: {describe_size(schedule.ranks, schedule.stages, microbatches)}\n\n"
         f"makespan      {result.makespan:.6g}\n"
         f"bubble        {result.bubble:.6g}, of the busiest rank\n"
         f"memory        {result.peak.max()} {unit} ({allowed})\n"

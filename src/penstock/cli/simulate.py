@@ -14,6 +14,7 @@ from penstock.cli.figure_options import figure_options, require_figure, write_fi
 from penstock.cli.schedule_arguments import find_schedule, named_values, need_counts, schedule_options
 from penstock.errors import ConfigError
 from penstock.output_files import PAGE, OutputFile, require_outputs
+from penstock.plural import describe_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -269,7 +270,7 @@ def _show(metrics: Metrics, step: PlannedStep, flow: StepsInARow | None = None) 
     console = Console(highlight=False)
     notes = "".join(f"{note}\n" for note in step.program.schedule.notes)
     click.echo(
-        f"{metrics.schedule}: {metrics.ranks} ranks, {metrics.stages} stages, {metrics.microbatches} microbatches\n{notes}\n"
+        f"{metrics.schedule}: {describe_size(metrics.ranks, metrics.stages, metrics.microbatches)}\n{notes}\n"
         f"makespan      {metrics.makespan:.6g}  from the first start to the last end of all ranks\n"
         f"longest       {metrics.longest:.6g}  the largest span of one rank\n"
         f"lower bound   {metrics.lower_bound:.6g}  no order with this placement and these costs takes less; "

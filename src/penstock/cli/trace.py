@@ -13,6 +13,7 @@ import click
 from penstock.cli.figure_options import CHROME
 from penstock.errors import ConfigError
 from penstock.output_files import PAGE, OutputFile, kind_of_start, require_outputs
+from penstock.plural import plural
 
 if TYPE_CHECKING:
     from penstock.show.run import RunView
@@ -173,7 +174,8 @@ def _show(run: RunView, number: int) -> None:
     others = f"; traced steps: {', '.join(map(str, run.traces))}" if len(run.traces) > 1 else ""
     name = f"{run.title}, step {number}{others}" if number else run.title
     click.echo(
-        f"{name}\n{trace.info.get('schedule', 'a trace')}, {trace.ranks} ranks, {unit.text(step.bubbles.makespan)}\n"
+        f"{name}\n{trace.info.get('schedule', 'a trace')}, {plural(trace.ranks, 'rank')}, "
+        f"{unit.text(step.bubbles.makespan)}\n"
     )
     for sentence in step.sentences:
         click.echo(fill(sentence, console.width, break_long_words=False, break_on_hyphens=False))

@@ -13,6 +13,7 @@ import click
 
 from penstock.cli.output import outlive_readers
 from penstock.launch.parent_death import follow_launcher
+from penstock.plural import plural
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
@@ -202,7 +203,7 @@ def command(
     bigram = "" if outcome.bigram_bits is None else f"; a bigram table: {outcome.bigram_bits:.3f}"
     click.echo(
         f"\nheld-out bits/{outcome.unit}: {outcome.held_out_bits:.3f}{bigram}\n"
-        f"{outcome.steps} steps in {outcome.seconds:.0f} s, {outcome.tokens_per_second:,.0f} tokens/s\n"
+        f"{plural(outcome.steps, 'step')} in {outcome.seconds:.0f} s, {outcome.tokens_per_second:,.0f} tokens/s\n"
         f"kept in {outcome.folder}\n\n{outcome.sample}"
     )
     if outcome.report is not None:

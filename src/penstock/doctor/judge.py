@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.plan.cluster import UNSTEADY
+from penstock.plural import plural
 
 PROBLEM, WARNING = "problem", "warning"
 
@@ -277,11 +278,6 @@ def judge_folder(
             "a checkpoint that does not fit is not written, and training continues without it",
             "free some space, or keep fewer checkpoints (train.keep_last)",
         )  # fmt: skip
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "2 ranks"."""
-    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

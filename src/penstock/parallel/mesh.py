@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import distributed as dist
 
 from penstock.errors import BatchError, ConfigError, nearest
+from penstock.plural import plural
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -168,11 +169,11 @@ def require_fit(shape: MeshShape, processes: int) -> None:
     if shape.ranks == processes:
         return
     others = shape.pp * shape.tp
-    advice = f"start {shape.ranks} processes"
+    advice = f"start {plural(shape.ranks, 'process')}"
     if processes % others == 0:
         advice += f", or take dp = {processes // others}"
     raise ConfigError(
-        f"a mesh of {shape} has {shape.ranks} ranks, but there are {processes} processes; {advice}"
+        f"a mesh of {shape} has {plural(shape.ranks, 'rank')}, but the launch has {plural(processes, 'process')}; {advice}"
     )
 
 

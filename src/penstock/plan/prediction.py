@@ -29,6 +29,7 @@ from penstock.plan.stage_costs import (
     stage_costs,
 )
 from penstock.plan.timing import collective_seconds
+from penstock.plural import plural
 from penstock.profile.closed_form import PARAMETER_BYTES
 from penstock.profile.model_profile import Profile
 from penstock.schedule.check import check
@@ -258,8 +259,8 @@ def step_program(schedule: str, ranks: int, microbatches: int, virtual_stages: i
         built = read_csv(schedule)
         if (built.ranks, built.microbatches) != (ranks, microbatches):
             raise ConfigError(
-                f"{schedule} is for {built.ranks} ranks and {built.microbatches} microbatches, but the layout has "
-                f"pp={ranks} and {microbatches} microbatches a replica"
+                f"{schedule} is for {plural(built.ranks, 'rank')} and {plural(built.microbatches, 'microbatch')}, "
+                f"but the layout has pp={ranks} and {plural(microbatches, 'microbatch')} a replica"
             )
         return check(built).program
     return _family_program(schedule, ranks, microbatches, virtual_stages)

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.plan.cluster import Cluster
 from penstock.plan.run_layout import Layout
 from penstock.plan.timing import seconds_of
+from penstock.plural import plural
 from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import LayerTable, Profile
 from penstock.schedule.placement import Placement
@@ -267,12 +268,14 @@ def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tup
     stages, blocks = placement.stages, sum(role == "block" for role in times.table.roles)
     if blocks < stages:
         raise ConfigError(
-            f"the model's {blocks} blocks cannot be cut into {stages} stages (pp x v); take at most {blocks} stages"
+            f"the model's {blocks} blocks cannot be cut into {plural(stages, 'stage')} (pp x v); "
+            f"take at most {plural(blocks, 'stage')}"
         )
     if isinstance(layout.split, tuple):
         if len(layout.split) != stages:
             raise ConfigError(
-                f"split gives the blocks of {len(layout.split)} stages, but the layout has {stages} stages (pp x v)"
+                f"split gives the blocks of {plural(len(layout.split), 'stage')}, "
+                f"but the layout has {plural(stages, 'stage')} (pp x v)"
             )
         return tuple(stop - start for start, stop in by_counts(layout.split, blocks))
     counts = even_counts(blocks, stages)

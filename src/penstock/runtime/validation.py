@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.errors import ConfigError, ScheduleError, first_line
 from penstock.parallel.mesh import Mesh, MeshShape, require_fit
+from penstock.plural import plural
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
 from penstock.runtime.workers.world import World
@@ -79,7 +80,7 @@ def resolve_schedule(
         _require_match(resolved, ranks, microbatches, virtual_stages or 1)
     if processes is not None and resolved.ranks != processes:
         raise ConfigError(
-            f"{resolved.ranks} pipeline ranks, but {processes} processes were started; start one process a rank"
+            f"{resolved.ranks} pipeline ranks, but the launch has {plural(processes, 'process')}; start one process a rank"
         )
     return resolved
 
@@ -87,17 +88,18 @@ def resolve_schedule(
 def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, virtual_stages: int) -> None:
     if ranks is not None and schedule.ranks != ranks:
         raise ScheduleError(
-            f"the schedule {schedule.name} is for {schedule.ranks} ranks, but there are {ranks}"
+            f"the schedule {schedule.name} is for {plural(schedule.ranks, 'rank')}, but there are {ranks}"
         )
     counts = {len(stages) for stages in schedule.placement.stages_of}
     if virtual_stages not in (1, schedule.stages / schedule.ranks) and counts != {virtual_stages}:
         raise ScheduleError(
-            f"the schedule {schedule.name} says itself which stages a rank holds ({schedule.stages} stages on "
-            f"{schedule.ranks} ranks), but virtual_stages={virtual_stages}; leave virtual_stages out"
+            f"the schedule {schedule.name} says itself which stages a rank holds ({plural(schedule.stages, 'stage')} on "
+            f"{plural(schedule.ranks, 'rank')}), but virtual_stages={virtual_stages}; leave virtual_stages out"
         )
     if schedule.microbatches != microbatches:
         raise ScheduleError(
-            f"the schedule {schedule.name} has {schedule.microbatches} microbatches, but microbatches={microbatches}"
+            f"the schedule {schedule.name} has {plural(schedule.microbatches, 'microbatch')}, "
+            f"but microbatches={microbatches}"
         )
 
 
@@ -123,7 +125,7 @@ def resolve_mesh(
         return mesh.pp, mesh.pp
     if mesh.tp > 1:
         raise ConfigError(
-            f"a mesh of {mesh} needs {mesh.ranks} processes; start them with torchrun --nproc-per-node {mesh.ranks}"
+            f"a mesh of {mesh} needs {plural(mesh.ranks, 'process')}; start them with torchrun --nproc-per-node {mesh.ranks}"
         )
     return mesh.pp, None
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ScheduleError
+from penstock.plural import describe_size, plural
 from penstock.schedule.index import index, rank_column
 from penstock.schedule.memory import Budget, peak
 from penstock.schedule.ops import Kind
@@ -58,8 +59,7 @@ class Proof:
         pairs = np.count_nonzero(schedule.paired)
         counts += f", {pairs:,} pairs" if pairs else ""
         lines = [
-            f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches: "
-            "valid",
+            f"{schedule.name}: {describe_size(schedule.ranks, schedule.stages, schedule.microbatches)}: valid",
             f"{self.ops:,} ops ({counts}), each once and after its inputs; the longest chain of waits has "
             f"{self.critical_path:,} ops",
             f"{messages:,} messages between ranks; no deadlock, even if every send blocks; "
@@ -93,7 +93,7 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
     if schedule.stages * schedule.microbatches > len(schedule) + _MISSING:
         raise ScheduleError(
             f"{schedule.name} is no valid schedule: {len(schedule)} ops are too few for a forward of each of "
-            f"{schedule.microbatches} microbatches on each of {schedule.stages} stages"
+            f"{plural(schedule.microbatches, 'microbatch')} on each of {plural(schedule.stages, 'stage')}"
         )
     for find in (_strays, _counts, _pairs, _order):
         problems = list(_first(find(schedule, forward_only)))

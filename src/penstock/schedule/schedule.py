@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ScheduleError
+from penstock.plural import describe_size, plural
 from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
 
@@ -84,8 +85,8 @@ class Schedule:
 
     def __repr__(self) -> str:
         return (
-            f"Schedule({self.name!r}, {self.ranks} ranks, {self.stages} stages, "
-            f"{self.microbatches} microbatches, {len(self)} ops)"
+            f"Schedule({self.name!r}, {describe_size(self.ranks, self.stages, self.microbatches)}, "
+            f"{plural(len(self), 'op')})"
         )
 
     def __len__(self) -> int:

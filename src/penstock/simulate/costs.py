@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError
+from penstock.plural import plural
 from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 
@@ -85,7 +86,7 @@ class Communication:
         sizes = np.asarray(self.message_bytes)
         if sizes.ndim == 1 and len(sizes) != stages - 1:
             raise ConfigError(
-                f"message_bytes gives {len(sizes)} numbers for {stages} stages; give one, or one for each of "
+                f"message_bytes gives {len(sizes)} numbers for {plural(stages, 'stage')}; give one, or one for each of "
                 f"the {stages - 1} boundaries between stages"
             )
         links = (self.same_node, self.other_node)
@@ -235,7 +236,11 @@ def _covers(name: str, count: int, stages: int) -> None:
     if count != stages:
         raise ConfigError(
             f"{name} must cover stages 0..{stages - 1} of the schedule: "
-            + (f"stage {count} has no cost" if count < stages else f"there are costs of {count} stages")
+            + (
+                f"stage {count} has no cost"
+                if count < stages
+                else f"there are costs of {plural(count, 'stage')}"
+            )
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from penstock.errors import BatchError, StageShapeError
+from penstock.plural import plural
 from penstock.stage.structures import require_portable
 
 PLAIN = (type(None), bool, int, float, str)
@@ -282,14 +283,15 @@ def split_batch(
     if isinstance(value, Microbatches):
         if len(value.parts) != microbatches:
             raise BatchError(
-                f"{what}: {len(value.parts)} microbatches were given, but there are {microbatches}"
+                f"{what}: {plural(len(value.parts), 'microbatch')} given, but there are {microbatches}"
             )
         moved = [_detach_to(part, f"{what}, microbatch {n}", device) for n, part in enumerate(value.parts)]
         return [part for part, _ in moved], [rows for _, rows in moved]
     batch, size = _detach_to(value, what, device)
     if size < microbatches:
         raise BatchError(
-            f"{what}: a batch of {size} is too small for {microbatches} microbatches; every one needs at least one row"
+            f"{what}: a batch of {size} is too small for {plural(microbatches, 'microbatch')}; "
+            f"every one needs at least one row"
         )
     leaves, structure = _pytree.tree_flatten(batch)
     split_leaves = [

@@ -13,6 +13,7 @@ from penstock.parallel.mesh import MeshShape
 from penstock.plan.explore.branch_and_bound import search
 from penstock.plan.explore.search_space import divisors
 from penstock.plan.run_layout import Layout
+from penstock.plural import plural
 from penstock.profile.measured import Effort, Exchange, measure_layers
 from penstock.profile.model_profile import Profile
 from penstock.runtime.health.peers import PeerRegistry
@@ -54,7 +55,8 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
     blocks = sum(layer.role == "block" for layer in model.layers)
     if shape.pp > blocks:
         raise ConfigError(
-            f"the model's {blocks} blocks cannot be cut into {shape.pp} stages; take at most {blocks} pipeline ranks"
+            f"the model's {blocks} blocks cannot be cut into {plural(shape.pp, 'stage')}; "
+            f"take at most {plural(blocks, 'pipeline rank')}"
         )
     with sharing_cores(shape.ranks, config.runtime.threads, in_processes=world is not None) as threads:
         torch.set_num_threads(threads)

@@ -17,6 +17,7 @@ from penstock.host import to_stderr
 from penstock.huggingface.adapters.save_adapters import save_adapters
 from penstock.huggingface.save import save_transformers
 from penstock.huggingface.weights import own_state, save_together
+from penstock.plural import plural
 from penstock.run_lock import locked, may_be_restart
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
 from penstock.runtime.pipeline import Pipeline
@@ -369,6 +370,6 @@ def _opening(
     threads = f"{pipe.threads} CPU thread{'s' if pipe.threads > 1 else ''} a rank"
     return (
         f"run {path}: {config.schedule.name} on {ranks} ({device.type}, {threads}), "
-        f"{config.schedule.microbatches} microbatches; {data.summary}; "
+        f"{plural(config.schedule.microbatches, 'microbatch')}; {data.summary}; "
         f"learning rate up to {config.optim.lr:g}"
     )

@@ -234,7 +234,7 @@ def refused(rank: int) -> list[str]:
 
 def test_a_mesh_that_does_not_fit_is_refused_on_every_process(processes: LocalProcesses):
     for told in processes.run(2, refused):
-        assert "a mesh of pp 2 x dp 3 x tp 1 has 6 ranks, but there are 2 processes" in told[0]
+        assert "a mesh of pp 2 x dp 3 x tp 1 has 6 ranks, but the launch has 2 processes" in told[0]
         assert "the mesh has 2 pipeline ranks, but ranks=1" in told[1]
         assert "'penstok' (did you mean 'penstock'?)" in told[2]
     with pytest.raises(ConfigError, match="needs 4 processes; start them with torchrun --nproc-per-node 4"):

@@ -18,7 +18,7 @@ def test_unset_ranks_are_two_threads_or_the_processes_there_are():
 
 
 def test_ranks_that_are_not_the_processes_are_refused():
-    with pytest.raises(ConfigError, match=r"parallel.pp is 3, but 2 processes were started"):
+    with pytest.raises(ConfigError, match=r"parallel.pp is 3, but the launch has 2 processes"):
         resolve(from_mapping({"parallel": {"pp": 3}}), 2)
 
 

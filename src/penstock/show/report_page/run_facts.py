@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
 from penstock.errors import PenstockError
 from penstock.plan.cluster import PRESETS, read_cluster
+from penstock.plural import plural
 from penstock.profile.closed_form import Workload
 from penstock.profile.model_profile import of_shape
 from penstock.profile.model_shape import read_shape
@@ -109,7 +110,7 @@ def _lines(starts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
     ranks = (
         "" if processes is None else f"{processes} processes" if processes > 1 else "threads of one process"
     )
-    cores = "" if threads is None else f"{threads} CPU thread{'' if threads == 1 else 's'} a rank"
+    cores = "" if threads is None else f"{plural(int(threads), 'CPU thread')} a rank"
     facts = {
         "started": last.get("time"),
         "command": last.get("command"),

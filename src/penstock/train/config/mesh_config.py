@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import MeshShape, require_fit
+from penstock.plural import plural
 from penstock.train.config.fields import axes_of
 from penstock.train.config.sections.layout_section import ParallelConfig
 
@@ -30,12 +31,12 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
     pp, replicas = parallel.pp, parallel.dp * parallel.tp
     if processes is not None and pp is None and processes % replicas:
         raise ConfigError(
-            f"{processes} processes do not divide into pipelines with parallel.dp = {parallel.dp} and parallel.tp = "
-            f"{parallel.tp}; start {replicas} or a multiple of it"
+            f"{plural(processes, 'process')} cannot be divided into pipelines with parallel.dp = {parallel.dp} and "
+            f"parallel.tp = {parallel.tp}; start {replicas} or a multiple of it"
         )
     if processes is not None and replicas == 1 and pp not in (None, processes):
         raise ConfigError(
-            f"parallel.pp is {pp}, but {processes} processes were started; leave it unset or start {pp}"
+            f"parallel.pp is {pp}, but the launch has {plural(processes, 'process')}; leave it unset or start {pp}"
         )
     if pp is None:
         pp = THREADS if processes is None else processes // replicas
@@ -44,7 +45,7 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
         require_fit(shape, processes)
     elif shape.tp > 1:
         raise ConfigError(
-            f"a mesh of {shape} needs {shape.ranks} processes; start them with "
+            f"a mesh of {shape} needs {plural(shape.ranks, 'process')}; start them with "
             f"torchrun --nproc-per-node {shape.ranks} -m penstock train"
         )
     return shape
@@ -57,5 +58,5 @@ def processes_of(parallel: ParallelConfig) -> int:
 
 def describe(shape: MeshShape) -> str:
     """Return the number of ranks, with the axes where there are more than the pipeline's."""
-    ranks = f"{shape.ranks} rank{'s' if shape.ranks != 1 else ''}"
+    ranks = plural(shape.ranks, "rank")
     return ranks if shape.ranks == shape.pp else f"{ranks} ({shape})"
