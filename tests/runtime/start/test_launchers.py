@@ -17,6 +17,14 @@ TRAIN_JOB = {
     "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
 }  # fmt: skip
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1", "PMIX_RANK": "3",
+}  # fmt: skip
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
 SKYPILOT = {
     "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
     "SKYPILOT_NUM_GPUS_PER_NODE": "0",
@@ -67,6 +75,26 @@ def test_mpirun_on_one_machine_meets_there_at_a_port_of_its_own():
 
 
 @pytest.mark.parametrize(
+    ("environment", "local_size", "said"),
+    [
+        (MVAPICH, 2, "MVAPICH2 started 4 processes, .* mpirun_rsh ... MASTER_ADDR=HOST"),
+        (JSRUN, None, "jsrun started 4 processes, .* jsrun -E MASTER_ADDR=HOST"),
+        (FLUX, None, "Flux started 4 processes, .* flux run --env=MASTER_ADDR=HOST"),
+    ],
+    ids=["MVAPICH2", "jsrun", "Flux"],
+)
+def test_other_launchers_have_ranks_and_ask_where_the_processes_meet(
+    environment: dict[str, str], local_size: int | None, said: str
+):
+    launch = required(environment)
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (3, 4, 1, local_size)
+    with pytest.raises(ConfigError, match=said):
+        _ = launch.url
+    met = required(environment | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"})
+    assert met.url == "tcp://10.0.0.9:4000"
+
+
+@pytest.mark.parametrize(
     "environment",
     [
         TRAIN_JOB | {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"},
@@ -77,6 +105,8 @@ def test_mpirun_on_one_machine_meets_there_at_a_port_of_its_own():
         {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_SETUP_NODE_RANK": "1", "SKYPILOT_SETUP_NODE_IPS": "10.0.0.4"},
         SALLOC, SBATCH, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"LOCAL_WORLD_SIZE": "1"},
         {"PMI_FD": "6", "PMI_SIZE": "1"}, {"OMPI_UNIVERSE_SIZE": "8"}, {"PMIX_RANK": "0"},
+        {"PMIX_RANK": "1", "PMI_SIZE": "1", "PMI_RANK": "0"}, {"PALS_RANKID": "0"}, {"PALS_RANKID": "none"},
+        {"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, {"FLUX_URI": "local:///tmp/flux"}, {"LSB_JOBID": "4"},
     ],
     ids=str,
 )  # fmt: skip
@@ -90,6 +120,10 @@ def test_variables_that_say_nothing_of_several_processes_are_no_alarm(environmen
         (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "Open MPI started several processes, but OMPI_COMM_WORLD_RANK is not"),
         ({"PMI_SIZE": "2"}, "PMI started several processes, but PMI_RANK is not set; set it, or unset PMI_SIZE"),
         (without(SRUN, "SLURM_PROCID"), "Slurm step 31.5 started several processes, but SLURM_PROCID is not set"),
+        (without(MVAPICH, "MV2_COMM_WORLD_RANK"), "MVAPICH2 started several processes, but MV2_COMM_WORLD_RANK is not set"),
+        ({"FLUX_JOB_SIZE": "2"}, "Flux started several processes, but FLUX_TASK_RANK is not set"),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-1@1"}, "PMIX_RANK=1 says .* one of several, but not of how many"),
+        ({"PALS_RANKID": "3"}, "PALS_RANKID=3 says .* set RANK, WORLD_SIZE, MASTER_ADDR .* unset PALS_RANKID to run in one"),
         ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 is set but RANK and WORLD_SIZE are not; set them"),
         (TRAIN_JOB | {"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto .* 2 nodes, but only torchrun starts them"),
         (TRAIN_JOB | {"PET_NNODES": "1:4"}, "PET_NNODES=1:4 says .* several.*torchrun -m penstock train"),

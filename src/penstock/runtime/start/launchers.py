@@ -6,12 +6,17 @@
 | ``mpirun`` of Open MPI | OMPI_COMM_WORLD_RANK, _SIZE | OMPI_COMM_WORLD_LOCAL_RANK | one machine: there |
 | ``mpiexec`` of MPICH, Intel, Cray | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, PMI_LOCAL_RANK | as the user says |
 | ``srun`` | SLURM_PROCID, SLURM_STEP_NUM_TASKS | SLURM_LOCALID | the first host of SLURM_STEP_NODELIST |
+| ``mpirun_rsh`` of MVAPICH2 | MV2_COMM_WORLD_RANK, _SIZE | MV2_COMM_WORLD_LOCAL_RANK | as the user says |
+| ``jsrun`` of LSF | JSM_NAMESPACE_RANK, _SIZE | JSM_NAMESPACE_LOCAL_RANK | as the user says |
+| ``flux run`` | FLUX_TASK_RANK, FLUX_JOB_SIZE | FLUX_TASK_LOCAL_ID | as the user says |
 | a node of Kubeflow's TrainJob | PET_NODE_RANK, PET_NNODES | 0 | PET_MASTER_ADDR, PET_MASTER_PORT |
 | a node of SkyPilot | SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES | 0 | the first of SKYPILOT_NODE_IPS |
 
 MASTER_ADDR and MASTER_PORT replace the address of every launcher. The first line that applies counts, since launchers start
 one another: ``mpirun`` and torchrun reach other hosts through ``srun``, and leave Slurm's variables set. The last two start
 one process for a node; if a node shall have several, that process is torchrun, whose processes the first line describes.
+Where PMIX_RANK (``prterun``) or PALS_RANKID (``mpiexec`` of HPE Cray) stand alone, nothing says the number of processes, so
+a rank above 0 is refused: the launcher then ends rank 0, which cannot know.
 
 Slurm sets variables in many more places than in the tasks of a parallel start. The shell of ``salloc`` has SLURM_NTASKS, and
 the script of ``sbatch`` has SLURM_PROCID=0 as well, though neither is one of several tasks. Only ``srun`` sets
@@ -91,7 +96,10 @@ def launcher_of(env: Environment) -> Launch | None:
     Raises:
         ConfigError: if the launcher's variables contradict one another, or are only partly set, or cannot be used.
     """
-    return next((launch for read in _LAUNCHERS if (launch := read(env)) is not None), None)
+    launch = next((launch for read in _LAUNCHERS if (launch := read(env)) is not None), None)
+    if launch is None and not any(name in env for name in _SIZES):
+        _refuse_unknown_size(env)
+    return launch
 
 
 def pair(env: Environment, rank: str, size: str) -> tuple[int, int]:
@@ -200,6 +208,48 @@ def _slurm(env: Environment) -> Launch | None:
     )
 
 
+def _mvapich(env: Environment) -> Launch | None:
+    prefix = "MV2_COMM_WORLD_"
+    return _plain(
+        env, "MVAPICH2", f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE",
+        advice="mpirun_rsh ... MASTER_ADDR=HOST MASTER_PORT=29500 before the command hands them on",
+    )  # fmt: skip
+
+
+def _jsrun(env: Environment) -> Launch | None:
+    prefix = "JSM_NAMESPACE_"
+    return _plain(
+        env, "jsrun", f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE",
+        advice="jsrun -E MASTER_ADDR=HOST -E MASTER_PORT=29500 hands them on",
+    )  # fmt: skip
+
+
+def _flux(env: Environment) -> Launch | None:
+    return _plain(
+        env, "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID",
+        advice="flux run --env=MASTER_ADDR=HOST --env=MASTER_PORT=29500 hands them on",
+    )  # fmt: skip
+
+
+def _plain(
+    env: Environment, launcher: str, rank: str, size: str, local_rank: str, *local_size: str, advice: str
+) -> Launch | None:
+    if (several := _several(env, launcher, rank, size)) is None:
+        return None
+    local = _optional(env, local_rank), _optional(env, *local_size)
+    return Launch(launcher, *several, *local, advice=advice, size_variable=size)
+
+
+def _refuse_unknown_size(env: Environment) -> None:
+    """Raise if a launcher says a rank above 0, and nothing how many processes it started."""
+    for name in ("PMIX_RANK", "PALS_RANKID"):
+        if env.get(name, "").isdecimal() and int(env[name]) > 0:
+            raise ConfigError(
+                f"{name}={env[name]} says that this process is one of several, but not of how many; set RANK, WORLD_SIZE, "
+                f"MASTER_ADDR and MASTER_PORT for every process, or unset {name} to run in one process"
+            )
+
+
 def _kubeflow(env: Environment) -> Launch | None:
     nodes = env.get("PET_NNODES", "1")
     least, _, highest = nodes.partition(":")
@@ -273,9 +323,15 @@ _LAUNCHERS: tuple[Callable[[Environment], Launch | None], ...] = (
     _open_mpi,
     _pmi,
     _slurm,
+    _mvapich,
+    _jsrun,
+    _flux,
     _kubeflow,
     _skypilot,
 )
+_SIZES = (
+    "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE",
+)  # fmt: skip
 
 
 def first_host(hosts: str) -> str:
