@@ -27,6 +27,12 @@ def vars_of(config: Config) -> dict[str, dict[str, object]]:
     ("tables", "said"),
     [
         ({"modle": {}}, r"no section \[modle\] \(did you mean 'model'"),
+        (
+            {"lr": 0.001},
+            r"lr is outside of the sections \(did you mean 'optim.lr'\?\); write a key below its section: model",
+        ),
+        ({"steps": 3}, r"steps is outside of the sections \(did you mean 'train.steps'\?\)"),
+        ({"nothing_like_it": 3}, "nothing_like_it is outside of the sections; write a key below its section"),
         ({"model": {"widht": 3}}, r"no key model.widht \(did you mean 'width'"),
         ({"model": 3}, "model must be a section with keys, got 3"),
         ({"model": {"width": "128"}}, "model.width must be a whole number, got '128'"),

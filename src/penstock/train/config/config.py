@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +121,12 @@ def _explain(error: ErrorDetails) -> str:
         known = [each.name for each in dataclasses.fields(table)]
         if keys:
             header = "[[data.sources]]" if nested else f"[{section}]"
-            near = "" if nested else _elsewhere(name)
+            near = "" if nested else _suggest(HINTS.exact(name))
             as_in = "" if nested else _as_in(name, error["input"])
             return f"no key {name}{near or nearest(keys[-1], known)}{as_in}; {header} has {', '.join(known)}"
+        if not isinstance(error["input"], dict):
+            near = _suggest(HINTS.nearest(section))
+            return f"{section} is outside of the sections{near}; write a key below its section: {', '.join(known)}"
         return f"no section [{section}]{nearest(section, known)}; the sections are {', '.join(known)}"
     allowed = _EXPECTED.get(error["type"]) or re.sub("^(Input should be|Value error,) ", "", error["msg"])
     try:
@@ -134,9 +138,9 @@ def _explain(error: ErrorDetails) -> str:
     return f"{name} must be {allowed}, got {value}"
 
 
-def _elsewhere(name: str) -> str:
-    """Return ``' (did you mean ...?)'`` with keys that have this name in other sections or tools, or an empty string."""
-    return f" (did you mean {' or '.join(map(repr, near))}?)" if (near := HINTS.exact(name)) else ""
+def _suggest(near: Sequence[str]) -> str:
+    """Return ``' (did you mean ...?)'`` with the keys that may be meant, or an empty string."""
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
 def _as_in(name: str, value: object) -> str:
