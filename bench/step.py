@@ -28,11 +28,12 @@ RANKS = 2
 QUICK = ("1f1b", "zb-v")
 
 
-def cases(schedules: Sequence[str]) -> dict[str, Job]:
-    """Return the mid-size model under each schedule, by the name of its row."""
+def cases(schedules: Sequence[str], quick: bool) -> dict[str, Job]:
+    """Return the mid-size model, or if quick a small one, under each schedule, by the name of its row."""
+    width, sequence = (32, 32) if quick else (256, 128)
     found = {}
     for name in schedules:
-        found[name] = Job(8, 256, 128, 8, 4, name, 2 if SCHEDULES[name][1] else 1)
+        found[name] = Job(8, width, sequence, 8, 4, name, 2 if SCHEDULES[name][1] else 1)
         if name == "interleaved-1f1b":
             found[f"{name} v=4"] = replace(found[name], virtual=4)
     return found
@@ -62,7 +63,7 @@ def measure(options: argparse.Namespace) -> Figures:
 
     yield f"{'schedule':22}" + "".join(f"{c:>12}" for c in columns)
     with LocalProcesses(RANKS) as pool:
-        for name, one in cases(schedules).items():
+        for name, one in cases(schedules, options.quick).items():
             ideal = statistics.median(pool.run(RANKS, alone, one, 3, timeout=300)[0]) / RANKS
             contest = {who: (who, one) for who in ("ours", "peer", "half")}
             times = pool.run(RANKS, race, RANKS, contest, options.rounds, timeout=600)[0]
