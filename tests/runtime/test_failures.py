@@ -19,7 +19,7 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.parallel.mesh import MeshShape
-from penstock.runtime.batch.splitter import digest_of
+from penstock.runtime.batch.digests import digest_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.values import Microbatches
@@ -180,9 +180,7 @@ def each_rank_shuffles(rank: int, mesh: MeshShape) -> list[str]:
 def test_ranks_that_are_given_different_batches_refuse_the_step_and_the_next_one_runs(processes, mesh):
     for texts in processes.run(mesh.ranks, each_rank_shuffles, mesh):
         assert [texts[0], texts[2]] == ["ok", "ok"]
-        assert texts[1].startswith(
-            "BatchError: step 2: the processes of a pipeline were given different batches"
-        )
+        assert texts[1].startswith("BatchError: step 2: the processes were given different batches")
 
 
 def test_batches_are_told_apart_by_their_bytes_and_shapes():

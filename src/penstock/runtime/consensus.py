@@ -7,6 +7,7 @@ instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.stage.compute.stage import Stage
 from penstock.stage.values import Message
 
-_BATCHES, _ROWS, _LOSS, _GRADIENT, _WEIGHT = range(5)
+_BATCHES, _SCALES, _ROWS, _LOSS, _GRADIENT, _WEIGHT = range(6)
 
 TRAINABLE, COUNTED, GRAPH = 1, 2, 4
 """Flags of a step: a parameter requires gradients, a loss has a weight above 0, a loss has a graph."""
@@ -32,8 +33,8 @@ class Refusal(NamedTuple):
     """The reason why every rank refuses a step; the smaller of two is nearer to the origin.
 
     Attributes:
-        kind: kind of reason: different batches on the ranks, different rows of input and target, or NaN or infinity in a
-            loss, in the gradient that a stage sends back, or in a weight's gradient.
+        kind: kind of reason: different batches on the ranks, gradients that they scaled differently, different rows of
+            input and target, or NaN or infinity in a loss, in the gradient that a stage sends back, or in that of a weight.
         depth: number of stages between this one and the last.
         microbatch: number of the microbatch; -1 for a weight.
     """
@@ -125,9 +126,17 @@ def explain(refusal: Refusal, losses: Losses, last: int, step: int) -> PenstockE
     """Return the error that every rank raises for a refusal."""
     if refusal.kind == _BATCHES:
         return BatchError(
-            f"step {step}: the processes of a pipeline were given different batches; the first stage's rank takes its x and "
-            "the last one's its y, which must belong together. Seed the shuffling alike on every process, or give x and y "
-            "only where they are needed and None elsewhere. No weight was changed; zero the gradients before the next step"
+            f"step {step}: the processes were given different batches; the first stage's rank takes its x, the last "
+            "one's its y, and each replica its rows, which must belong together. Give the loader a generator of its own, "
+            "seeded alike on every process; or give x and y only where they are needed and None elsewhere. No weight was "
+            "changed; zero the gradients before the next step"
+        )
+    if refusal.kind == _SCALES:
+        return PenstockError(
+            f"step {step}: since the last step, the gradients were scaled by another factor on one rank than on another, "
+            "and the weights have taken that update. torch.nn.utils.clip_grad_norm_ takes the norm over this process's "
+            "stages alone; use pipe.clip_grad_norm_(max_norm), or PipelineOptimizer(pipe, ..., clip=max_norm), which take "
+            "it over all ranks. Start again, or go back to a checkpoint"
         )
     if refusal.kind == _ROWS:
         return BatchError(
@@ -189,22 +198,45 @@ def agree(
     return verdict, flags
 
 
-_FLAGS, _BITS = 3, 28  # number of flags, and bits of a digest and of its complement above them
-# Ranks combine their marks with OR. Two digests that differ set one bit both in the digest and in its complement.
+_FLAGS = 3  # number of flags; the marks are the bits above them
+_MARKS = (20, 5, 5)  # bits of the marks: of the batch's digest, and of the scale of gradients on two grids
+_GRID = 0.1  # of the logarithm of a scale
 
 
-def marks_of(digest: int | None) -> int:
-    """Return marks that, or-ed with those of another digest, show that the two differ; 0 for None."""
-    if digest is None:
-        return 0
-    mask = (1 << _BITS) - 1
-    return (digest & mask | (~digest & mask) << _BITS) << _FLAGS
+def marks_of(digest: int | None, scale: float | None = None) -> int:
+    """Return marks that, or-ed with those of another rank, show whether its batch or its scale of gradients differs.
+
+    A number and its complement are or-ed. If two numbers differ, a bit is then set in both. A scale has its place on two
+    grids, shifted by half a step, so that rounding moves it to another place on one of them at most. Scales that are 10 %
+    apart have other places on both.
+
+    Args:
+        digest: digest of the batch; None if there is nothing to compare.
+        scale: factor of this rank's gradients since the last step; None if unknown.
+    """
+    place = None if scale is None else math.log(scale) / _GRID
+    numbers = (digest, *((None, None) if place is None else (math.floor(place), math.floor(place + 0.5))))
+    marks, shift = 0, _FLAGS
+    for number, bits in zip(numbers, _MARKS, strict=True):
+        if number is not None:
+            mask = (1 << bits) - 1
+            marks |= (number & mask | (~number & mask) << bits) << shift
+        shift += 2 * bits
+    return marks
 
 
 def compare_marks(flags: int, refusal: Refusal | None) -> tuple[Refusal | None, int]:
-    """Return the refusal of different batches if the marks differ, else `refusal`; and the flags without the marks."""
-    one, other = flags >> _FLAGS & (1 << _BITS) - 1, flags >> _FLAGS + _BITS
-    return Refusal(_BATCHES, 0, 0) if one & other else refusal, flags & (1 << _FLAGS) - 1
+    """Return the refusal that the marks of all ranks give, else `refusal`; and the flags without the marks."""
+    differ, shift = [], _FLAGS
+    for bits in _MARKS:
+        differ.append(flags >> shift & flags >> shift + bits & (1 << bits) - 1)
+        shift += 2 * bits
+    batches, *scales = differ
+    if batches:
+        refusal = Refusal(_BATCHES, 0, 0)
+    elif all(scales):
+        refusal = Refusal(_SCALES, 0, 0)
+    return refusal, flags & (1 << _FLAGS) - 1
 
 
 def require_graph(flags: int, step: int) -> None:

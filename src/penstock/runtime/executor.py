@@ -33,6 +33,7 @@ from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_pro
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
 from penstock.runtime.tracing.clocks import clock
 from penstock.runtime.transport.channel import Channel, Failure
+from penstock.runtime.weights.gradient_scale import GradientScale
 from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of
@@ -81,10 +82,17 @@ class Executor:
         self.fixed = fixed
         self.flow: StepFlow | None = None
         self.failure: Failure | None = None
+        self._scale: GradientScale | None = None
+        self._factor: float | None = None
         rows = program.schedule.rows(rank)
         self.first_row = rows.start
         count = rows.stop - rows.start
         self.trains = bool((program.schedule.kind != Kind.F).any())
+        in_processes = channel is not None and not channel.one_process
+        if self.trains and (
+            in_processes or (replica_reduction is not None and replica_reduction.exchange is not None)
+        ):
+            self._scale = GradientScale(p for stage in stages.values() for p in stage.module.parameters())
         self.device = device_of([stage.module for stage in stages.values()])
         self.records = OpRecords(count, clock(self.device, 2 * count))
         self.progress = channel.progress if channel is not None else new_progress()
@@ -117,6 +125,7 @@ class Executor:
         """
         if self.flow is not None:
             return self._run_flowing(step, work, self.flow)
+        self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)
         try:
             with self._reducing(step, work.options.reduces), torch.set_grad_enabled(self.trains):
@@ -127,11 +136,10 @@ class Executor:
                 self._run_ops(0, len(self.ops))
                 self.progress[ROW] = END
                 self._finish_gradients()
-                refusal, work.flags = self._agree()
+                refusal, flags = self._agree()
             if self.replica_reduction is not None:
-                work.losses, refusal, work.flags = self.replica_reduction.gather(
-                    work.losses, refusal, work.flags
-                )
+                work.losses, refusal, flags = self.replica_reduction.gather(work.losses, refusal, flags)
+            refusal, work.flags = compare_marks(flags, refusal)
         except BaseException as error:
             self._fail(step, error)
         if self.channel is not None:
@@ -140,6 +148,8 @@ class Executor:
         self._state.clear()
         if refusal is not None:
             raise explain(refusal, work.losses, self.program.schedule.stages - 1, step)
+        if self._scale is not None:
+            self._scale.remember(work.options.number)
         return work
 
     def _run_flowing(self, step: int, work: Work, flow: StepFlow) -> Work:
@@ -266,11 +276,11 @@ class Executor:
             flags = COUNTED if any(work.losses.weights.values()) else 0
             flags |= GRAPH if work.has_graph else 0
             flags |= TRAINABLE if any(s.module.trains_any for s in self.stages.values()) else 0
-        return refusal, flags | marks_of(work.batch.digest)
+        return refusal, flags | marks_of(work.batch.digest, self._factor)
 
     def _agree(self) -> tuple[Refusal | None, int]:
         refusal, flags = self._own_report()
-        refusal, flags = agree(
+        return agree(
             self.channel,
             self.rank,
             self._collector,
@@ -280,4 +290,3 @@ class Executor:
             refusal,
             flags,
         )
-        return compare_marks(flags, refusal)

@@ -195,7 +195,9 @@ class Pipeline(PipelineModel):
             self.threads,
         )
         local_replicas = [self.replica] if self.in_processes else range(self.replicas)
-        common = (self.device, self.reduction, self._local.routes, self.holds_first, self.holds_last)
+        ends = self.holds_first, self.holds_last
+        alone = all(ends) and self.replicas * self.tensor_ranks == 1  # takes only its own batch
+        common = (self.device, self.reduction, self._local.routes, *ends, self.in_processes and not alone)
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = given.container
         self._memory = execution.memory
@@ -392,9 +394,5 @@ class Pipeline(PipelineModel):
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)
         microbatches = self.microbatches * self.replicas
-        flow = self._engine.flow
-        return (
-            step_result(works, microbatches)
-            if flow is None or not trains
-            else flow.result(works, microbatches)
-        )
+        flow = self._engine.flow if trains else None
+        return step_result(works, microbatches) if flow is None else flow.result(works, microbatches)

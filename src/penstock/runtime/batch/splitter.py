@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.errors import BatchError, ConfigError
-from penstock.parallel.data.replica_checks import digest
+from penstock.runtime.batch.digests import batch_digest
 from penstock.runtime.batch.work import LocalBatch, StepOptions
-from penstock.runtime.copies.replica_check import checksums
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, split_batch
 
 Reduction = str | Callable[[object], object]
 """``"mean"``, ``"sum"``, or a function from a microbatch's target to its weight."""
-
-
-COMPARED_STEPS = 3
-"""First training steps in which the processes of a pipeline compare the batches they were given."""
-
-
-def digest_of(values: Iterable[object]) -> int | None:
-    """Return a digest of the tensors in some values; None if there is no plain tensor."""
-    leaves = [leaf for value in values for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
-    plain = [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_nested]
-    return digest(repr(checksums(plain)).encode()) if plain else None
 
 
 def require_reduction(reduction: object) -> Reduction:
@@ -72,6 +60,7 @@ class BatchSplitter:
         reduction: "mean", "sum" or a function, by which the microbatches' losses are reduced.
         routes: routes of the named values that the layers take.
         holds_first, holds_last: whether this process holds the first and the last stage.
+        compares: whether other processes should have been given the same batch, to be compared in every step.
     """
 
     def __init__(
@@ -84,6 +73,7 @@ class BatchSplitter:
         routes: ValueRoutes,
         holds_first: bool,
         holds_last: bool,
+        compares: bool,
     ) -> None:
         self.microbatches = microbatches * replicas
         self.local = slice(replica * microbatches, (replica + 1) * microbatches)
@@ -91,6 +81,7 @@ class BatchSplitter:
         self.reduction = reduction
         self.routes = routes
         self.holds_first, self.holds_last = holds_first, holds_last
+        self.compares = compares
 
     def split(self, x: object, y: object, named: Mapping[str, object], options: StepOptions) -> LocalBatch:
         """Split a step's batch into microbatches, and keep this pipeline's.
@@ -131,14 +122,9 @@ class BatchSplitter:
             tuple(rows_in[local]),
             tuple(rows_out[local]),
             local.start,
-            self._digest(x, y, options),
-        )
-
-    def _digest(self, x: object, y: object, options: StepOptions) -> int | None:
-        alone = self.holds_first and self.holds_last
-        if alone or not options.trains or options.number >= COMPARED_STEPS or x is None or y is None:
-            return None
-        return digest_of((x, y))
+            None if not self.compares or x is None or y is None
+            else batch_digest((x, y), options.number, options.trains),
+        )  # fmt: skip
 
     def _with_named(
         self, inputs: Sequence[object], rows_in: Sequence[int], named: Mapping[str, object]

@@ -46,8 +46,7 @@ class LocalBatch:
         weights: weights of the microbatches' losses.
         rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
-        digest: digest of the batch that this process was given, if the pipeline's other processes may have been given
-            another one.
+        digest: digest of the batch that this process was given, if other processes may have been given another one.
     """
 
     inputs: Sequence[object] = ()

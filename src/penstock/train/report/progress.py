@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Self
 
 from rich.console import Console
@@ -52,22 +54,22 @@ class Bar(Reporter):
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
-            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-            TextColumn("bubble {task.fields[bubble]:.1%}"),
+            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[measured]}"),
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("", total=steps, loss=float("nan"), speed=0.0, bubble=0.0)
+        self._task = self._bar.add_task("", total=steps, loss="", measured="")
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
     def step(self, done: int, loss: float) -> None:
-        self._bar.update(self._task, completed=done, loss=loss)
+        self._bar.update(self._task, completed=done, loss=f"loss {loss:.4f}")
 
     def measured(self, done: int, loss: float, tokens_per_second: float, bubble: float) -> None:
-        self._bar.update(self._task, completed=done, loss=loss, speed=tokens_per_second, bubble=bubble)
+        measured = f"{tokens_per_second:,.0f} tokens/s  bubble {bubble:.1%}"
+        self._bar.update(self._task, completed=done, loss=f"loss {loss:.4f}", measured=measured)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -77,9 +79,14 @@ class Bar(Reporter):
         self._bar.stop()
 
 
-def reporter(steps: int, *, leads: bool, to_stderr: bool = False) -> Reporter:
-    """Return a silent reporter for a rank that does not lead, a bar on a terminal, and lines elsewhere."""
+def reporter(
+    steps: int, *, leads: bool, to_stderr: bool = False, env: Mapping[str, str] = os.environ
+) -> Reporter:
+    """Return a silent reporter for a rank that does not lead, a bar on a terminal, and lines elsewhere.
+
+    ``mpirun`` gives its processes a terminal even if its own output goes to a file, so they write lines.
+    """
     if not leads:
         return Reporter()
-    console = Console(stderr=to_stderr)
+    console = Console(stderr=to_stderr, force_terminal=False if "OMPI_COMM_WORLD_RANK" in env else None)
     return Bar(console, steps) if console.is_terminal else Lines(console, steps)

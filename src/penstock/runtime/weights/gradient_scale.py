@@ -1,0 +1,75 @@
+"""A check that a program scales the gradients alike on all ranks, between a step and the update.
+
+``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters that it is given. In processes these are the ones of the
+process's own stages, so every rank would scale its gradients by another factor. `Pipeline.clip_grad_norm_` takes the norm
+over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from penstock.parallel.dtensor import local
+
+_GRADIENTS, _NUMBERS = 2, 16  # how many gradients are watched, and how many numbers of each
+_LARGEST = 2**20  # numbers of the largest gradient that may be kept alive until the next step
+_DISTINCT = (
+    4  # magnitudes that a common factor is read from: clipped values may look scaled if they are fewer
+)
+_SPREAD = 1.02  # of the factor over the numbers of a gradient, which may be bfloat16
+_FIRST, _EVERY = (
+    20,
+    100,
+)  # steps in which gradients on a device are watched, since reading them has to wait for it
+
+
+class GradientScale:
+    """The factor by which a program scaled this rank's gradients since the last step.
+
+    Args:
+        parameters: parameters of this rank's stages.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        unique = {id(p): p for p in parameters if _DISTINCT <= p.numel() <= _LARGEST}
+        self._parameters = sorted(unique.values(), key=lambda p: p.numel())
+        self._seen: list[tuple[Tensor, int, list[float]]] = []
+
+    def remember(self, number: int) -> None:
+        """Note some gradients at the end of a training step, by the number of steps before it."""
+        with_grad = (
+            p.grad for p in self._parameters if p.grad is not None and p.grad.layout is torch.strided
+        )
+        grads = list(islice(with_grad, _GRADIENTS))
+        waits = any(grad.device.type != "cpu" for grad in grads)
+        if waits and number >= _FIRST and number % _EVERY:
+            grads = []
+        self._seen = [(grad, grad._version, _numbers(grad)) for grad in grads]
+
+    def factor(self) -> float | None:
+        """Return the factor, 1.0 if nothing was scaled; None if it cannot be told. Gradients are let go."""
+        seen, self._seen = self._seen, []
+        if all(grad._version == version for grad, version, _ in seen):
+            return 1.0 if seen else None
+        return _common_factor(
+            [pair for grad, _, before in seen for pair in zip(before, _numbers(grad), strict=False)]
+        )
+
+
+def _numbers(grad: Tensor) -> list[float]:
+    numbers: list[float] = local(grad.detach()).reshape(-1)[:_NUMBERS].double().tolist()
+    return numbers
+
+
+def _common_factor(pairs: list[tuple[float, float]]) -> float | None:
+    """Return the one factor between the numbers of all pairs; None if there is none, or too few numbers tell it."""
+    usable = [(a, b) for a, b in pairs if a and math.isfinite(a) and math.isfinite(b)]
+    if len({abs(a) for a, _ in usable}) < _DISTINCT:
+        return None
+    ratios = [b / a for a, b in usable]
+    return ratios[0] if min(ratios) > 0 and max(ratios) <= min(ratios) * _SPREAD else None

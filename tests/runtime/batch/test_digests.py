@@ -1,0 +1,89 @@
+"""Processes that are given different batches refuse the step, whichever step it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import PenstockError
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.batch.digests import FULL_STEPS, batch_digest, digest_of, sample_digest_of
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from penstock.stage.values import Microbatches
+from tests.support import plain
+
+STEPS = FULL_STEPS + 3
+
+
+def each_rank_drifts(rank: int, mesh: MeshShape) -> list[str]:
+    """Return what became of equal steps, a different one among them, and two evaluations, of which one is different."""
+    texts = []
+    options = {"microbatches": 2, "mesh": mesh, "timeout": 300}
+    with Pipeline(plain.model(4), nn.functional.mse_loss, **options) as pipe:
+        calls = [(pipe.step, 0)] * (STEPS - 1) + [(pipe.step, rank), (pipe.step, 0)]
+        for call, seed in [*calls, (pipe.evaluate, rank), (pipe.evaluate, 0)]:
+            try:
+                call(*plain.batch(seed, 8))
+                texts.append("ok")
+            except PenstockError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(2, 1, 1), MeshShape(1, 2, 1), MeshShape(1, 1, 2)], ids=str)
+def test_a_loader_that_drifts_after_the_first_steps_is_refused_in_training_and_evaluation(
+    processes: LocalProcesses, mesh: MeshShape
+):
+    for texts in processes.run(mesh.ranks, each_rank_drifts, mesh):
+        odd = [text for text in texts if text != "ok"]
+        assert [n for n, text in enumerate(texts) if text != "ok"] == [STEPS - 1, STEPS + 1]
+        for text, number in zip(odd, (STEPS, STEPS + 2), strict=True):
+            assert text.startswith(f"BatchError: step {number}: the processes were given different batches")
+
+
+def each_rank_has_what_it_needs(rank: int) -> list[float]:
+    with Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=2, ranks=2, timeout=300) as pipe:
+        batches = [plain.batch(step, 8) for step in range(STEPS)]
+        return [pipe.step(*((x, None) if rank == 0 else (None, y))).loss for x, y in batches]
+
+
+def test_ranks_that_are_given_only_what_they_need_are_not_compared(processes: LocalProcesses):
+    first, second = processes.run(2, each_rank_has_what_it_needs)
+    assert first == second
+
+
+def test_all_bytes_count_at_first_and_a_sample_later():
+    x, y = torch.randn(8, 5000), torch.arange(8)
+    changed = x.clone()
+    changed[3, 17] += 1
+    digests = [[batch_digest((each, y), number, True) for each in (x, changed)] for number in (0, FULL_STEPS)]
+    assert digests[0][0] == digest_of((x, y)) != digests[0][1]
+    assert digests[1][0] == sample_digest_of((x, y))
+    assert batch_digest((x, y), 0, False) == sample_digest_of((x, y))
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 3, 32, 32), (100_000,), (5000, 1), (1, 1, 9000), (7, 0), (), (2, 5000, 3)], ids=str
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
+)
+def test_a_sample_tells_shuffled_rows_apart_and_equal_tensors_not(shape: tuple[int, ...], dtype: torch.dtype):
+    x = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
+    found = sample_digest_of((x,))
+    assert found is not None
+    assert found == sample_digest_of((x.clone(),))
+    assert found == sample_digest_of((x.unsqueeze(-1).expand(*x.shape, 2)[..., 0],))  # not contiguous
+    assert found != sample_digest_of((x.unsqueeze(0),))
+    if x.dim() and len(x) > 1 and x.numel():
+        assert found != sample_digest_of((x.flip(0),))
+
+
+def test_what_is_no_plain_tensor_is_not_compared():
+    x, y = plain.batch(0, 8)
+    assert sample_digest_of((None, "text")) is None
+    assert sample_digest_of((Microbatches((x, y)), {"a": y})) is not None
+    assert sample_digest_of((torch.tensor([1 + 2j]).conj(), torch.empty(0))) is not None
+    assert sample_digest_of((x.to("meta"), y), 1) is None
