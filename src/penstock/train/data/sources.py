@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, DataError
+from penstock.plural import plural
 from penstock.train.config.sections.data_section import DataConfig
 from penstock.train.data.corpus import Corpus, divide, open_corpus
 from penstock.train.data.digest import Digestible, Joined
@@ -214,7 +215,7 @@ def _of_corpora(
         (training, held_out),
         training,
         next((path for path in files.paths if path.suffix != ".npy"), None),
-        f"{len(training.documents)} training files with {len(training):,} {tokenizer.unit}s",
+        f"{plural(len(training.documents), 'training file')} with {len(training):,} {tokenizer.unit}s",
         (),
     )
 
