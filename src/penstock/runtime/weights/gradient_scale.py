@@ -16,16 +16,20 @@ from torch import Tensor, nn
 
 from penstock.parallel.dtensor import local
 
-_GRADIENTS, _NUMBERS = 2, 16  # how many gradients are watched, and how many numbers of each
-_LARGEST = 2**20  # numbers of the largest gradient that may be kept alive until the next step
-_DISTINCT = (
-    4  # magnitudes that a common factor is read from: clipped values may look scaled if they are fewer
-)
-_SPREAD = 1.02  # of the factor over the numbers of a gradient, which may be bfloat16
-_FIRST, _EVERY = (
-    20,
-    100,
-)  # steps in which gradients on a device are watched, since reading them has to wait for it
+_GRADIENTS, _NUMBERS = 2, 16
+"""Gradients that are watched, and numbers of each."""
+
+_LARGEST = 2**20
+"""Numbers of the largest gradient that may be kept alive until the next step."""
+
+_DISTINCT = 4
+"""Magnitudes that a common factor is read from: of fewer, gradients clipped by value may look scaled."""
+
+_SPREAD = 1.02
+"""Largest ratio between factors that count as one, since gradients may be bfloat16."""
+
+_FIRST, _EVERY = 20, 100
+"""Steps in which gradients on a device are watched, since reading them waits for it: the first, then every n-th."""
 
 
 class GradientScale:
@@ -36,7 +40,8 @@ class GradientScale:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        unique = {id(p): p for p in parameters if _DISTINCT <= p.numel() <= _LARGEST}
+        real = (p for p in parameters if p.is_floating_point())
+        unique = {id(p): p for p in real if _DISTINCT <= p.numel() <= _LARGEST}
         self._parameters = sorted(unique.values(), key=lambda p: p.numel())
         self._seen: list[tuple[Tensor, int, list[float]]] = []
 
