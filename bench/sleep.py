@@ -38,6 +38,8 @@ from penstock.stage.values import Message
 from penstock.trace.bubbles import makespan
 
 FORWARD = INPUT = WEIGHT = 0.004
+SPREAD = 0.15
+"""Seconds in which all ranks have left a collective, at the longest latency that is measured."""
 SIZES = {"4 KB": 1024, "4 MB": 1 << 20}
 SCHEDULE_NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
@@ -147,7 +149,8 @@ def ours(rank: int, name: str, ranks: int, microbatches: int, elements: int, rou
 
 
 def step_seconds(pipe: Pipeline, x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return seconds of a step from the first op's start to the last op's end over all ranks."""
+    """Return seconds of a step from the first op's start to the last op's end over all ranks, which begin it together."""
+    _meet(pipe)
     pipe.step(x, y)
     trace = pipe.trace()
     begin = trace.info["origin"]
@@ -155,6 +158,12 @@ def step_seconds(pipe: Pipeline, x: torch.Tensor, y: torch.Tensor) -> float:
     if pipe.in_processes:  # perf_counter is one clock for all processes of a machine
         dist.all_reduce(ends, dist.ReduceOp.MIN)
     return -ends[1].item() - ends[0].item()
+
+
+def _meet(pipe: Pipeline) -> None:
+    """Wait until one moment on every rank: ranks leave a collective at times that differ by more than a link's latency."""
+    if pipe.world is not None:  # perf_counter is one clock for all processes of a machine
+        nap_until(max(pipe.world.exchange_all(time.perf_counter(), action="begin a step")) + SPREAD)
 
 
 def peer(rank: int, name: str, ranks: int, microbatches: int, elements: int, rounds: int) -> list[float]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
     from penstock.checkpoint.dcp.dcp_read import read_dcp as read_dcp
     from penstock.errors import BatchError as BatchError
+    from penstock.errors import CallOrderError as CallOrderError
     from penstock.errors import ConfigError as ConfigError
     from penstock.errors import DataError as DataError
     from penstock.errors import HangError as HangError
@@ -87,6 +88,7 @@ _HOME = {
     "Callback": "penstock.train.callbacks.callback",
     "CallbackList": "penstock.train.callbacks.callback_list",
     "Checkpoints": "penstock.checkpoint.checkpoints",
+    "CallOrderError": "penstock.errors",
     "ConfigError": "penstock.errors",
     "DataError": "penstock.errors",
     "EndEvent": "penstock.train.callbacks.callback",

@@ -18,6 +18,7 @@
     │   ├── PeerError         another rank failed first; the message includes that rank's error
     │   └── WaitTimeoutError  a wait timed out
     │       └── HangError     a rank of this process hangs, and its thread cannot be ended
+    ├── CallOrderError       ranks that call step() and evaluate() in another order
     ├── ReplicaError         copies of one parameter or buffer have diverged
     └── StoppedError         the run stopped on request; its state is saved
 
@@ -120,6 +121,10 @@ class HangError(WaitTimeoutError):
 
     The message names the rank with its stage, op and microbatch; the stacks of all threads are on stderr.
     """
+
+
+class CallOrderError(PenstockError):
+    """Ranks that call step() and evaluate() in another order, or not all of them."""
 
 
 class ReplicaError(PenstockError):

@@ -18,6 +18,8 @@ import yaml
 from penstock.checkpoint.find import FOLDER, steps_in
 from penstock.huggingface import weights
 from penstock.train.config.file import dump
+from tests.support import commands
+from tests.support.commands import finish
 from tests.support.launchers import free_port
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import lines
@@ -79,16 +81,13 @@ def require_same(run: Path, other: Path) -> None:
 
 
 def require_done(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=180)
+    out = finish(process, 240)
     assert process.returncode == 0, out
     return out
 
 
 def start(command: list[str], root: Path, **more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, cwd=root, env=environment(root / "bin", **more), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    return commands.start(command, root, environment(root / "bin", **more))
 
 
 @TRAIN_JOB_MODELS
@@ -150,7 +149,7 @@ def test_a_pod_of_the_trainjob_stopped_by_sigterm_is_resumed_by_its_next_start(r
         while not list(steps_in(run / FOLDER)) and first.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
-        out, _ = first.communicate(timeout=60)
+        out = finish(first, 120)
     finally:
         first.kill()
     assert first.returncode != 0, out
@@ -218,7 +217,7 @@ def test_mpirun_of_open_mpi_needs_no_address_on_one_machine(root: Path, threads:
 def test_mpiexec_of_mpich_is_refused_on_every_rank_until_it_has_an_address(root: Path, threads: Path):
     train = ["penstock", "train", "my.toml", f"train.folder={root}", "train.name=mpich"]
     refused = start([str(HYDRA), "-n", "2", *train], root)
-    out, _ = refused.communicate(timeout=120)
+    out = finish(refused, 120)
     assert refused.returncode != 0
     assert out.count("PMI started 2 processes, but does not say where they meet") == 2
     assert "mpiexec -genv MASTER_ADDR 127.0.0.1" in out

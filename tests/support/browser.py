@@ -67,6 +67,7 @@ class Browser:
 
     def open_url(self, url: str) -> None:
         """Open a page and wait until it is drawn."""
+        self.driver.get("about:blank")  # so that the page before asks for nothing more
         for kind in ("browser", "performance"):
             self.driver.get_log(kind)
         self.driver.get(url)

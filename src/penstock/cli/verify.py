@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.output import table_console
+from penstock.current_folder import current_folder_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,14 +98,15 @@ def command(
         for name in names
     ]
     transports = ["threads", "processes"] if transport == "both" else [transport]
-    sys.path.insert(0, "")  # so that a module in the current folder can be imported
     runs = [
         verify(
             model, chosen, [p], sorted(set(microbatches or (p, 2 * p, 7))), transports=transports, steps=steps
         )
         for p in ranks
     ]
-    if _show(chain.from_iterable(runs), as_json):
+    with current_folder_first():
+        bad = _show(chain.from_iterable(runs), as_json)
+    if bad:
         raise click.exceptions.Exit(1)
 
 

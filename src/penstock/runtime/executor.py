@@ -207,7 +207,7 @@ class Executor:
         refused = self.flow is None or self.flow.can_refuse()
         self.failure = Failure(self.rank, step, text, refused)
         if self.channel is not None:
-            self.channel.open(step)
+            self.channel.open(step, trains=self.trains)
             self.channel.fail(self.failure)
 
     def _begin(self, step: int, work: Work, attempt: int = 0) -> None:
@@ -217,7 +217,7 @@ class Executor:
         for stage in self.stages.values():
             stage.begin(work.options.number, work.batch.first)
         if self.channel is not None:
-            self.channel.open(step, attempt)
+            self.channel.open(step, attempt, self.trains)
 
     def _run_ops(self, start: int, stop: int) -> None:
         progress = self.progress

@@ -233,7 +233,7 @@ class Pipeline(PipelineModel):
             StageError: if a stage's own code failed on this rank.
             PeerError: if another rank failed first.
             WaitTimeoutError, HangError: if a wait exceeds the timeout, or a rank hangs.
-            ReplicaError: if copies differ.
+            CallOrderError, ReplicaError: if ranks run different calls, or copies differ.
         """
         return self._run(True, x, y, outputs, input_grads, named)
 
@@ -390,6 +390,8 @@ class Pipeline(PipelineModel):
             batches = [splitter.split(x, y, named, options) for splitter in self._splitters]
             works = self._engine.run(batches, options)
         self.steps += trains
+        if trains:
+            self._mark_trained()
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)

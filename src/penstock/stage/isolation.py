@@ -86,7 +86,9 @@ class Isolation:
             if leaf is not None and (name := self._foreign.get(id(leaf))) is not None:
                 raise PenstockError(
                     f"a layer uses the parameter {name} of another stage without owning it; register it in the layer, too "
-                    "(self.weight = other.weight), so that it is known as tied, or keep both layers on one stage (split=...)"
+                    "(self.weight = other.weight), so that it is known as tied, or keep both layers on one stage "
+                    "(split=...). For a penalty on weights, use the optimizer's weight_decay, or call penstock.add_loss in "
+                    "the layer"
                 )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import SplitError
+from penstock.stage.own_model.partly_trained import has_forward_hooks
 from penstock.stage.split_backward.functions import FunctionLayer, takes_a_value
 
 Role = Literal["embedding", "block", "head"]
@@ -165,11 +166,10 @@ def _require_plain(model: nn.Module) -> None:
         SplitError: if the container itself has a forward, hooks, parameters or buffers.
     """
     base = nn.Sequential if isinstance(model, nn.Sequential) else nn.ModuleList
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     extras = [
         *(["a forward"] if type(model).forward is not base.forward or "forward" in vars(model) else []),
         *(["a __call__"] if type(model).__call__ is not nn.Module.__call__ else []),
-        *(["hooks"] if any(getattr(model, name) for name in hooks) else []),
+        *(["hooks"] if has_forward_hooks(model) else []),
         *(f"parameter {name}" for name, _ in model.named_parameters(recurse=False)),
         *(f"buffer {name}" for name, _ in model.named_buffers(recurse=False)),
     ]

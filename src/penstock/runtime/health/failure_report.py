@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import (
+    CallOrderError,
     PeerError,
     ReplicaError,
     StageError,
@@ -53,6 +54,8 @@ def explain_error(
     if isinstance(error, ReplicaError):  # no single rank is at fault
         return error
     where = _where(rank, program, progress)
+    if isinstance(error, CallOrderError):
+        return CallOrderError(f"{error} (at {where})")
     if isinstance(error, TransportError):
         output = awaited_output(program, progress[ROW], progress[WAITS] - 1)
         awaited = f"; it was to send the output of {output}" if output else ""

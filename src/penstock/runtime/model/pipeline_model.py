@@ -8,11 +8,13 @@ from typing import Any, NoReturn, Self, SupportsIndex
 
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.model.given_to_processes import require_up_to_date
 from penstock.runtime.model.whole_state import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
+from penstock.stage.own_model.partly_trained import mark_trained, without_warning
 
 
 class PipelineModel:
@@ -36,6 +38,14 @@ class PipelineModel:
     ) -> None:
         self._parameters, self._modules, self._wait = parameters, modules, wait
         self._given, self._world = given, world
+        here = frozenset(name for name, _ in parameters.named_parameters())
+        elsewhere = given is not None and any(name not in here for name, _ in given.named_parameters())
+        self._trained_here = here if elsewhere and world is not None else None
+        try:
+            require_up_to_date(given, here, world)
+        except PenstockError:
+            self.close()
+            raise
 
     def wait(self) -> None:
         """Wait until the weights are final, since with ``flow=True`` the last update may still be undone.
@@ -90,7 +100,8 @@ class PipelineModel:
             for name, value in self._parameters.own_state().items()
         }
         state = own if self._world is None else gather_state(own, self._world, keeps)
-        return self._parameters.with_all_names(state, self._given) if keeps else {}
+        with without_warning(self._given):
+            return self._parameters.with_all_names(state, self._given) if keeps else {}
 
     @property
     def tied_names(self) -> dict[str, str]:
@@ -129,6 +140,11 @@ class PipelineModel:
         """
         self.wait()
         self._parameters.load_state_dict(state)
+
+    def _mark_trained(self) -> None:
+        """Let uses of the given model warn, if other processes train some of its layers."""
+        if self._given is not None and self._trained_here is not None:
+            mark_trained(self._given, self._trained_here)
 
     def zero_grad(self) -> None:
         """Set the gradients of this process's parameters to None."""

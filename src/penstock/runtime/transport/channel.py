@@ -54,12 +54,13 @@ class Channel(Protocol):
             patience: seconds to keep checking (default 0).
         """
 
-    def open(self, step: int, attempt: int = 0) -> None:
+    def open(self, step: int, attempt: int = 0, trains: bool = True) -> None:
         """Begin a step, and drop the messages that a failed step left.
 
         Args:
             step: number of the step.
             attempt: 1 if the step begins again after forwards that do not count, else 0 (default).
+            trains: True for a training step (default), False for an evaluation; all ranks must run the same.
         """
 
     def restart(self, peers: Iterable[int]) -> None:
@@ -77,6 +78,7 @@ class Channel(Protocol):
 
         Raises:
             PeerError: if a rank failed.
+            CallOrderError: if this rank trains while the other one evaluates, or the reverse.
             WaitTimeoutError: if no message arrives within the timeout.
         """
 

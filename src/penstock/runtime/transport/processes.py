@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import distributed as dist
 
-from penstock.errors import PeerError, TransportError
+from penstock.errors import CallOrderError, PeerError, TransportError
 from penstock.host import core_limits
 from penstock.runtime.health.peers import PeerRegistry, supported
 from penstock.runtime.health.rank_progress import WAITS, RankProgress
@@ -21,6 +21,9 @@ from penstock.stage.values import Message
 
 SWITCH = "PENSTOCK_SHARED_MEMORY"
 """Environment variable; ``0`` sends all messages through ``torch.distributed``."""
+
+_EVALUATION = 1 << 40
+"""Bit that the tags of an evaluation's messages have besides the row of the op."""
 
 
 class _Sender(Protocol):
@@ -84,10 +87,12 @@ class ProcessChannel:
                 self._in[peer] = GroupIncoming(
                     group, peer, slots, capacity, timeout, communicators.get((peer, rank))
                 )
+        self._rank = rank
         self.steps_flow = False
         self._forgiven = 0
         self.on_restart: Callable[[], None] = lambda: None
         self._attempt = 0  # two for each step; the second begins it again
+        self._kind = 0  # the bits that tags have besides the row
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
         self._ahead: dict[tuple[int, int], Message] = {}  # the same, of the step's second attempt
 
@@ -134,8 +139,9 @@ class ProcessChannel:
             for peer, edge in self._out.items()
         }
 
-    def open(self, step: int, attempt: int = 0) -> None:
+    def open(self, step: int, attempt: int = 0, trains: bool = True) -> None:
         before, self._attempt = self._attempt, 2 * step + attempt
+        self._kind = 0 if trains else _EVALUATION
         self._aside = self._ahead if attempt and before + 1 == self._attempt else {}
         self._ahead = {}
         self._peer_registry.report_error("")
@@ -149,10 +155,11 @@ class ProcessChannel:
 
     def send(self, peer: int, tag: int, message: Message) -> None:
         self.progress[WAITS] = peer + 1
-        self._out[peer].send(self._attempt, tag, message)
+        self._out[peer].send(self._attempt, tag | self._kind, message)
         self.progress[WAITS] = 0
 
     def recv(self, peer: int, tag: int) -> Message:
+        tag |= self._kind
         if (peer, tag) in self._aside:
             return self._aside.pop((peer, tag))
         self.progress[WAITS] = peer + 1
@@ -167,11 +174,20 @@ class ProcessChannel:
                 if content is not None:
                     self._ahead[peer, arrived] = content
                 self.on_restart()
+            elif content is not None and arrived & _EVALUATION != self._kind:
+                raise self._other_call(peer)
             elif arrived == tag and content is not None:
                 self.progress[WAITS] = 0
                 return content
             elif content is not None:
                 self._aside[peer, arrived] = content
+
+    def _other_call(self, peer: int) -> CallOrderError:
+        here, there = ("a training step", "an evaluation")[:: -1 if self._kind else 1]
+        return CallOrderError(
+            f"rank {self._rank} runs {here}, but rank {peer} runs {there}; call step() and evaluate() on every rank, in "
+            "the same order, not within `if rank == 0:`"
+        )
 
     @property
     def _oldest_failure(self) -> int:

@@ -46,7 +46,7 @@ class ThreadChannel:
         """Return None, since threads end only with their process."""
         return None
 
-    def open(self, step: int, attempt: int = 0) -> None:
+    def open(self, step: int, attempt: int = 0, trains: bool = True) -> None:
         self._aside.clear()
 
     def restart(self, peers: Iterable[int]) -> None:

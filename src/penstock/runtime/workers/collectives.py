@@ -167,7 +167,9 @@ class Collectives:
         missing = self.peer_registry.find_failed() or (visit.missing() if visit is not None else "")
         text = f"waited {seconds:g} s for the other processes, to {action}"
         error = WaitTimeoutError(
-            f"{text}: {missing}" if missing else f"{text}; one of them failed, or is slow"
+            f"{text}: {missing}"
+            if missing
+            else f"{text}; one of them failed, is slow, or does not make this call"
         )
         dump_stacks(str(error))
         error.shown = True

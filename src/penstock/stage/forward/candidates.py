@@ -14,6 +14,7 @@ from penstock.stage.forward.hoisting import Numbered, first_call
 from penstock.stage.forward.iteration import rounds, specialised
 from penstock.stage.forward.liveness import assigned
 from penstock.stage.forward.module_uses import Frame, analyse, chain_value
+from penstock.stage.own_model.partly_trained import has_forward_hooks
 
 
 @dataclass
@@ -93,10 +94,7 @@ def candidate_in(
     count_of = sum(p.numel() for p in {id(p): p for p in module.parameters()}.values())
     if type(module) is not nn.Sequential:
         return Candidate(position, count_of if _has_blocks(module) else 0, [], call, module, path)
-    new_hooks = any(
-        getattr(module, f"_{n}") for n in ("forward_hooks", "forward_pre_hooks", "backward_hooks")
-    )
-    if new_hooks:
+    if has_forward_hooks(module):
         raise frame.source.refusal(
             call, "it calls an nn.Sequential with hooks, which would be lost", "remove them"
         )

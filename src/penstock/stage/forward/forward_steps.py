@@ -20,6 +20,7 @@ from penstock.stage.forward.iteration import UNKNOWN, constants, specialised, st
 from penstock.stage.forward.liveness import assigned, own_returns
 from penstock.stage.forward.module_uses import Frame, Uses, analyse
 from penstock.stage.forward.no_blocks import no_blocks
+from penstock.stage.own_model.partly_trained import has_forward_hooks
 
 LEAST_SHARE = 0.25
 """Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
@@ -68,10 +69,7 @@ def new_frame(module: nn.Module, path: str = "", call: int = 0, outer: Frame | N
     extras = {
         "a __call__ of its own": kind.__call__ is not nn.Module.__call__,
         "another forward than its class": "forward" in vars(module),
-        "hooks": any(
-            getattr(module, f"_{name}")
-            for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-        ),
+        "hooks": has_forward_hooks(module),
         "been compiled": hasattr(module, "_orig_mod") or module._compiled_call_impl is not None,
     }
     if has := [name for name, there in extras.items() if there]:

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import SplitError
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from penstock.stage.own_model.partly_trained import has_forward_hooks
 
 
 class UnchangedModel:
@@ -50,7 +49,7 @@ class UnchangedModel:
             if not _same(attributes.get(name), value):
                 raise _changed(path, name)
         for path, module in self._above:
-            if any(vars(module)[hooks] for hooks in _HOOKS):
+            if has_forward_hooks(module):
                 raise _changed(path, "a hook")
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
+from penstock.current_folder import current_folder_first
 from penstock.errors import ConfigError, first_line
 from penstock.train.callbacks.callback import Callback
 from penstock.train.callbacks.mlflow_callback import MLflow
@@ -52,7 +51,7 @@ def _load(name: str) -> list[Callback]:
     module_name, _, attribute = name.partition(":")
     where = f"train.callbacks names {name}, but"
     try:
-        with _current_folder_first():
+        with current_folder_first():
             function = importlib.import_module(module_name)
             for part in attribute.split("."):
                 function = getattr(function, part)
@@ -82,14 +81,3 @@ def _load(name: str) -> list[Callback]:
     if not all(isinstance(each, Callback) for each in callbacks):
         raise ConfigError(f"{where} it returned {made!r:.80}; return a penstock.Callback or a list of them")
     return callbacks
-
-
-@contextmanager
-def _current_folder_first() -> Iterator[None]:
-    """Import from the current folder, as ``python -m`` does and the ``penstock`` script does not."""
-    before = list(sys.path)
-    sys.path.insert(0, "")
-    try:
-        yield
-    finally:
-        sys.path[:] = before
