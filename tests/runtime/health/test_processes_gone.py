@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,9 @@ from penstock.runtime.health.hang import HUNG
 from penstock.runtime.health.peers import supported
 from penstock.runtime.start.meeting import STORE
 
-ROOT = Path(__file__).parents[3]
+PRELOADED = ["penstock.runtime.pipeline", "torch._dynamo"]
+"""What a pool of processes preloads: the first one in a process of tests decides for all."""
+
 pytestmark = pytest.mark.skipif(not supported(), reason="needs Linux on x86-64")
 
 # Four layers on so many ranks, or on half as many in two replicas. In its second step one rank does something to itself: in
@@ -100,27 +102,43 @@ def run(
         STORE: str(tmp_path / "store"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", VICTIM, str(victim), act, at, str(dp), str(timeout)]
+    arguments = [str(victim), act, at, str(dp), str(timeout)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    outputs = [(tmp_path / f"out{rank}", tmp_path / f"err{rank}") for rank in range(ranks)]
     started = [
-        subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank)} | more,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        context.Process(
+            target=become, args=(arguments, environment | {"RANK": str(rank)} | more, *outputs[rank])
         )
         for rank in range(ranks)
     ]
     try:
-        others = [p for rank, p in enumerate(started) if rank != victim]
-        told = {id(p): p.communicate(timeout=120) for p in others}
-        started[victim].send_signal(signal.SIGKILL if act == "stop" else 0)
-        told[id(started[victim])] = started[victim].communicate(timeout=60)
-        return [Ended(p.returncode, *told[id(p)]) for p in started]
+        for process in started:
+            process.start()
+        for rank, process in enumerate(started):
+            process.join(120 if rank != victim else 0)
+        if act == "stop":
+            started[victim].kill()
+        started[victim].join(60)
+        codes = [process.exitcode for process in started]
+        assert None not in codes, f"did not end: {codes}"
+        return [
+            Ended(code, out.read_text(), err.read_text())
+            for code, (out, err) in zip(codes, outputs, strict=True)
+        ]
     finally:
         for process in started:
             process.kill()
+
+
+def become(arguments: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
+    """Run the victim's program in this forked process, as a command with its own environment and output."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv[1:] = arguments
+    exec(compile(VICTIM, "victim", "exec"), {"__name__": "__main__"})
 
 
 def said(ended: Sequence[Ended], victim: int) -> list[str]:
