@@ -14,6 +14,7 @@ import penstock
 import penstock.plan
 from penstock.cli import COMMANDS
 from penstock.schedule.families import FAMILIES
+from tests.support.browser import browser
 from tests.support.documentation import DOCS, ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -62,3 +63,18 @@ def test_a_notebook_ran_and_shows_its_outputs(name: str, site: Path):
     assert "Traceback" not in text
     assert "not found" not in text
     assert next((site / "_downloads").rglob(f"{name}.ipynb")).stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_text_ends_within_the_screen_at_every_width(site: Path):
+    ends = "return [document.querySelector('article').getBoundingClientRect().right, document.documentElement.clientWidth]"
+    with browser() as chromium:
+        for width in (360, 400, 800, 1000, 1200, 1250, 1300, 1400, 1600, 1650, 1920):
+            chromium.driver.execute_cdp_cmd(
+                "Emulation.setDeviceMetricsOverride",
+                {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+            )
+            chromium.driver.get((site / "models.html").as_uri())
+            article, screen = chromium.run(ends)
+            # Furo leaves an em to each side at least; without it, the page scrolls sideways.
+            assert article + 16 <= screen, f"at {width} pixels the text ends at {article}, of {screen}"
