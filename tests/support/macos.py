@@ -12,7 +12,9 @@ import sys
 import sysconfig
 from contextlib import suppress
 
-GONE = ("memfd_create", "pidfd_open", "pipe2", "sched_getaffinity", "sched_setaffinity", "waitid", "preadv2")
+GONE = ("memfd_create", "pidfd_open", "pipe2", "sched_getaffinity", "sched_setaffinity", "preadv2")
+if sys.version_info < (3, 13):  # from then on, macOS has it
+    GONE += ("waitid",)
 HIDDEN = ("/proc", "/sys")
 _EVENTS = {"open", "os.listdir", "os.scandir"}
 
