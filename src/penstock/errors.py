@@ -18,7 +18,7 @@
     │   ├── PeerError         another rank failed first; the message includes that rank's error
     │   └── WaitTimeoutError  a wait timed out
     │       └── HangError     a rank of this process hangs, and its thread cannot be ended
-    ├── CallOrderError       ranks that call step() and evaluate() in another order
+    ├── CallOrderError       ranks that do not call step() and evaluate() in the same order
     ├── ReplicaError         copies of one parameter or buffer have diverged
     └── StoppedError         the run stopped on request; its state is saved
 
@@ -124,7 +124,10 @@ class HangError(WaitTimeoutError):
 
 
 class CallOrderError(PenstockError):
-    """Ranks that call step() and evaluate() in another order, or not all of them."""
+    """Ranks that do not all call ``step`` and ``evaluate`` in the same order.
+
+    The rank that notices raises it; the others raise a `PeerError` with its text.
+    """
 
 
 class ReplicaError(PenstockError):
