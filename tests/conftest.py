@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,10 +16,6 @@ from tests.support.children import end_with_this_process
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("exploring", deadline=None, print_blob=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "exploring")
-
-UNTIL = "SLOW_TESTS_BEGIN_UNTIL"
-"""Environment variable; a slow test does not begin after this time, in seconds since 1970."""
-TIME_UP = f"not begun: it is later than {UNTIL}"
 
 
 def pytest_configure() -> None:
@@ -35,21 +30,6 @@ def pytest_configure() -> None:
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Bytes are named by argument: packed ones hold the time, and all workers must collect the same names."""
     return argname if isinstance(val, bytes) else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip slow tests for which there is no time, before their fixtures are made."""
-    if item.get_closest_marker("slow") and time.time() > float(os.environ.get(UNTIL, "inf")):
-        pytest.skip(TIME_UP)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the slow tests that were not begun."""
-    skipped = terminalreporter.stats.get("skipped", [])
-    for report in skipped:
-        if TIME_UP in str(report.longrepr):
-            terminalreporter.write_line(f"NOT BEGUN {report.nodeid}")
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import mmap
-import multiprocessing
 import os
 import resource
 import shutil
@@ -31,6 +30,7 @@ from typing import Any
 from bench.compare import Figures, main
 from bench.faults.samples import KINDS
 from penstock.errors import PenstockError
+from penstock.runtime.workers.pool import process_context
 
 SECONDS = 30.0
 """That a case may take."""
@@ -69,8 +69,7 @@ class _TooLong(BaseException):
 def fuzz(kind: str, numbers: Iterable[int], seed: int = 0) -> Outcome:
     """Read the cases with these numbers, in a process that is replaced when it ends."""
     found, waiting = Outcome(kind), list(numbers)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.faults.samples", "torch._dynamo"])  # seconds, once for all kinds
+    context = process_context()  # imports torch once for all kinds
     with tempfile.TemporaryDirectory(prefix="penstock-fuzz-", ignore_cleanup_errors=True) as place:
         while waiting:
             ours, theirs = context.Pipe()

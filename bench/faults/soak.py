@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,8 @@ SETTINGS: dict[str, object] = {
     "train.eval_every": 1_000_000,
 }
 ACTIONS = ("kill", "stop", "delay")
-QUICK: dict[str, object] = {**SETTINGS, "model.width": 64, "model.hidden": 128, "data.sequence": 64}
 QUICK_STEPS, QUICK_FAULTS, QUICK_EVERY = 100, 2, 8.0
-"""With ``--quick``: no more faults than restarts are allowed without a newer checkpoint, and so far apart that a stopped
-rank is named before another one is stopped: nobody would name them if all were."""
+"""With ``--quick``: no more faults than restarts are allowed without a newer checkpoint."""
 
 DELAY = 2.0
 """Seconds: shorter than the timeout, so that a delay alone ends nothing."""
@@ -56,23 +53,18 @@ def calibrate(root: Path) -> float:
     return float(times[-1] - times[20]) / (len(times) - 21)
 
 
-def victim(root: Path, steps: int, restarts: int, settings: Mapping[str, object]) -> Victim:
+def victim(root: Path, steps: int, restarts: int) -> Victim:
     """Return a run of so many steps."""
     return Victim(
-        root, processes=PROCESSES, restarts=restarts, settings={**settings, "train.steps": steps}
+        root, processes=PROCESSES, restarts=restarts, settings={**SETTINGS, "train.steps": steps}
     ).start()
 
 
 def run(
-    root: Path,
-    steps: int,
-    chance: random.Random | None,
-    every: float = 30.0,
-    faults: float = math.inf,
-    settings: Mapping[str, object] = SETTINGS,
+    root: Path, steps: int, chance: random.Random | None, every: float = 30.0, faults: float = math.inf
 ) -> Ended:
     """Run to the end, with a fault every so many seconds if possible, up to a number of faults."""
-    started = victim(root, steps, 3, settings)
+    started = victim(root, steps, 3)
     if chance is None:
         return started.wait(7200.0)
     began, number, struck = time.monotonic(), 0, 0
@@ -124,7 +116,7 @@ def clean_run(root: Path, minutes: float, quick: bool) -> tuple[int, dict[str, b
     if not (found := weights(folder)):
         # Restarts and steps done again take time as well: about two thirds are left for steps.
         steps = QUICK_STEPS if quick else int(40 * minutes / calibrate(root / "calibrated"))
-        found = weights(run(root / "clean", steps, None, settings=QUICK if quick else SETTINGS).folder)
+        found = weights(run(root / "clean", steps, None).folder)
     return load(folder / "config.toml").train.steps, found
 
 
@@ -132,8 +124,7 @@ def soak(root: Path, minutes: float, every: float, seed: int, quick: bool) -> di
     """Run clean, then disturbed."""
     steps, wanted = clean_run(root, minutes, quick)
     shutil.rmtree(root / "disturbed", ignore_errors=True)
-    faults, settings = (QUICK_FAULTS, QUICK) if quick else (math.inf, SETTINGS)
-    ended = run(root / "disturbed", steps, random.Random(seed), every, faults, settings)
+    ended = run(root / "disturbed", steps, random.Random(seed), every, QUICK_FAULTS if quick else math.inf)
     found, seconds, each = weights(ended.folder), ended.over - ended.began, seconds_a_step(ended)
     return {
         "steps": steps,

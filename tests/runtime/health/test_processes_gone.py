@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,9 +14,7 @@ import pytest
 from penstock.runtime.health.hang import HUNG
 from penstock.runtime.health.peers import supported
 from penstock.runtime.start.meeting import STORE
-
-PRELOADED = ["penstock.runtime.pipeline", "torch._dynamo"]
-"""What a pool of processes preloads: the first one in a process of tests decides for all."""
+from penstock.runtime.workers.pool import process_context
 
 pytestmark = pytest.mark.skipif(not supported(), reason="needs Linux on x86-64")
 
@@ -103,8 +100,7 @@ def run(
         "OMP_NUM_THREADS": "1",
     }
     arguments = [str(victim), act, at, str(dp), str(timeout)]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = process_context()
     outputs = [(tmp_path / f"out{rank}", tmp_path / f"err{rank}") for rank in range(ranks)]
     started = [
         context.Process(

@@ -147,7 +147,7 @@ class LocalProcesses:
     def _start(self) -> None:
         if self._workers:
             return
-        context = _context()
+        context = process_context()
         for _ in range(self.count):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -158,8 +158,11 @@ class LocalProcesses:
             self._workers.append((process, ours))
 
 
-def _context() -> Any:
-    """Return how processes are started: other systems' libraries do not all bear a fork, so they spawn."""
+def process_context() -> Any:
+    """Return the `multiprocessing` context of the workers: a fork server on Linux, and spawn elsewhere.
+
+    The server has imported torch and Penstock. Other systems' libraries do not all bear a fork.
+    """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
