@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from penstock.garbage import begin_loading, end_loading
 from tests.support.children import end_with_this_process
 
 # CI sees the same examples each time; elsewhere each run explores new ones, and prints how to repeat what fails.
@@ -20,11 +22,18 @@ settings.load_profile("repeatable" if os.environ.get("CI") else "exploring")
 
 def pytest_configure() -> None:
     """No process that a test starts outlives the tests, also where they are killed; each takes Ctrl-C."""
+    begin_loading()
     if sys.platform == "linux":
         end_with_this_process()
     # A shell starts what it runs in the background with SIGINT ignored, and so would be all that tests start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay to the end: no garbage collection looks through them again."""
+    gc.collect()
+    end_loading()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

@@ -25,6 +25,7 @@ from penstock.errors import (
     StoppedError,
     TransportError,
 )
+from penstock.garbage import begin_loading
 from penstock.launch.exit_codes import ExitCode, of_signal
 from penstock.launch.parent_death import record_failure
 
@@ -73,6 +74,7 @@ def group(ctx: click.Context) -> None:
 
 def main() -> None:
     """Run the command, and exit with one line and code 2 after bad input, with 1 after a failed run (see `ExitCode`)."""
+    begin_loading()
     try:
         # click returns the exit code that a command chose.
         code = group(prog_name="penstock", standalone_mode=False)

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.output import outlive_readers
+from penstock.garbage import end_loading
 from penstock.launch.parent_death import follow_launcher
 from penstock.plural import plural
 
 if TYPE_CHECKING:
     from penstock.train.config.config import Config
+    from penstock.train.report.progress import Reporter
 
 
 class _TrainCommand(click.Command):
@@ -187,10 +189,15 @@ def command(
         from penstock.train.auto_plan import choose_plan
 
         config = choose_plan(config, lambda line: click.echo(line, err=as_json))
+
+    def start_reporter(steps: int, leads: bool) -> Reporter:
+        end_loading()  # what the run needs is loaded: torch's optimizers were the last
+        return reporter(steps, leads=leads, to_stderr=as_json)
+
     with Interrupts(announce=not launched and (launch is None or launch.rank == 0)) as interrupts:
         outcome = train(
             config,
-            lambda steps, leads: reporter(steps, leads=leads, to_stderr=as_json),
+            start_reporter,
             profile=profile,
             stopping=interrupts.asked,
             lock=not launched,

@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock import host
 from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
+from penstock.garbage import end_loading
 from penstock.scratch import Scratch
 
 PROCESS_BYTES = 100_000_000
@@ -183,11 +184,15 @@ def _serve(connection: Connection, threads: int, environment: dict[str, str]) ->
     np.random.seed()
     os.environ["GLOO_SOCKET_IFNAME"] = host.loopback()
     torch.set_num_threads(threads)
+    modules = 0
     while True:
         try:
             function, rank, ranks, store, args = connection.recv()
         except (EOFError, OSError):
             return
+        if len(sys.modules) > modules:  # the function's module was imported, or the last call imported some
+            end_loading()
+            modules = len(sys.modules)
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
             dist.barrier()  # a quick rank must not close connections that another one is still opening
