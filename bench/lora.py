@@ -105,7 +105,8 @@ def measure(options: argparse.Namespace) -> Figures:
         base = write_base(root / "base", chats)
         settings = (
             "model.path=base data.path=chats.jsonl data.sequence=64 lora.rank=8 optim.lr=1e-3 "
-            f"train.steps={steps} train.log_every=1 train.checkpoint_every={steps} train.name=sums sample.length=0"
+            f"train.steps={steps} train.log_every=1 train.checkpoint_every={steps} train.name=sums "
+            "train.report=false sample.length=0"
         )
         command = f"penstock train --ranks 2 --set {settings}"
         yield f"$ {command}"

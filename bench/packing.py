@@ -47,7 +47,7 @@ class Contestant:
         }
 
         def config(batch: int) -> Config:
-            train = {"batch": batch, "folder": str(folder), "eval_batches": 1}
+            train = {"batch": batch, "folder": str(folder), "eval_batches": 1, "report": False}
             return from_mapping(
                 {"model": model, "data": data, "train": train, "schedule": {"microbatches": 1}}
             )

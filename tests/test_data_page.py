@@ -14,7 +14,7 @@ from penstock.cli import group
 from tests.support import records
 
 PAGE = Path(__file__).parents[1] / "docs" / "data.md"
-SHORT = ["train.steps=2", "train.batch=8", "train.eval_batches=1", "sample.length=4"]
+SHORT = ["train.steps=2", "train.batch=8", "train.eval_batches=1", "train.report=false", "sample.length=4"]
 
 
 @pytest.mark.slow

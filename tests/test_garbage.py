@@ -20,6 +20,7 @@ def a_cycle() -> weakref.ref[Node]:
 
 
 def test_collections_are_rare_while_loading_and_usual_afterwards():
+    end_loading()
     usual = gc.get_threshold()
     try:
         begin_loading()

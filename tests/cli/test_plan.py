@@ -351,6 +351,7 @@ def test_the_planned_run_trains(folder: Path, model: str):
     more = [
         "train.steps=2",
         "train.eval_batches=1",
+        "train.report=false",
         "sample.length=4",
         "train.name=planned",
     ]

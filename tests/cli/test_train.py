@@ -29,6 +29,7 @@ TINY = [
     "train.steps=2",
     "train.batch=4",
     "train.eval_batches=1",
+    "train.report=false",
     "sample.length=4",
 ]
 
@@ -40,7 +41,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
 
 def test_it_trains_and_tells_both_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text_folder(tmp_path)
-    result = run(tmp_path, monkeypatch, "train.name=first")
+    result = run(tmp_path, monkeypatch, "train.name=first", "train.report=true")
     assert result.exit_code == 0, result.output
     assert "step 2/2  loss " in result.output
     assert "held-out bits/byte: " in result.output

@@ -22,7 +22,7 @@ def text_folder(root: Path, files: int = 10) -> Path:
 
 
 def tiny(root: Path, text: Path, **sections: dict[str, object]) -> Config:
-    """A config that trains 3 steps of a model of 4 blocks; sections are put over it."""
+    """A config that trains 3 steps of a model of 4 blocks and draws no page; sections are put over it."""
     tables: dict[str, dict[str, object]] = {
         "model": {"width": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24},
         "data": {"path": str(text), "held_out": 0.2, "sequence": 12},
@@ -36,6 +36,7 @@ def tiny(root: Path, text: Path, **sections: dict[str, object]) -> Config:
             "folder": str(root / "runs"),
             "log_every": 1,
             "eval_batches": 2,
+            "report": False,
         },
         "sample": {"length": 8},
     }

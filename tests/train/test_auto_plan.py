@@ -85,6 +85,7 @@ def settings(folder: Path) -> list[str]:
         "train.name=run",
         "train.steps=2",
         "train.eval_batches=1",
+        "train.report=false",
         "sample.length=2",
     ]
     return [*run, "model.width=32", "model.layers=4", "model.hidden=64", "data.sequence=16", "train.batch=8"]

@@ -20,7 +20,7 @@ from tests.support.tiny_run import text_folder
 PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text()
 SMALL = (
     "train.batch=8", "schedule.microbatches=4", "data.sequence=12", "sample.length=4", "train.eval_batches=1",
-    "train.checkpoint_every=4", "runtime.threads=1",
+    "train.report=false", "train.checkpoint_every=4", "runtime.threads=1",
 )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def test_training_goes_on_and_ends_with_one_line(tmp_path: Path):
     shutil.rmtree(folder / "traces")
     (folder / "traces").touch()
     said = Said()
-    again = config_of(tmp_path, text, "full", 4, str(folder), train={"keep_last": 0})
+    again = config_of(tmp_path, text, "full", 4, str(folder), train={"keep_last": 0, "report": True})
     with (
         files_of_at_most(4_000),
         pytest.raises(PenstockError, match=rf"^cannot write the weights {folder / 'model.safetensors'}: "),

@@ -65,7 +65,7 @@ def test_training_by_an_own_schedule_is_the_unsplit_loop(tmp_path: Path):
 
 
 def test_a_run_leaves_a_complete_folder(tmp_path: Path):
-    config = tiny(tmp_path, text_folder(tmp_path), train={"eval_every": 2, "log_every": 2})
+    config = tiny(tmp_path, text_folder(tmp_path), train={"eval_every": 2, "log_every": 2, "report": True})
     torch.set_num_threads(3)
     outcome = train(config, quietly)
     assert torch.get_num_threads() == 3

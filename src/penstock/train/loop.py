@@ -67,7 +67,7 @@ class Outcome:
         tokens_per_second: trained tokens divided by the time of the steps alone.
         unit: name of a token: ``byte`` or ``token``.
         sample: the generated text, with its prompt.
-        report: path of the run's page; None where Bokeh is not installed.
+        report: path of the run's page; None without `train.report` or where Bokeh is not installed.
     """
 
     folder: str
@@ -267,7 +267,7 @@ def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
     run.metrics.write("final", **values_of(end))
     run.checkpointer.wait()
     run.callbacks.on_end(end)
-    page = write_page(path, reporter.say)
+    page = write_page(path, reporter.say) if run.config.train.report else None
     return Outcome(
         str(path),
         run.config.train.steps,

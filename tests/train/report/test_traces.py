@@ -11,7 +11,7 @@ import torch
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.show.run import read_run
+from penstock.show.run import read_run, write_report
 from penstock.trace.events import Trace
 from penstock.train.callbacks.callback import Callback
 from penstock.train.config.config import Config
@@ -59,7 +59,7 @@ def test_the_first_step_the_last_and_every_nth_are_kept(tmp_path: Path, every: i
 
 
 def test_a_run_ends_with_its_page(tmp_path: Path):
-    outcome = run(tiny(tmp_path, text_folder(tmp_path)))
+    outcome = run(tiny(tmp_path, text_folder(tmp_path), train={"report": True}))
     assert outcome.report == str(tmp_path / "runs" / "tiny" / "report.html")
     page = Path(outcome.report).read_text("utf-8")
     assert "<title>tiny</title>" in page
@@ -70,10 +70,19 @@ def test_a_run_ends_with_its_page(tmp_path: Path):
     assert "Not everything could be read" not in page
 
 
+def test_a_run_without_a_page_has_all_that_a_page_needs(tmp_path: Path):
+    outcome = run(tiny(tmp_path, text_folder(tmp_path), train={"report": False}))
+    assert outcome.report is None
+    folder = Path(outcome.folder)
+    assert not (folder / "report.html").exists()
+    page = write_report(read_run(folder), folder / "later.html").read_text("utf-8")
+    assert '<option value="1" selected>step 3</option>' in page
+
+
 def test_without_bokeh_a_line_says_how_to_get_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(traces, "find_spec", lambda name: None if name == "bokeh" else find_spec(name))
     told = Told()
-    outcome = run(tiny(tmp_path, text_folder(tmp_path)), told)
+    outcome = run(tiny(tmp_path, text_folder(tmp_path), train={"report": True}), told)
     folder = tmp_path / "runs" / "tiny"
     assert outcome.report is None
     assert told.lines[-1] == (
@@ -90,7 +99,7 @@ def in_a_process(rank: int, config: Config) -> Outcome | None:
 
 
 def test_processes_keep_one_trace_of_all_by_one_clock(tmp_path: Path, processes: LocalProcesses):
-    config = tiny(tmp_path, text_folder(tmp_path), runtime={"threads": 1})
+    config = tiny(tmp_path, text_folder(tmp_path), runtime={"threads": 1}, train={"report": True})
     leader, other = processes.run(2, in_a_process, config)
     assert other is None
     assert Path(leader.report).exists()
