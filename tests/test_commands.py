@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import finish, start
+from tests.support.commands import finish, python, start
 
 PARENT = """
 import subprocess, sys
@@ -39,3 +40,41 @@ def test_a_command_that_ends_gives_its_output(tmp_path: Path):
     process = start([sys.executable, "-c", "import os; print(os.getcwd())"], tmp_path, os.environ)
     assert finish(process, 60.0) == f"{tmp_path}\n"
     assert process.returncode == 0
+
+
+SCRIPT = """
+import atexit, os, sys
+import shown
+atexit.register(print, "at exit")
+print(os.getcwd(), sys.argv, __name__, shown.FROM, os.environ["TOLD"])
+print("a complaint", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_forked_command_is_as_one_that_was_started(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "shown.py").write_text("FROM = 'beside it'")
+    environment = {**os.environ, "TOLD": "by its environment"}
+    for words in (["script.py", "3"], ["-m", "script", "4"]):
+        forked = python(words, tmp_path, environment)
+        started = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert (forked.returncode, forked.stderr) == (started.returncode, started.stderr)
+        assert forked.stdout == started.stdout
+    merged = python(["script.py", "0"], tmp_path, environment, merged=True)
+    assert sorted(merged.stdout.splitlines()[1:]) == ["a complaint", "at exit"]
+
+
+def test_a_forked_command_that_hangs_fails_with_its_stack_and_leaves_no_process(tmp_path: Path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    with pytest.raises(AssertionError, match=r"did not end within 2 s") as caught:
+        python(["parent.py"], tmp_path, seconds=2.0)
+    shown = str(caught.value)
+    assert "waits_in_the_parent" in shown
+    child = next(int(line) for line in shown.splitlines() if line.isdecimal())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text()

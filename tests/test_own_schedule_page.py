@@ -8,7 +8,6 @@ import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from click.testing import CliRunner
 
 from penstock.cli import group
 from penstock.schedule.families import plugins
+from tests.support.commands import python
 
 PAGE = Path(__file__).parents[1] / "docs" / "own_schedule.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.S | re.M)
@@ -77,14 +77,7 @@ class Reader:
         else:
             assert words[0] == "penstock"
             words = ["-m", *words]
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = python(words, self.folder, environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

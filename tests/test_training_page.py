@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from penstock.train.config.config import from_mapping
+from tests.support.commands import python
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -34,10 +33,7 @@ def test_every_command_of_the_page_prints_what_it_says(tmp_path: Path):
     ]
     assert len(commands) == 8
     for command, printed in commands:
-        words = [sys.executable, "-m", *shlex.split(command)]
-        ran = subprocess.run(
-            words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
-        )
+        ran = python(["-m", *shlex.split(command)], tmp_path, seconds=600, merged=True)
         rest = [masked(line) for line in ran.stdout.splitlines()]
         for line in filter(None, map(masked, printed.splitlines())):
             if line == "...":

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.browser import missing
+from tests.support.commands import python
 from tests.support.hosts.hosts import missing as no_hosts
 
 pytestmark = pytest.mark.slow
@@ -143,10 +142,8 @@ def test_a_command_prints_all_its_figures(command: str, lines: list[str], tmp_pa
     if command == "bench.hosts" and no_hosts():
         pytest.skip(no_hosts())
     words = command.replace("FOLDER", str(tmp_path)).split()
-    done = subprocess.run(
-        [sys.executable, "-m", *words, "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=550,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = python(["-m", *words, "--quick"], ROOT, environment, seconds=550)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not re.search(r"\b(nan|inf)\b", done.stdout), done.stdout
     for line in lines:

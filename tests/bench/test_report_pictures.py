@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.browser import missing
+from tests.support.commands import python
 from tests.support.measured import kept_run
 
 pytestmark = pytest.mark.slow
@@ -19,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_both_pictures_are_drawn_and_small(tmp_path: Path):
     runs = [str(kept_run(tmp_path, name)) for name in ("first", "second")]
     words = ["-m", "bench.report_pictures", *runs, "--folder", str(tmp_path / "pictures")]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = python(words, ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     for name in ("page.png", "compare.png"):
         content = (tmp_path / "pictures" / name).read_bytes()

@@ -20,6 +20,7 @@ from penstock.profile.model_profile import read_model
 from penstock.schedule.check import check
 from penstock.schedule.families import build_schedule
 from penstock.schedule.text import read_csv, write_csv
+from tests.support.commands import python
 from tests.support.tiny_run import text_folder
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64, "vocab_size": 256}
@@ -355,9 +356,8 @@ def test_the_planned_run_trains(folder: Path, model: str):
         "sample.length=4",
         "train.name=planned",
     ]
-    penstock = [sys.executable, "-m", "penstock"]
-    for command_words in ([*penstock, *words], [*penstock, "train", "run.toml", "--set", *more]):
-        done = subprocess.run(command_words, cwd=folder, capture_output=True, text=True, timeout=500)
+    for command_words in (words, ["train", "run.toml", "--set", *more]):
+        done = python(["-m", "penstock", *command_words], folder, seconds=500)
         assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     assert "step 2/2  loss " in done.stdout
     planned = tomllib.loads((folder / "run.toml").read_text())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -21,6 +19,7 @@ from penstock.schedule.families import build_schedule
 from penstock.schedule.text import write_csv
 from penstock.trace.events import Activity
 from tests.support import plain
+from tests.support.commands import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,16 +205,8 @@ def test_a_frozen_stage_passes_no_gradient_and_trains_nothing():
 def test_torchrun_gives_the_same_lines_one_process_a_rank():
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     code = ROOT / "tests" / "support" / "under_torchrun.py"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(code),
-    ]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(code)]
+    told = python(command, ROOT, environment)
     assert told.returncode == 0, told.stderr
     lines = sorted(line for line in told.stdout.splitlines() if line.startswith("rank"))
     losses = plain.train(4, 4, steps=1)[0][0]

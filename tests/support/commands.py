@@ -2,12 +2,84 @@
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import os
+import runpy
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+
+def python(
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] = os.environ,
+    seconds: float = 300.0,
+    merged: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python WORDS`` in a process that is forked from one that has imported torch, and return how it ended.
+
+    Half of what a short command computes is that import. Commands that are about starting and ending processes are started
+    as usual.
+
+    Args:
+        words: ``-m MODULE`` or a script, and arguments.
+        folder: the current folder.
+        environment: environment variables (default: this process's).
+        seconds: seconds after which it is killed, with all that it has started, and the test fails.
+        merged: whether stderr is part of stdout (default False).
+    """
+    from penstock.runtime.workers.pool import process_context
+
+    with TemporaryDirectory() as kept:
+        outputs = [Path(kept, name) for name in ("out", "out" if merged else "err")]
+        told = (list(words), str(folder), dict(environment), *map(str, outputs))
+        process = process_context().Process(target=_run, args=told)
+        process.start()
+        process.join(seconds)
+        if process.is_alive():
+            for pid in (*_descendants(process.pid), process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT if pid == process.pid else signal.SIGKILL)
+            process.join()
+        out, err = (path.read_text("utf-8", "replace") for path in outputs)
+    if process.exitcode == -signal.SIGABRT:
+        raise AssertionError(f"{words} did not end within {seconds:g} s:\n{out}\n{err}")
+    return subprocess.CompletedProcess(list(words), process.exitcode, out, "" if merged else err)
+
+
+def _run(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
+    """Be the interpreter of a command."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for path, number in ((out, 1), (err, 2)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    faulthandler.enable(sys.__stderr__)
+    if threads := environment.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(threads))
+    for entry in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
+        sys.path.insert(0, entry)
+    try:
+        if words[0] == "-m":
+            sys.path.insert(0, folder)
+            sys.argv = list(words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(folder, words[0]).parent))
+            sys.argv = list(words)
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's processes leave them out
 
 
 def start(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:

@@ -16,7 +16,6 @@ import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import click
 from click.testing import CliRunner
 
 from penstock.cli import group
+from tests.support.commands import python
 from tests.support.documentation import DOCS, blocks
 
 OTHER_TOOL = "other-tool"
@@ -127,11 +127,7 @@ class Reader:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        return subprocess.run(
-            [sys.executable, *_PROGRAMS[program], *words],
-            cwd=self.folder, env=environment, text=True, timeout=300, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ).stdout  # fmt: skip
+        return python([*_PROGRAMS[program], *words], self.folder, environment, merged=True).stdout
 
 
 def require_options(words: list[str]) -> None:

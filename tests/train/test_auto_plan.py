@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from penstock.train.auto_plan import choose_plan
 from penstock.train.config.config import Config, from_mapping
 from penstock.train.config.file import load
+from tests.support.commands import python
 
 SMALL = {"model": {"width": 32, "layers": 4, "hidden": 64}, "data": {"sequence": 16}, "train": {"batch": 8}}
 
@@ -101,9 +100,9 @@ def test_a_planned_run_trains(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_under_torchrun_is_planned_once_for_all_processes(tmp_path: Path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = ["-m", "penstock", "train", *settings(tmp_path), "--plan", "auto"]
-    done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=500)
+    done = python([*launch, *words], tmp_path, seconds=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("measuring the model's layers with 2 ranks busy") == 1
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("planned pp=2,dp=1,tp=1,")]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from penstock.train.config.file import dump
+from tests.support.commands import python
 from tests.support.tiny_run import text_folder, tiny
 
 PAGE = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
@@ -81,11 +82,12 @@ def lines_of_a_run_with_a_bad_step(tmp_path: Path) -> list[dict[str, object]]:
 def run_command(line: str, folder: Path) -> None:
     words = shlex.split(line)
     assert words[0] == "penstock"
-    command = [sys.executable, "-m", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if words[1] != "watch":
-        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        done = python(["-m", *words], folder, environment)
+        assert done.returncode == 0, done.stderr
         return
+    command = [sys.executable, "-m", *words]
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from penstock.train.config.sections.layout_section import ParallelConfig
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
 from tests.support import hf_folders
+from tests.support.commands import python
 from tests.support.hf_curve import assert_same_curve
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import lines
@@ -191,13 +191,8 @@ def test_eight_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path, re
 
 def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
     launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run(
-        [sys.executable, "-m", *launch, "-m", "penstock", "train", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return python(["-m", *launch, "-m", "penstock", "train", *words], Path.cwd(), environment)
 
 
 @pytest.mark.slow
