@@ -39,7 +39,7 @@ SETTINGS: dict[str, object] = {
     "train.eval_batches": 1,
     "train.trace_every": 0,
     "train.checkpoint_every": 5,
-    "train.report": False,
+    "train.report": "false",
     "sample.length": 4,
 }
 

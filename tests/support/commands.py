@@ -73,7 +73,8 @@ def _run(words: list[str], folder: str, environment: dict[str, str], out: str, e
         if words[0] == "-m":
             sys.path.insert(0, folder)
             sys.argv = list(words[1:])
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            # As the interpreter does it; with `run_module`, processes that it starts would not find its classes.
+            runpy._run_module_as_main(words[1])
         else:
             sys.path.insert(0, str(Path(folder, words[0]).parent))
             sys.argv = list(words)
