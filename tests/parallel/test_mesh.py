@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from penstock.errors import BatchError, ConfigError
-from penstock.parallel.mesh import AXES, MeshShape, make_mesh, replica_rows, require_fit
+from penstock.errors import ConfigError
+from penstock.parallel.mesh import AXES, MeshShape, make_mesh, require_fit
 from penstock.runtime.workers.pool import LocalProcesses
 
 
@@ -104,20 +104,3 @@ def test_every_process_is_told_that_the_mesh_does_not_fit(processes: LocalProces
 def test_a_mesh_without_processes_is_refused():
     with pytest.raises(ConfigError, match="torchrun"):
         make_mesh(dp=1)
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 6])
-def test_the_replicas_rows_together_are_the_batch_in_order(replicas):
-    ids = list(range(100, 112))
-    parts = [ids[replica_rows(12, replicas, r)] for r in range(replicas)]
-    assert [n for part in parts for n in part] == ids
-    assert len({len(part) for part in parts}) == 1
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(BatchError, match="7 rows does not divide over dp = 2; take 6"):
-        replica_rows(7, 2, 0)
-    with pytest.raises(BatchError, match="1 rows does not divide over dp = 4; take 4"):
-        replica_rows(1, 4, 0)
-    with pytest.raises(ConfigError, match="no replica 2"):
-        replica_rows(8, 2, 2)

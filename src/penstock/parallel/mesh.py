@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
-from penstock.errors import BatchError, ConfigError, nearest
+from penstock.errors import ConfigError, nearest
 from penstock.plural import plural
 
 if TYPE_CHECKING:
@@ -175,28 +175,3 @@ def require_fit(shape: MeshShape, processes: int) -> None:
     raise ConfigError(
         f"a mesh of {shape} has {plural(shape.ranks, 'rank')}, but the launch has {plural(processes, 'process')}; {advice}"
     )
-
-
-def replica_rows(rows: int, replicas: int, replica: int) -> slice:
-    """Return a replica's rows of the global batch; replicas get equal consecutive ranges.
-
-    Applied to a batch's sample ids, it makes every replica's samples depend only on the step.
-
-    Args:
-        rows: number of rows in the global batch.
-        replicas: number of replicas that share the batch.
-        replica: number of the replica, from 0.
-
-    Raises:
-        BatchError: if the rows do not divide evenly over the replicas.
-        ConfigError: if there is no such replica.
-    """
-    if not 0 <= replica < replicas:
-        raise ConfigError(f"there is no replica {replica} among {replicas}")
-    if rows % replicas or rows < 1:
-        fits = max(rows // replicas, 1) * replicas
-        raise BatchError(
-            f"a batch of {rows} rows does not divide over dp = {replicas}; take {fits} or another multiple of {replicas}"
-        )
-    each = rows // replicas
-    return slice(replica * each, (replica + 1) * each)
