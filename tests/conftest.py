@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from penstock.garbage import begin_loading, end_loading
 from tests.support.children import end_with_this_process
+
+if TYPE_CHECKING:
+    from penstock.runtime.workers.pool import LocalProcesses
 
 # CI sees the same examples each time; elsewhere each run explores new ones, and prints how to repeat what fails.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -42,14 +48,29 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[object]:
-    """Four worker processes, started on first use and reused by every test."""
+def pool() -> Iterator[LocalProcesses]:
+    """Four worker processes, started on first use."""
     if sys.platform != "linux":
         pytest.skip("ranks as processes are tested on Linux alone")
     from penstock.runtime.workers.pool import LocalProcesses
 
-    with LocalProcesses(4) as pool:
-        yield pool
+    with LocalProcesses(4) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def processes(pool: LocalProcesses) -> Iterator[LocalProcesses]:
+    """The pool's processes, reused by every test until torch's caches keep too many communicators in them.
+
+    DTensor's caches keep those of each mesh, with threads that wake up a hundred times a second. The pool's next use starts
+    new processes.
+    """
+    yield pool
+    if any(
+        len(list(Path("/proc").glob(f"{child.pid}/task/*"))) > 24
+        for child in multiprocessing.active_children()
+    ):
+        pool.close()
 
 
 @pytest.fixture(autouse=True)
