@@ -39,7 +39,7 @@ class Setting:
     Attributes:
         name: schedule family.
         microbatches: microbatches of a step.
-        virtual: stages a rank, or None for the family's.
+        virtual: stages per rank, or None for the family's.
         split: blocks of every stage, or None for an even split.
         sleeping: whether four ranks sleep; two ranks compute otherwise.
     """

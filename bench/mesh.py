@@ -204,7 +204,7 @@ def measure(options: argparse.Namespace) -> Figures:
                 yield f"{name:24}{row['losses']:10.1e}{row['gradients']:12.1e}{row['weights']:10.1e}   {same}"
             yield ""
         zero = zero_rows(pool, steps)
-    yield f"{'AdamW':24}{'weights':>10}   replicas   {'bytes a rank':>14}{'without ZeRO':>14}{'ratio':>10}"
+    yield f"{'AdamW':24}{'weights':>10}   replicas   {'bytes per rank':>14}{'without ZeRO':>14}{'ratio':>10}"
     for row in zero:
         same, most = "same bits" if row["same bits"] else "DIFFER", max(row["bytes"])
         yield (

@@ -1,6 +1,6 @@
 """Packed samples beside unpacked ones: the same loss and gradients, in fewer samples.
 
-100 random completions of 6 to 150 tokens, in samples of 256 tokens: one a sample, padded; and several, with positions and
+100 random completions of 6 to 150 tokens, in samples of 256 tokens: one per sample, padded; and several, with positions and
 attention that end at their boundaries. Both are one batch, through two ranks in threads. Differences are those of the loss
 and of the largest gradient entry, relative to the loss and to the largest entry of the same parameter.
 

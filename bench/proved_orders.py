@@ -22,9 +22,9 @@ class Proved(NamedTuple):
 
     Attributes:
         placement: "loop", "v" or "bidirectional".
-        p, m, v: ranks, microbatches, stages a rank.
+        p, m, v: ranks, microbatches, stages per rank.
         backward: kind of backward.
-        costs: F, I and W of a stage, each one number or one a stage.
+        costs: F, I and W of a stage, each one number or one per stage.
         latency: seconds a message takes.
         limit: activations a rank may hold.
         makespan: least makespan.

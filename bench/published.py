@@ -102,7 +102,7 @@ def h100(quick: bool) -> Comparison:
         "Steps on H100s",
         "Preset h100 as it is; the target is 7 % for rows with pp > 1. Two sources are not fitted. Megatron-core does "
         "not publish its microbatches; 1 is assumed here. LLAMA2-13B does not publish its virtual stages: with one "
-        "stage a rank, 3 of 19 microbatches' time is idle, and the rest would have to run a fifth faster than "
+        "stage per rank, 3 of 19 microbatches' time is idle, and the rest would have to run a fifth faster than "
         "LLAMA2-7B on one node.",
         tuple(_steps("h100", quick)),
     )

@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace) -> Figures:
     """Measure both blocks of `bench.split`."""
     torch.set_num_threads(1)
     result: dict[str, object] = {"steps": STEPS, "microbatches": MICROBATCHES}
-    yield "| block | checked / usual microbatch | looking, µs a step | share of the run | bytes held, step 1 | 2 |"
+    yield "| block | checked / usual microbatch | looking, µs per step | share of the run | bytes held, step 1 | 2 |"
     yield "|---|---|---|---|---|---|"
     for name, (block, x) in {"mid-size": mid_size(), "tiny": tiny()}.items():
         stage = Stage(0, StageModule([Layer("0", lambda block=block: block)]))

@@ -129,7 +129,7 @@ def soak(root: Path, minutes: float, every: float, seed: int, quick: bool) -> di
     return {
         "steps": steps,
         "seconds": seconds,
-        "seconds a step": each,
+        "seconds per step": each,
         "goodput": steps * each / seconds,
         "faults": dict(Counter(event["action"] for event in ended.all("fault"))),
         "starts": sum(event["rank"] == 0 for event in ended.all("start")),

@@ -53,7 +53,7 @@ PAGE = """# {title}
 |---|---|
 | published in | {source} |
 | needs | {needs} |
-| stages a rank | {stages} |
+| stages per rank | {stages} |
 | options | {options} |
 | gradients | {gradients} |
 | makespan | {makespan}; no order with this placement and these costs takes less than {bound} |
@@ -62,7 +62,7 @@ PAGE = """# {title}
 | peak activations | {peak} |
 | peak's formula | {peak_formula} |
 
-In the formulas, p is the number of ranks, m of microbatches, v of stages a rank, and r the rank. F, B and W are the
+In the formulas, p is the number of ranks, m of microbatches, v of stages per rank, and r the rank. F, B and W are the
 seconds that a rank spends on the forward, the input gradient and the weight gradient of one microbatch. Activations are
 counted in chunks, one microbatch on one stage, until the weight gradient is done.
 

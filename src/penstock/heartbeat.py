@@ -1,4 +1,4 @@
-"""Signs of life of a run's processes: one small file a process, ``RUN/logs/rank-N.json``, rewritten in place every second.
+"""Signs of life of a run's processes: one small file per process, ``RUN/logs/rank-N.json``, rewritten in place every second.
 
 Another process that reads the files sees which ranks live, at which step they are, and how they ended.
 """

@@ -88,7 +88,7 @@ LINES = {
         rf"{kind} +40 +\d+ +\d+ +0" for kind in ("config", "data", "schedule", "checkpoint", "trace", "dcp")
     ],
     "bench.faults.soak --keep FOLDER": [
-        r"steps: N", r"seconds: N", r"seconds a step: N", r"goodput: N", r"faults: \{.+\}", r"starts: N", r"exit code: 0",
+        r"steps: N", r"seconds: N", r"seconds per step: N", r"goodput: N", r"faults: \{.+\}", r"starts: N", r"exit code: 0",
         r"left running: \[\]", r"weights bit-equal: True",
     ],
     "bench.trace": [

@@ -163,7 +163,7 @@ def test_draw_draws_in_the_terminal_and_into_a_file(tmp_path: Path):
         (("show", "1f1b", "-p", 2), "1f1b is a family and needs --microbatches"),
         (("draw", "1f1b", "-m", 2), "1f1b is a family and needs --ranks"),
         (("csv", "dualpipe", "-p", 3, "-m", 2), "dualpipe needs an even number of ranks, got 3"),
-        (("show", "gpipe", "-p", 2, "-m", 2, "-v", 2), "gpipe has one stage a rank, got 2"),
+        (("show", "gpipe", "-p", 2, "-m", 2, "-v", 2), "gpipe has one stage per rank, got 2"),
         (
             ("show", "gpipe", "-p", 2, "-m", 2, "-o", "speed"),
             "--option must be NAME=VALUE, such as group_size=4, got 'speed'",

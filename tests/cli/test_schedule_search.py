@@ -92,7 +92,7 @@ def test_without_json_it_prints_time_memory_bound_and_gap():
         (("-v", "2", "--memory-limit", "1"), "takes 2 on rank 0, so 2 is the least"),
         (("--memory-limit", "4GB"), "unless --saved gives their bytes, got '4GB'"),
         (("--memory-limit", "lots", "--saved", "1GB"), "--memory-limit must be bytes above 0"),
-        (("--placement", "bidirectional", "-v", "3"), "got 3 stages a rank; take 1"),
+        (("--placement", "bidirectional", "-v", "3"), "got 3 stages per rank; take 1"),
         (("--placement", "bidirectional", "-p", "3"), "two pipes need an even number of ranks"),
         (("--costs", "1,1"), "--costs must be three numbers"),
         (("-m", "100000000"), "is too large"),
@@ -188,7 +188,7 @@ def test_an_interrupt_before_the_first_order_is_told(
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 130
-    assert "interrupted before there was an order" in capsys.readouterr().err
+    assert "interrupted before an order was found" in capsys.readouterr().err
 
 
 def test_the_family_joins_backwards_that_are_quicker_whole(tmp_path: Path):

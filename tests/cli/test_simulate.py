@@ -203,7 +203,7 @@ def test_several_steps_in_a_row_say_what_flowing_saves_and_show_it():
     flow = figures(*words)["flow"]
     assert (flow["steps"], flow["flowing"], flow["barrier"], flow["work"]) == (3, 192, 204, 192)
     text = run(*words, "--update", "2")
-    assert "3 in a row: 194 a step if steps flow, 206 with a barrier; flowing saves 5.8%" in text
+    assert "3 in a row: 194 per step if steps flow, 206 with a barrier; flowing saves 5.8%" in text
     assert "O optimizer" in text
     beside = run("--compare", "zb-h2,1f1b", *words[1:])
     rows = {line.split()[0]: line.split()[-1] for line in beside.splitlines() if line[:2] in ("zb", "1f")}

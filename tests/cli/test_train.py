@@ -257,4 +257,4 @@ def test_processes_of_two_launchers_on_one_machine_share_its_cores(tmp_path: Pat
             process.kill()
     assert [process.returncode for process in started] == [0, 0]
     threads = max(1, host.cores() // 2)
-    assert f"on 2 ranks (cpu, {threads} CPU thread{'s' if threads > 1 else ''} a rank)" in told[0][0]
+    assert f"on 2 ranks (cpu, {threads} CPU thread{'s' if threads > 1 else ''} per rank)" in told[0][0]

@@ -73,7 +73,7 @@ def test_the_number_of_stages_is_the_functions_or_the_callers():
     ) as pipe:
         assert pipe.schedule.stages == 4
     for schedule in (OWN + "folded", OWN + "waiting"):
-        with pytest.raises(ScheduleError, match="stages a rank"):
+        with pytest.raises(ScheduleError, match="stages per rank"):
             piped(0, schedule, 3)
 
 

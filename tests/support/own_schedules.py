@@ -28,12 +28,12 @@ def waiting(ranks, microbatches, hold=1):
 def folded(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     """GPipe on a V, from a Schedule."""
     if virtual_stages != 2:
-        raise ScheduleError(f"a V has two stages a rank, not {virtual_stages}")
+        raise ScheduleError(f"a V has two stages per rank, not {virtual_stages}")
     return build_schedule("zb-v", ranks, microbatches)
 
 
 def by_ops(ranks, microbatches):
-    """GPipe, one text or one list of ops a rank, from a generator."""
+    """GPipe, one text or one list of ops per rank, from a generator."""
     for rank in range(ranks):
         forwards = [Op(rank, Kind.F, j) for j in range(microbatches)]
         if rank % 2:

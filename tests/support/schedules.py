@@ -11,7 +11,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def written(placement: Placement, microbatches: int, *ranks: str) -> Schedule:
-    """A schedule from one line of ops a rank."""
+    """A schedule from one line of ops per rank."""
     ops = [[parse_op(op) for op in line.split()] for line in ranks]
     return Schedule.from_ops("written", placement, microbatches, ops)
 

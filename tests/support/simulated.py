@@ -14,7 +14,7 @@ from penstock.trace.events import Trace
 
 
 def written(placement: Placement, microbatches: int, *ranks: str) -> Program:
-    """A checked program from one line of ops a rank."""
+    """A checked program from one line of ops per rank."""
     ops = [[parse_op(op) for op in line.split()] for line in ranks]
     return check(Schedule.from_ops("written", placement, microbatches, ops)).program
 

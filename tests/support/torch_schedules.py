@@ -16,7 +16,7 @@ CLASSES = {
     "ScheduleZBVZeroBubble": (2, True),
     "ScheduleDualPipeV": (2, True),
 }
-"""Names of torch's schedules with several stages a rank: their number, and whether the stages are folded to a V."""
+"""Names of torch's schedules with several stages per rank: their number, and whether the stages are folded to a V."""
 
 
 class Stage(_PipelineStageBase):

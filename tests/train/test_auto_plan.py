@@ -26,7 +26,7 @@ def test_the_plan_is_of_the_ranks_that_were_given():
     assert planned.parallel.pp == 2
     assert config.train.batch % planned.schedule.microbatches == 0
     assert (planned.model, planned.train, planned.data) == (config.model, config.train, config.data)
-    assert any("ms a step expected" in line for line in lines)
+    assert any("ms per step expected" in line for line in lines)
 
 
 @pytest.mark.parametrize(

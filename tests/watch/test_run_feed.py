@@ -174,7 +174,7 @@ def test_a_rank_elsewhere_is_silent_when_its_signs_stop(
     now[0] += 9
     assert state_of(feed) == ("running", "")
     now[0] += 2
-    assert state_of(feed) == ("silent", "No sign of life of rank 1 for 11 s.")
+    assert state_of(feed) == ("silent", "No heartbeat from rank 1 for 11 s.")
     put(run, sign, replace(far, time=far.time + 12))
     assert state_of(feed) == ("running", "")
 

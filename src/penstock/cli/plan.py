@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--batch", "-b", type=int, metavar="B",
-    help="Samples of a step, over all devices. Default: the config's, or the power of two from 4 a device on.",
+    help="Samples of a step, over all devices. Default: the config's, or a power of two, at least 4 per device.",
 )  # fmt: skip
 @click.option(
     "--layout", "layout_text", metavar="KEY=VALUE,...",
@@ -64,12 +64,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--search-orders", "order_seconds", type=click.FloatRange(0, min_open=True), metavar="T",
-    help="Search an order of their own for the three best plans, T seconds each, and take the best if it is quicker. It is "
+    help="Search for a better order for each of the three best plans, T seconds each. One that beats all plans is used and "
     "written to plan-order.csv, beside --out. Default: no search.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
-    help="Config that `penstock train` starts with the best plan. Default: run.toml, unless --layout or --json is given. "
+    help="Config with the best plan, for `penstock train`. Default: run.toml, unless --layout or --json is given. "
     "For a profile: Python that makes the pipeline, which is printed by default.",
 )  # fmt: skip
 @click.option(

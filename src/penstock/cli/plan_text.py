@@ -69,7 +69,7 @@ def summary(profile: Profile, cluster: Cluster, plan: Prediction, sequence: int,
     """Return the prediction of one layout as lines of text."""
     parts = ", ".join(f"{name} {time_text(value)}" for name, value in plan.parts.items() if value)
     fits = "fits" if plan.fits else "does NOT fit"
-    of_sizes = "6 FLOPs a parameter and token, and attention in full"
+    of_sizes = "6 FLOPs per parameter and token, and attention in full"
     flops = of_sizes if profile.shape is not None else "3 times the FLOPs of the profiled forward"
     lines = [
         f"model         {profile.name}, {parameters_text(profile.parameters)}, {profile.blocks} blocks",

@@ -117,7 +117,7 @@ def search_command(
             seed=seed,
         )
     except KeyboardInterrupt:
-        click.echo("penstock: interrupted before there was an order; no file was written", err=True)
+        click.echo("penstock: interrupted before an order was found; no file was written", err=True)
         click.get_current_context().exit(of_signal(signal.SIGINT))
     result = replace(result, peak=counted.peak(result.schedule))
     if out is not None:
@@ -158,7 +158,7 @@ def _show(result: CertifiedSchedule, microbatches: int, budget: Budget | None, c
     ended = {
         "proved": "the lower bound is reached: no order is quicker",
         "converged": "the search ended by itself",
-        "time": "the time was over",
+        "time": "the time limit was reached",
         "interrupted": "interrupted",
     }[result.ended]
     schedule = result.schedule

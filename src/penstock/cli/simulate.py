@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @click.option(
     "--steps", type=click.IntRange(2, 100), metavar="N",
     help="Simulate N steps in a row too, each rank beginning the next one as soon as it has finished its own part; draws "
-    "them. Microbatches are numbered through. Default: one step.",
+    "them. Microbatches are numbered consecutively. Default: one step.",
 )  # fmt: skip
 @click.option(
     "--update", type=click.FloatRange(0), default=0.0, metavar="U",
@@ -283,9 +283,9 @@ def _show(metrics: Metrics, step: PlannedStep, flow: StepsInARow | None = None) 
     console.print()
     if flow is not None:
         click.echo(
-            f"steps         {flow.steps} in a row: {flow.flowing:.6g} a step if steps flow, {flow.barrier:.6g} with a "
+            f"steps         {flow.steps} in a row: {flow.flowing:.6g} per step if steps flow, {flow.barrier:.6g} with a "
             f"barrier; flowing saves {flow.gain:.1%}\n"
-            f"              the busiest rank works {flow.work:.6g} a step, its update included\n"
+            f"              the busiest rank works {flow.work:.6g} per step, its update included\n"
         )
     console.print(draw_terminal(step.trace if flow is None else flow.trace, console.width))
 

@@ -22,7 +22,7 @@ def command(run: Path, port: int) -> None:
     """Show a run in the browser while it is under way.
 
     RUN is the folder of a run. It may be finished, or not begun yet. The page has the curves of the metrics, the timeline of
-    the last traced step, the memory, and the last sign of life of each rank. It is served on this machine alone, under an
+    the last traced step, the memory, and the last heartbeat of each rank. It is served on this machine alone, under an
     address that contains a secret token. Nothing is written. Stop it with Ctrl-C; the run is not affected.
     """
     from penstock.watch.watch_server import WatchServer

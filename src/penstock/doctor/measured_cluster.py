@@ -136,6 +136,6 @@ def _write(table: Mapping[str, Any], path: Path, device: torch.device) -> None:
         else f"CPU, {torch.get_num_threads()} threads"
     )
     text = tomli_w.dumps(rounded(table))
-    first_line = f"{_FIRST_LINE} with torch {torch.__version__} on {what} a rank."
+    first_line = f"{_FIRST_LINE} with torch {torch.__version__} on {what} per rank."
     write_text(path, signed(f"{first_line}\n{text}"))
     read_cluster(path)

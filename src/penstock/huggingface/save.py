@@ -43,7 +43,7 @@ COPIED_FILES = (
 def save_transformers(pipe: Pipeline, folder: str | os.PathLike[str], like: object) -> None:
     """Write a pipeline's weights in Hugging Face's layout; in processes every rank calls this and writes its own part.
 
-    The folder gets ``config.json``, ``model.safetensors`` (from several processes one file a rank and an index), and the
+    The folder gets ``config.json``, ``model.safetensors`` (from several processes one file per rank and an index), and the
     generation config and tokenizer files of `like`, if it has them. Weights of an earlier save are replaced. Adapters that
     `from_transformers` knows are merged into the weights; `penstock.save_adapters` saves them alone.
 

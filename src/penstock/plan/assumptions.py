@@ -25,7 +25,8 @@ def assumptions(profile: Profile, cluster: Cluster, layout: Layout, sequence: in
             )
         dtype = dtype_of(profile, cluster, layout)
         sentences.append(
-            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes a parameter for weights, gradients and AdamW."
+            f"Matrix products in {dtype}; {sum(PARAMETER_BYTES[dtype])} bytes per parameter for weights, gradients and "
+            "AdamW."
         )
     if machine := profile.machine:
         sentences.append(

@@ -56,7 +56,7 @@ class Prediction:
     """Predicted step of a layout.
 
     Attributes:
-        layout: the layout, with the number of stages a rank filled in.
+        layout: the layout, with the number of stages per rank filled in.
         step_seconds: seconds of a step.
         low, high: interval in which the measured step is expected: seconds divided by a factor, and times this factor.
         tokens_per_second: tokens of a batch over the seconds of a step, over all devices.

@@ -26,7 +26,7 @@ class Layout:
         pp: pipeline ranks (default 1).
         dp: replicas of the pipeline that share each batch (default 1).
         tp: devices that share every matrix of a stage (default 1).
-        v: stages a rank; None (default) is the schedule family's number.
+        v: stages per rank; None (default) is the schedule family's number.
         microbatch: samples of a microbatch (default 1).
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, or path of a CSV file (default "1f1b").
         recompute: activations that are computed again; see `Recompute` (default "none").

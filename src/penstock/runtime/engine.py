@@ -120,7 +120,7 @@ class Engine:
             [[local_stages.modules[rank, s] for s in stages_of[rank]] for rank in self.local_ranks]
         )
         if self._streams is not None and self.thread_replicas:
-            raise ConfigError("several pipelines on GPUs need a process a rank; start them with torchrun")
+            raise ConfigError("several pipelines on GPUs need a process per rank; start them with torchrun")
         ranks = len(self.local_ranks) * (1 + len(self.thread_replicas))
         self._rank_threads = RankThreads(ranks, self.timeout, self._streams, threads)
         if local_stages.random is not None:

@@ -91,7 +91,7 @@ class ExecutionOptions:
             raise ConfigError(f"memory must be a positive number of bytes or None, got {self.memory!r}")
         if not _is_count(self.threads, 0):
             raise ConfigError(
-                f"threads must be a number of CPU threads a rank, or 0 for a share, got {self.threads!r}"
+                f"threads must be a number of CPU threads per rank, or 0 for a share, got {self.threads!r}"
             )
 
 

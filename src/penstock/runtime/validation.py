@@ -80,7 +80,7 @@ def resolve_schedule(
         _require_match(resolved, ranks, microbatches, virtual_stages or 1)
     if processes is not None and resolved.ranks != processes:
         raise ConfigError(
-            f"{resolved.ranks} pipeline ranks, but the launch has {plural(processes, 'process')}; start one process a rank"
+            f"{resolved.ranks} pipeline ranks, but the launch has {plural(processes, 'process')}; start one process per rank"
         )
     return resolved
 

@@ -37,14 +37,14 @@ def held(
 
     Args:
         schedule: the ops; activations that no op frees stay.
-        saved: bytes a forward saves for its backward, one number or one a stage (default 1).
-        waiting: bytes that wait from ``I`` to ``W``, one number or one a stage (default 0).
-        inputs: bytes of the stage's input, one number or one a stage (default 0). A forward keeps only these if a
+        saved: bytes a forward saves for its backward, one number or one per stage (default 1).
+        waiting: bytes that wait from ``I`` to ``W``, one number or one per stage (default 0).
+        inputs: bytes of the stage's input, one number or one per stage (default 0). A forward keeps only these if a
             recompute (``R``) of the same microbatch rebuilds the rest.
         freed_at: half of a split backward that drops the saved activations: "B", its input half, or "W" (default).
 
     Raises:
-        ScheduleError: if bytes are negative or not whole, or not one a stage.
+        ScheduleError: if bytes are negative or not whole, or not one per stage.
     """
     save, wait, keep = (
         _whole(name, size, schedule.stages, "stage")
@@ -91,7 +91,7 @@ class Budget:
     """Limit on the memory of a rank.
 
     Attributes:
-        limit: largest number of bytes that a rank may hold, one number or one a rank.
+        limit: largest number of bytes that a rank may hold, one number or one per rank.
         saved, waiting, inputs, freed_at: sizes counted, see `held`; by default the limit is in chunks.
     """
 
@@ -105,7 +105,7 @@ class Budget:
         """Return the limit of every rank, int64, shape (ranks,).
 
         Raises:
-            ScheduleError: if limits are negative or not whole, or not one a rank.
+            ScheduleError: if limits are negative or not whole, or not one per rank.
         """
         return _whole("limit", self.limit, ranks, "rank")
 

@@ -162,7 +162,7 @@ class Schedule:
         per_rank = list(columns)
         if len(per_rank) != placement.ranks:
             raise ScheduleError(
-                f"{name}: {len(per_rank)} lists of ops for {placement.ranks} ranks; one a rank"
+                f"{name}: {len(per_rank)} lists of ops for {placement.ranks} ranks; one per rank"
             )
         if microbatches < 1:
             raise ScheduleError(f"{name}: microbatches must be at least 1, got {microbatches}")
@@ -188,7 +188,7 @@ class Schedule:
         ops: Sequence[Iterable[Op | Pair]],
         options: Mapping[str, object] | None = None,
     ) -> Schedule:
-        """Build a schedule from one list of ops a rank."""
+        """Build a schedule from one list of ops per rank."""
         return Schedule.from_columns(
             name, placement, microbatches, [_columns(rank_ops) for rank_ops in ops], options
         )

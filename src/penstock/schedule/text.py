@@ -1,4 +1,4 @@
-"""Schedules as CSV in the format of PyTorch's pipelining: one line a rank, one op a cell."""
+"""Schedules as CSV in the format of PyTorch's pipelining: one line per rank, one op per cell."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
 
 
 def from_lists(name: str, ranks: list[list[Op | Pair]], microbatches: int | None = None) -> Schedule:
-    """Build a schedule from one list of ops a rank; a stage is placed on the ranks that have its ops.
+    """Build a schedule from one list of ops per rank; a stage is placed on the ranks that have its ops.
 
     Args:
         name: name of the schedule.

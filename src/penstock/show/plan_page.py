@@ -153,7 +153,7 @@ def _sentences(plan: Prediction, search: SearchResult | None) -> list[str]:
 
 _MEANINGS = {
     "pp": "pipeline ranks", "dp": "replicas of the pipeline (data parallel)", "tp": "devices a stage (tensor parallel)",
-    "v": "stages a rank", "microbatch": "samples of a microbatch", "schedule": "order of the ops",
+    "v": "stages per rank", "microbatch": "samples of a microbatch", "schedule": "order of the ops",
     "recompute": "activations computed again", "zero": "optimizer's state divided over replicas (ZeRO-1)",
     "sequence_parallel": "activations divided along the sequence", "split": "blocks of every stage",
 }  # fmt: skip

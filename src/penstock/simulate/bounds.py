@@ -6,7 +6,7 @@ can (the head: the path of its microbatch up to it), they run one after the othe
 them comes after (the tail). The bound is the best over all subsets {ops with head >= h and tail >= q}. Ranks with copies of
 the same stages may share their work in any way, so their average counts.
 
-With one stage a rank, latency c and a full backward this is m(F+B) + (p-1)(F+B+2c); with a split one the larger of
+With one stage per rank, latency c and a full backward this is m(F+B) + (p-1)(F+B+2c); with a split one the larger of
 m(F+B+W) + (p-1)(F+c) and (m+p-1)(F+B) + 2(p-1)c + W.
 """
 

@@ -1,4 +1,4 @@
-"""Partitions of layers into contiguous ranges, one a stage: evenly, by count, by range, or by weight."""
+"""Partitions of layers into contiguous ranges, one per stage: evenly, by count, by range, or by weight."""
 
 from __future__ import annotations
 

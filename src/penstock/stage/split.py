@@ -12,7 +12,7 @@ Split = str | Sequence[int] | Sequence[tuple[int, int]] | Mapping[str, object]
 
 
 def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") -> list[list[Layer]]:
-    """Split a model's layers into contiguous ranges, one a stage.
+    """Split a model's layers into contiguous ranges, one per stage.
 
     Args:
         layers: layers of the model, in order.
@@ -21,9 +21,9 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
 
             - ``"even"``: equal numbers of blocks, the remainder to the earliest stages; embedding layers at the
               front go to the first stage, head layers at the end to the last;
-            - ``{"layers_per_stage": n}``: n blocks a stage (the last takes the rest), or a list of counts,
-              one a stage; embedding and head as above;
-            - a list of counts, one a stage: short for the same;
+            - ``{"layers_per_stage": n}``: n blocks per stage (the last takes the rest), or a list of counts,
+              one per stage; embedding and head as above;
+            - a list of counts, one per stage: short for the same;
             - ``{"ranges": [(start, stop), ...]}``, or the list itself: over all layers, embedding and head included;
             - ``{"weights": [w, ...]}``: one weight a layer, over all layers; the contiguous split whose heaviest
               stage is lightest.
@@ -44,7 +44,7 @@ def split_layers(layers: Sequence[Layer], stages: int, split: Split = "even") ->
         if key == "weights":
             weights = [float(w) for w in _numbers(key, value)]
             if len(weights) != len(layers):
-                raise SplitError(f"{len(weights)} weights for {len(layers)} layers; one a layer")
+                raise SplitError(f"{len(weights)} weights for {len(layers)} layers; one per layer")
             return _split_ranges(layers, stages, by_weights(weights, stages))
         if key == "layers_per_stage":
             if isinstance(value, int):
@@ -90,7 +90,7 @@ def _fixed(blocks: int, stages: int, each: int) -> Ranges:
     last = blocks - each * (stages - 1)
     if not 1 <= last <= each:
         raise SplitError(
-            f"{blocks} blocks at {each} a stage make {-(-blocks // each)} stage(s), but there are {stages}"
+            f"{blocks} blocks at {each} per stage make {-(-blocks // each)} stage(s), but there are {stages}"
         )
     return by_counts([each] * (stages - 1) + [last], blocks)
 

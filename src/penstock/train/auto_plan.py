@@ -76,7 +76,7 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
         )  # fmt: skip
         best = result.best
         report(
-            f"planned {best.layout}: {1e3 * best.step_seconds:.4g} ms a step expected ({1e3 * best.low:.4g} to "
+            f"planned {best.layout}: {1e3 * best.step_seconds:.4g} ms per step expected ({1e3 * best.low:.4g} to "
             f"{1e3 * best.high:.4g}), the best of {result.evaluated:,} layouts"
         )
         assert best.costs is not None, "the prediction is of a whole step"

@@ -367,7 +367,7 @@ def _opening(
     config: Config, model: TrainableModel, path: Path, pipe: Pipeline, device: torch.device, data: RunData
 ) -> str:
     ranks = describe(shape_of(config.parallel))
-    threads = f"{pipe.threads} CPU thread{'s' if pipe.threads > 1 else ''} a rank"
+    threads = f"{pipe.threads} CPU thread{'s' if pipe.threads > 1 else ''} per rank"
     return (
         f"run {path}: {config.schedule.name} on {ranks} ({device.type}, {threads}), "
         f"{plural(config.schedule.microbatches, 'microbatch')}; {data.summary}; "

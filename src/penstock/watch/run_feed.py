@@ -254,7 +254,7 @@ def _judge(ranks: list[RankHealth], rows: list[Row]) -> tuple[str, str]:
         )
     if silent := by_health.get("silent"):
         oldest = max(one.age for one in silent)
-        return "silent", f"No sign of life of {_named(silent).lower()} for {oldest:.0f} s."
+        return "silent", f"No heartbeat from {_named(silent).lower()} for {oldest:.0f} s."
     if "stopped" in by_health:
         return "stopped", f"The run {by_health['stopped'][0].error}."
     if "running" in by_health:

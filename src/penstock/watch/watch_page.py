@@ -11,7 +11,7 @@ _CHARTS = (
     ("loss", "loss (nats per token)"),
     ("held_out_bits", "held-out bits per token"),
     ("tokens_per_second", "tokens per second"),
-    ("step_seconds", "seconds a step"),
+    ("step_seconds", "seconds per step"),
     ("lr", "learning rate"),
     ("grad_norm", "gradient norm"),
     ("bubble", "idle share of the ranks"),
@@ -50,7 +50,7 @@ def watch_page(title: str) -> bytes:
 
 
 def _chart(name: str) -> Any:
-    """Return a line chart; of memory with a line a rank, whose source has a column ``colour``."""
+    """Return a line chart; of memory with a line per rank, whose source has a column ``colour``."""
     from bokeh.models import ColumnDataSource, HoverTool, Range1d
     from bokeh.plotting import figure
 

@@ -118,7 +118,7 @@ def test_the_rank_threads_of_a_pipeline_have_the_number_it_says():
     with pipeline(threads=5) as pipe:
         assert threads_used(pipe) == [5, 5] == [pipe.threads] * 2
     with pytest.raises(
-        ConfigError, match="threads must be a number of CPU threads a rank, or 0 for a share, got -1"
+        ConfigError, match="threads must be a number of CPU threads per rank, or 0 for a share, got -1"
     ):
         pipeline(threads=-1)
 

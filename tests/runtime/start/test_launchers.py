@@ -54,7 +54,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
         (without(SKYPILOT, "SKYPILOT_NUM_NODES"), "tcp://10.0.0.4:29500"),
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "1", "MASTER_PORT": "4000"}, "tcp://10.0.0.4:4000"),
     ],
-    ids=["TrainJob", "torchrun's default", "SkyPilot", "addresses alone", "one GPU a node"],
+    ids=["TrainJob", "torchrun's default", "SkyPilot", "addresses alone", "one GPU per node"],
 )
 def test_a_node_with_one_process_is_a_rank_and_needs_no_torchrun(environment: dict[str, str], url: str):
     launch = required(environment)

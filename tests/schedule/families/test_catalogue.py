@@ -118,7 +118,7 @@ def test_counts_that_are_none_are_refused(count: object):
 
 @pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if not f.chooses_virtual_stages])
 def test_a_family_with_its_own_number_of_virtual_stages_says_who_takes_others(name: str):
-    with pytest.raises(ScheduleError, match=f"{name} has .* a rank, got 3; .* free in interleaved-1f1b, "):
+    with pytest.raises(ScheduleError, match=f"{name} has .* per rank, got 3; .* free in interleaved-1f1b, "):
         build_schedule(name, 4, 4, 3)
 
 

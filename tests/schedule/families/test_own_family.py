@@ -63,10 +63,12 @@ def test_the_number_of_stages_is_the_functions_unless_it_takes_one():
     assert family(own.folded).default_virtual_stages == 2
     assert family(own.folded).chooses_virtual_stages
     assert family(own.folded).build(2, 2, 2).stages == 4
-    with pytest.raises(ScheduleError, match=rf"a V has two stages a rank, not 3 \(.*{HERE}, line \d+\)"):
+    with pytest.raises(ScheduleError, match=rf"a V has two stages per rank, not 3 \(.*{HERE}, line \d+\)"):
         family(own.folded).build(2, 2, 3)
     assert family(own.waiting).build(2, 2, 1).stages == 2
-    with pytest.raises(ScheduleError, match=r"mine has 1 stages a rank, got virtual_stages=2; leave it out"):
+    with pytest.raises(
+        ScheduleError, match=r"mine has 1 stages per rank, got virtual_stages=2; leave it out"
+    ):
         family(own.waiting).build(2, 2, 2)
 
 

@@ -80,7 +80,7 @@ def test_the_papers_rates_at_both_limits_or_better(
         longest, makespan = timed(schedule, costs, latency)
         assert round((longest - m * sum(costs)) / longest, 4) <= rate
         if limit == 2 * p:
-            # No schedule with a stage a rank is shorter: the last rank waits for its first forward.
+            # No schedule with a stage per rank is shorter: the last rank waits for its first forward.
             assert makespan == pytest.approx((p - 1) * (costs[0] + latency) + m * sum(costs))
 
 

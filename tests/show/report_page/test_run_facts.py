@@ -41,7 +41,7 @@ def test_a_run_tells_when_where_and_how_it_was_started(tmp_path: Path):
         "command": "penstock train --ranks 2",
         "host": "node-7",
         "device": "NVIDIA H100 80GB HBM3, bf16",
-        "layout": "1f1b on 2 ranks, 2 processes, 1 CPU thread a rank",
+        "layout": "1f1b on 2 ranks, 2 processes, 1 CPU thread per rank",
         "versions": "penstock 0.1.0, torch 2.13.0, python 3.11.7",
         "resumed": "after step 40, later",
     }

@@ -313,7 +313,7 @@ def test_forward_mode_derivatives_are_refused_in_threads_and_right_in_one_rank(s
     with (
         Pipeline(net, F.mse_loss, microbatches=M, schedule=schedule, ranks=2) as pipe,
         pytest.raises(
-            StageError, match=r"layer '[12]' takes forward-mode derivatives .* run one process a rank"
+            StageError, match=r"layer '[12]' takes forward-mode derivatives .* run one process per rank"
         ),
     ):
         pipe.step(*batch(0))

@@ -202,8 +202,8 @@ def test_the_first_lines_of_fine_tuning_say_its_defaults(tmp_path: Path):
     config = tiny(tmp_path, text_folder(tmp_path), model={"path": str(folder)}, **sections)
     said = run(config)
     assert said[1:3] == [
-        "2 batches of 8 samples a step, 16 in all; precision bf16-weights (bf16 weights; fp32 gradients and main weights); "
-        "recompute full",
+        "2 batches of 8 samples per step, 16 in all; precision bf16-weights (bf16 weights; fp32 gradients and main "
+        "weights); recompute full",
         "fine-tuning with AdamW: learning rate 2e-05 (warm-up over 30% of the steps, then cosine to 5% of it), weight decay "
         "0.01 (none for norms, biases and embeddings); set [optim] for others",
     ]

@@ -37,7 +37,7 @@ def test_the_log_has_the_lines_of_the_run_with_time_and_level(tmp_path: Path):
     texts = [LINE.sub("", line) for line in found]
     assert [text for text in texts if text in said.lines] == said.lines
     assert texts[0] == said.lines[0]
-    assert re.search(r"\(cpu, 1 CPU thread a rank\)", texts[0])
+    assert re.search(r"\(cpu, 1 CPU thread per rank\)", texts[0])
     assert any(text.startswith("step 3: loss ") for text in texts)
     assert any(text.startswith("checkpoint complete: ") for text in texts)
     assert not any(line.split()[1] == "DEBUG" for line in found)

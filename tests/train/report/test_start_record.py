@@ -28,7 +28,7 @@ def test_every_start_is_kept(tmp_path: Path):
     assert first["versions"]["penstock"] == penstock.__version__
     problems: list[str] = []
     lines = dict(read_facts(tmp_path, "", [], problems).lines)
-    assert lines["layout"] == "1f1b on 2 ranks, threads of one process, 2 CPU threads a rank"
+    assert lines["layout"] == "1f1b on 2 ranks, threads of one process, 2 CPU threads per rank"
     assert lines["device"] == "cpu, fp32"
     assert problems == []
 

@@ -67,7 +67,7 @@ class SearchResult:
         layout, size, exact = self.smallest
         least = "" if exact else "at least "
         raise ConfigError(
-            f"no layout fits in memory; the smallest needs {least}{_text(size)} a device: {layout}. Take more "
+            f"no layout fits in memory; the smallest needs {least}{_text(size)} per device: {layout}. Take more "
             "devices, devices with more memory, or a smaller batch or sequence"
         )
 

@@ -39,12 +39,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule family with its number of stages a rank.
+    """A schedule family with its number of stages per rank.
 
     Attributes:
         family: the family of the catalogue; None for the user's own and for a CSV file.
         name: name of the family, or path of the CSV file.
-        v: stages a rank; None for a CSV file, and for the user's own if ranks have different numbers.
+        v: stages per rank; None for a CSV file, and for the user's own if ranks have different numbers.
         placement: placement of its stages.
         splits_backward: True if its backwards run as two halves.
     """

@@ -47,7 +47,7 @@ def alias(module: M, memo: dict[int, Any] | None = None) -> M:
         raise ConfigError(
             f"a {type(module).__name__} needs copies for several ranks or replicas in threads, and cannot be copied "
             f"({error}); keep its places on one rank (split=...), remove what cannot be copied from it, or run one "
-            "process a rank (torchrun)"
+            "process per rank (torchrun)"
         ) from error
 
 

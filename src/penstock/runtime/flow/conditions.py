@@ -18,7 +18,7 @@ def flow_problem(pipe: Pipeline, *, accumulate: int = 1, scaler: bool = False, z
         zero: whether replicas divide the optimizer's work (default False).
     """
     problems = {
-        "the ranks are threads of one process; start one process a rank": not pipe.in_processes,
+        "the ranks are threads of one process; start one process per rank": not pipe.in_processes,
         "there are replicas (dp > 1), whose gradients are reduced at the end of a step": pipe.replicas > 1,
         "matrices are sharded (tp > 1), and their gradients' norms are sums over processes": pipe.tensor_ranks
         > 1,

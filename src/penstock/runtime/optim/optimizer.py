@@ -121,7 +121,7 @@ class PipelineOptimizer:
             rank begins the next step. Reading a result waits; so do ``pipe.parameters()``, ``pipe.state_dict()`` and
             ``pipe.evaluate``. Before you touch weights in another way, call ``pipe.wait()``. A step that is not finite is
             skipped, and reading its result raises `NonFiniteError`. The numbers are those of ``flow=False``. It needs a
-            process a rank; see `penstock.runtime.flow.conditions.flow_problem` for the other conditions.
+            process per rank; see `penstock.runtime.flow.conditions.flow_problem` for the other conditions.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:

@@ -14,7 +14,7 @@ from penstock.parallel.dtensor import local
 class UpdateCopy:
     """The copy of one rank's weights and optimizer state.
 
-    It takes as many bytes as the weights that have gradients and their state, such as 12 bytes a parameter for AdamW in
+    It takes as many bytes as the weights that have gradients and their state, such as 12 bytes per parameter for AdamW in
     fp32 and 8 for SGD with momentum. They are allocated when `take` is first called, and used again.
 
     Args:

@@ -162,7 +162,7 @@ def _of_torch(env: Environment) -> Launch:
     if not by_torchrun and by_rank.size > 1 and is_several(per_node):
         raise ConfigError(
             f"PET_NPROC_PER_NODE={per_node} asks for {per_node} processes on each node, but this one was not started by "
-            "torchrun; let the pod's command be  torchrun -m penstock train ..., or ask for one process a node"
+            "torchrun; let the pod's command be  torchrun -m penstock train ..., or ask for one process per node"
         )
     try:
         launch = launcher_of(env)

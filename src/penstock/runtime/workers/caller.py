@@ -49,5 +49,5 @@ def _require_no_modes() -> None:
     if names:
         raise ConfigError(
             f"{', '.join(names)} is set around a step whose ranks are separate threads, which it would not reach; set it "
-            "within the layers, or run one process a rank (torchrun)"
+            "within the layers, or run one process per rank (torchrun)"
         )

@@ -41,7 +41,7 @@ _Inbox = queue.SimpleQueue[tuple[Job, _JobEnds] | None]
 
 
 class RankThreads:
-    """One thread a rank.
+    """One thread per rank.
 
     Args:
         ranks: number of ranks.

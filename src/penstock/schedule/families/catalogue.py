@@ -37,7 +37,7 @@ class CatalogueFamily(Family):
             the user may choose it.
         source: paper or code that the rule comes from.
         needs: requirements on counts, model and memory, as text.
-        virtual_stages: default number of stages a rank, or the only one. If two pipes pass the ranks in opposite
+        virtual_stages: default number of stages per rank, or the only one. If two pipes pass the ranks in opposite
             directions, each has this many.
         in_order: whether the gradients of every stage are summed in the order of the microbatches, on one rank; then a
             run is bit-equal to plain accumulation.
@@ -82,7 +82,7 @@ class CatalogueFamily(Family):
             choosing = ", ".join(f.name for f in FAMILIES.values() if f.chooses_virtual_stages)
             fixed = "one stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
             raise ScheduleError(
-                f"{self.name} has {fixed} a rank, got {v}; the number of virtual stages is free in {choosing}"
+                f"{self.name} has {fixed} per rank, got {v}; the number of virtual stages is free in {choosing}"
             )
         return self.rule(ranks, microbatches, **options)
 

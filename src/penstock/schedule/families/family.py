@@ -29,7 +29,7 @@ class Family(ABC):
     @property
     @abstractmethod
     def default_virtual_stages(self) -> int:
-        """Number of stages a rank if the user does not choose it."""
+        """Number of stages per rank if the user does not choose it."""
 
     @abstractmethod
     def make(

@@ -1,6 +1,6 @@
 """Zero-bubble lists built by rules, timed and improved: the search kernels of zb-auto.
 
-There is one stage a rank. A rank's list has its ops as numbers, 0 for F, 1 for I, 2 for W. Microbatches follow from
+There is one stage per rank. A rank's list has its ops as numbers, 0 for F, 1 for I, 2 for W. Microbatches follow from
 counting, because every kind takes them in order.
 """
 
@@ -34,7 +34,7 @@ class Problem:
     """Counts, costs and memory limit of the lists to build.
 
     Attributes:
-        microbatches: microbatches a step.
+        microbatches: microbatches per step.
         forward, input_gradient, weight_gradient: float64, seconds on each stage, shape (ranks,).
         latency: seconds a message takes between neighbouring ranks.
         limit: activations a rank may hold.

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank, visited depth-first in groups of microbatches."""
+"""Interleaved 1F1B: several stages per rank, visited depth-first in groups of microbatches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def interleaved_1f1b(
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches m.
-        virtual_stages: number of stages a rank v (default 2).
+        virtual_stages: number of stages per rank v (default 2).
         group_size: microbatches in a group N (default: the smallest allowed). N must be at least p, and m mod N 0 or at
             least p, because a shorter group cannot fill the pipe (Megatron refuses it, too). With m < p the one group
             is m.

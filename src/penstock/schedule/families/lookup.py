@@ -46,7 +46,7 @@ def build_schedule(
         name: family name: a key of `FAMILIES`, a family of the user, or MODULE:FUNCTION.
         ranks: number of ranks, at least 1.
         microbatches: number of microbatches in a step, at least 1.
-        virtual_stages: number of stages a rank (default: the family's).
+        virtual_stages: number of stages per rank (default: the family's).
         options: keyword arguments of the family's rule besides the counts.
 
     Raises:

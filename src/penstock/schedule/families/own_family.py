@@ -105,7 +105,7 @@ class OwnFamily(Family):
         held = schedule.stages / schedule.ranks
         if not self.chooses_virtual_stages and virtual_stages not in (None, 1, held):
             raise ScheduleError(
-                f"{self.name} has {held:g} stages a rank, got virtual_stages={virtual_stages}; leave it out, or give the "
+                f"{self.name} has {held:g} stages per rank, got virtual_stages={virtual_stages}; leave it out, or give the "
                 f"function a parameter virtual_stages ({where_defined(self.rule)})"
             )
         return schedule

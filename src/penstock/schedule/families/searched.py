@@ -38,7 +38,7 @@ def shaped_placement(shape: str, ranks: int, virtual_stages: int) -> Placement:
         # A rank holds one stage of each pipe: by pipe that is 1 stage, together 2.
         if virtual_stages > 2:
             raise ScheduleError(
-                f"two pipes have one stage each on every rank, got {virtual_stages} stages a rank; take 1"
+                f"two pipes have one stage each on every rank, got {virtual_stages} stages per rank; take 1"
             )
         return Placement.two_way(ranks)
     raise ScheduleError(f"the placement must be loop, v or bidirectional, got {shape!r}")
@@ -62,10 +62,10 @@ def searched(
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches m.
-        virtual_stages: number of stages a rank (default 1).
+        virtual_stages: number of stages per rank (default 1).
         placement: "loop" (default), "v", or "bidirectional".
         backward: "split" (default) or "full".
-        costs: seconds of F, I and W, each one number for a rank, which its stages share, or one a stage (default 1 each).
+        costs: seconds of F, I and W, each one number for a rank, which its stages share, or one per stage (default 1 each).
         full: seconds of a full backward, likewise (default: those of I and W). Where it is quicker, a split backward is
             joined to a full one.
         latency: seconds a message takes between ranks (default 0).
@@ -121,7 +121,7 @@ def _per_stage(name: str, cost: Cost, placement: Placement) -> np.ndarray:
     each = cost if isinstance(cost, list | tuple) else None
     if each is not None and len(each) != placement.stages:
         raise ScheduleError(
-            f"searched: the cost of {name} is one number or one a stage ({placement.stages}), got {len(each)}"
+            f"searched: the cost of {name} is one number or one per stage ({placement.stages}), got {len(each)}"
         )
     for seconds in [cost] if each is None else each:
         if not _is_number(seconds):

@@ -58,7 +58,7 @@ def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches m; the last block may be short.
-        virtual_stages: stages a rank v, twice the number of waves (default 2).
+        virtual_stages: stages per rank v, twice the number of waves (default 2).
 
     Raises:
         ScheduleError: if the number of virtual stages is odd.

@@ -41,7 +41,7 @@ STARTS: dict[str, Build] = {
     "chimera": lambda p, m, v: chimera(p, m),
     "hanayo": hanayo,
 }
-"""Families by name, as functions of ranks, microbatches and stages a rank; `zb_auto` is a search of its own."""
+"""Families by name, as functions of ranks, microbatches and stages per rank; `zb_auto` is a search of its own."""
 
 
 class CatalogueStarts:

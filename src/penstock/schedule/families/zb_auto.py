@@ -1,4 +1,4 @@
-"""ZB-auto: a zero-bubble schedule searched for given costs and memory, with one stage a rank.
+"""ZB-auto: a zero-bubble schedule searched for given costs and memory, with one stage per rank.
 
 Many greedy constructions are tried (`greedy.construct`), the best ones are varied rank by rank, and single ops of the
 result are moved (`greedy.improve`). ZB-H1 and ZB-H2 are among the candidates if they fit the memory, so the result is
@@ -48,12 +48,12 @@ def zb_auto(
 ) -> Schedule:
     """Automatic zero-bubble schedule (2401.10241, section 3.1, with more candidates than the paper's).
 
-    One stage a rank. The paper's ZB-1p and ZB-2p are the memory limits p and 2p.
+    One stage per rank. The paper's ZB-1p and ZB-2p are the memory limits p and 2p.
 
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches m.
-        costs: seconds of F, I and W, each one number or one a stage (default 1 each).
+        costs: seconds of F, I and W, each one number or one per stage (default 1 each).
         latency: seconds a message takes from rank to rank (default 0).
         memory_limit: activations a rank may hold, in microbatches of a stage (default 2p).
         kept: part of an activation that stays from I to W (default 1: activations are freed at W). The paper frees at B
@@ -63,7 +63,7 @@ def zb_auto(
             schedule that fits the memory.
 
     Raises:
-        ScheduleError: if costs are negative, not finite or not one a stage, or no order can meet the memory limit.
+        ScheduleError: if costs are negative, not finite or not one per stage, or no order can meet the memory limit.
 
     ::
 

@@ -63,7 +63,7 @@ def interleaved_zb(
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches m.
-        virtual_stages: number of stages a rank v (default 2).
+        virtual_stages: number of stages per rank v (default 2).
         group_size: microbatches in a group N, as in `interleaved_1f1b` (default: the smallest allowed).
 
     ::

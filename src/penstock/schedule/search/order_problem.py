@@ -349,7 +349,7 @@ source.ravel(), receiver.ravel(), lag.ravel(), seconds.ravel(),
             )  # fmt: skip
 
     def lists(self, codes: Ints) -> list[Ints]:
-        """Return an order as one list a rank."""
+        """Return an order as one list per rank."""
         offsets = self.tables_of(codes).offsets
         return [codes[a:b] for a, b in pairwise(offsets)]
 

@@ -110,7 +110,7 @@ def _lines(starts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
     ranks = (
         "" if processes is None else f"{processes} processes" if processes > 1 else "threads of one process"
     )
-    cores = "" if threads is None else f"{plural(int(threads), 'CPU thread')} a rank"
+    cores = "" if threads is None else f"{plural(int(threads), 'CPU thread')} per rank"
     facts = {
         "started": last.get("time"),
         "command": last.get("command"),

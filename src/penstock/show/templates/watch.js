@@ -27,7 +27,7 @@ window.penstock = (() => {
     return `hsl(${Math.round(265 - (185 * rank) / Math.max(1, ranks - 1))} 55% ${dark.matches ? 62 : 42}%)`;
   }
 
-  // Returns the lines of a chart: one, or for memory one a rank, of at most some ranks.
+  // Returns the lines of a chart: one, or for memory one per rank, of at most some ranks.
   function lines_of(name) {
     const own = rows.filter((row) => row.kind === (KINDS[name] ?? "train") && name in row);
     if (!own.length) return null;

@@ -84,7 +84,7 @@ class StageParts:
 
 
 def _list(value: object, stages: int) -> list[Any]:
-    """Return a list of one entry a stage; empty if the value from a file is none."""
+    """Return a list of one entry per stage; empty if the value from a file is none."""
     return list(value) if isinstance(value, list | tuple) and len(value) == stages else []
 
 

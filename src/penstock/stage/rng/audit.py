@@ -87,7 +87,8 @@ class NoForwardMode(TorchFunctionMode):
         if forward_ad._current_level >= 0:  # no public reader
             raise ConfigError(
                 f"layer {self._layer!r} takes forward-mode derivatives (torch.func.jvp, jacfwd, hessian or "
-                "torch.autograd.forward_ad), which do not work in ranks that are threads; run one process a rank (torchrun)"
+                "torch.autograd.forward_ad), which do not work in ranks that are threads; run one process per rank "
+                "(torchrun)"
             )
         return func(*args, **(kwargs or {}))
 

@@ -25,7 +25,7 @@ from penstock.stage.rng.seeds import seed_of
 
 
 class isolated_rng(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch's own modes
-    """Context in which random draws come from generators of one key, one a device, made at the first draw.
+    """Context in which random draws come from generators of one key, one per device, made at the first draw.
 
     It may be entered within or around `defer_weight_grads`, in any thread. A new context with the same key gives the same
     draws in the same order, as recompute needs. Calls with an explicit generator and tensors on the meta device are left

@@ -79,7 +79,7 @@ class NumberTokenizer:
             tokens = [-1]
         if not all(0 <= token < self.vocabulary for token in tokens):
             raise ConfigError(
-                f"the prompt must be token numbers from 0 to {self.vocabulary - 1}, separated by blanks, got {prompt!r}: "
+                f"the prompt must be token numbers from 0 to {self.vocabulary - 1}, separated by spaces, got {prompt!r}: "
                 f"the model's vocabulary is not the {BYTES} bytes and has no tokenizer"
             )
         return tokens

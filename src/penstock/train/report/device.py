@@ -44,15 +44,15 @@ def choose_device(name: str, *, in_processes: bool) -> torch.device:
 
 @contextlib.contextmanager
 def sharing_cores(ranks: int, each: int, *, in_processes: bool, root: Path = host.ROOT) -> Iterator[int]:
-    """Set the CPU threads of this process until the context ends, and yield the number of threads a rank.
+    """Set the CPU threads of this process until the context ends, and yield the number of threads per rank.
 
     The pipeline's threads divide the number that is set when they start. In processes, a pipeline lowers it to the process's
     share of the machine's cores (`penstock.runtime.start.cpu_threads.share_cores`).
 
     Args:
         ranks: number of ranks of the pipeline.
-        each: threads a rank; 0 for OMP_NUM_THREADS if that is set, else for as many as the process's cores and its cgroup's
-            quota (a container's) allow, divided among ranks that are threads.
+        each: threads per rank; 0 for OMP_NUM_THREADS if that is set, else for as many as the process's cores and its
+            cgroup's quota (a container's) allow, divided among ranks that are threads.
         in_processes: True if each rank is a process.
         root: root of the file system, for tests; see `penstock.host`.
     """

@@ -19,7 +19,7 @@ def update_notes(config: Config, data: RunData) -> list[str]:
     notes = []
     samples = train.batch * train.accumulate
     if train.accumulate > 1:
-        notes.append(f"{train.accumulate} batches of {train.batch} samples a step, {samples} in all")
+        notes.append(f"{train.accumulate} batches of {train.batch} samples per step, {samples} in all")
     if train.epochs:
         notes.append(f"{train.epochs:g} epochs of {data.per_epoch:,} samples are {train.steps:,} steps")
     if runtime.precision in _PRECISION:

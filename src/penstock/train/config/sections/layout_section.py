@@ -29,7 +29,7 @@ class ScheduleConfig(Table):
         split: ``even``; ``measured`` for stages of equal time, measured before the first step; or a list with the number of
             blocks of every stage.
         flow: ``on`` lets a rank begin the next step while others end this one, with the same numbers; ``off`` does not, and
-            ``auto`` does if the run has a process a rank, nothing forbids it, and the schedule gains by it.
+            ``auto`` does if the run has a process per rank, nothing forbids it, and the schedule gains by it.
     """
 
     name: Text = "1f1b"
@@ -45,7 +45,7 @@ class ParallelConfig(Table):
     Attributes:
         pp: pipeline ranks (default: the processes that `dp` and `tp` leave under torchrun, else 2 threads, or 1 for
             a model of one layer).
-        virtual_stages: stages a rank (default: the usual number of the schedule family).
+        virtual_stages: stages per rank (default: the usual number of the schedule family).
         dp: replicas of the pipeline that share each batch; a run takes ``pp * dp * tp`` processes.
         tp: processes that share every matrix of a stage.
         order: order of the axes, outermost first; neighbouring processes differ in the last one.

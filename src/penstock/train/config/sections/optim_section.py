@@ -32,7 +32,7 @@ class OptimConfig(Table):
         arguments: further arguments of the class, as in ``[optim.arguments]`` with ``momentum = 0.9``.
         lr: highest learning rate.
         lr_schedule: course of the rate after the warm-up: ``cosine`` or ``linear`` down to `final_lr`, or ``constant``.
-        final_lr: last learning rate, as a share of `lr`; without meaning if `lr_schedule` is ``constant``.
+        final_lr: last learning rate, as a share of `lr`; ignored if `lr_schedule` is ``constant``.
         warmup: share of the steps in which the rate rises linearly.
         weight_decay: weight decay of matrices; vectors (norms, biases) and embeddings have none.
         beta1, beta2, epsilon: parameters of AdamW and the other optimizers that have ``betas``; those of the others are

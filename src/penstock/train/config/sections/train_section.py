@@ -52,7 +52,7 @@ class TrainConfig(Table):
         callbacks: own callbacks: ``MODULE:FUNCTION``, of an installed module or one in the current folder, or several with
             commas between them. The function is called without arguments and returns a `penstock.Callback`.
         log_level: lowest level in the log of each process (``logs/rank-N.log``): ``debug``, ``info``, ``warning`` or
-            ``error``; the environment variable PENSTOCK_LOG counts more.
+            ``error``; the environment variable PENSTOCK_LOG takes precedence.
         checkpoint_every: steps between two checkpoints; the last step always has one, and 0 is for none.
         keep_last: number of newest checkpoints to keep; 0 for all.
         keep_every: also keep the checkpoints whose step is a multiple; 0 for none.
@@ -109,8 +109,8 @@ class RuntimeConfig(Table):
     """``[runtime]``: the machine.
 
     Attributes:
-        device: ``cpu``, ``cuda``, ``cuda:1``; empty for the CPU, or for a GPU a process under torchrun if there are enough.
-        threads: CPU threads a rank; 0 for OMP_NUM_THREADS, or a share of the cores of the machine or container.
+        device: ``cpu``, ``cuda``, ``cuda:1``; empty for the CPU, or under torchrun for one GPU each if there are enough.
+        threads: CPU threads per rank; 0 for OMP_NUM_THREADS, or a share of the cores of the machine or container.
         timeout: limit of any wait between ranks, in seconds.
         first_timeout: limit of the waits in the first step and the first evaluation, in seconds.
         precision: ``fp32``; ``bf16`` for fp32 weights and bf16 autocast; ``bf16-weights`` for bf16 weights, whose gradients
