@@ -30,7 +30,7 @@ def test_pipes_devices_and_folders_are_no_files(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("pipe", "zero"):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             require_regular(tmp_path / name)
     with pytest.raises(IsADirectoryError):
         read_bytes(tmp_path, 10)

@@ -86,11 +86,11 @@ def entry(*, dtype: object = "F32", shape: object = (2,), places: object = (0, 8
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "it is no file of safetensors, or is cut short"),
-        (b"\xff" * 40, "it is no file of safetensors, or is cut short"),
-        (with_header(b"no JSON"), "its header is no JSON"),
-        (with_header(b"[" * 50_000), "its header is no JSON"),
-        (with_header([1]), "its header is no table"),
+        (b"", "it is not a file of safetensors, or is cut short"),
+        (b"\xff" * 40, "it is not a file of safetensors, or is cut short"),
+        (with_header(b"no JSON"), "its header is not JSON"),
+        (with_header(b"[" * 50_000), "its header is not JSON"),
+        (with_header([1]), "its header is not a table"),
         (with_header({"x": 3}), "its header says of 'x': 3"),
         (with_header({"x": entry(shape=[-2])}), "its header says of 'x'"),
         (with_header({"x": entry(shape=[True])}), "its header says of 'x'"),
@@ -123,5 +123,5 @@ def test_an_unknown_dtype_is_listed_but_not_read(tmp_path: Path):
 
 def test_a_pipe_is_refused_without_waiting(tmp_path: Path):
     os.mkfifo(tmp_path / "x.safetensors")
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         TensorFile(tmp_path / "x.safetensors")

@@ -50,7 +50,7 @@ def split_entries(
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Node) -> nodes.Node | None:
-    """Return the link of a name that Sphinx did not find, plain code for what is no name, or None."""
+    """Return the link of a name that Sphinx did not find, plain code for what is not a name, or None."""
     if node.get("refdomain") != "py":
         return None
     target, domain = node["reftarget"], env.get_domain("py")

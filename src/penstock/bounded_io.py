@@ -47,7 +47,7 @@ def _require_file(mode: int, path: str | Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def open_regular(path: str | Path) -> int:
@@ -74,7 +74,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON, with one kind of error for everything that can be wrong with it.
 
     Raises:
-        ValueError: if it is no JSON, or its lists and objects are nested too deeply.
+        ValueError: if it is not JSON, or its lists and objects are nested too deeply.
         LongNumberError: if it has a whole number of too many digits; names its field.
     """
     try:

@@ -128,7 +128,7 @@ class Heartbeat:
             self._rank, state, self._step, self._step_time, time(), self._began, host.process_memory()[0],
             socket.gethostname(), _place(), os.getpid(), _process(os.getpid())[1], error[:_MAX_ERROR],
         )  # fmt: skip
-        # Over the last sign, at one go: a reader may see a mixture of two, which is no JSON, and reads again.
+        # Over the last sign, at one go: a reader may see a mixture of two, which is not JSON, and reads again.
         data = json.dumps(asdict(sign)).encode()
         padded, self._length = data.ljust(self._length), len(data)
         if self._file is not None:

@@ -153,7 +153,7 @@ class TensorFile:
         entries: entries by name, in the order of their bytes.
 
     Raises:
-        OSError: if it cannot be read, or is no file of tensors; ``strerror`` gives the reason.
+        OSError: if it cannot be read, or is not a file of tensors; ``strerror`` gives the reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -212,13 +212,13 @@ class TensorFile:
     def _header(self, size: int) -> dict[str, TensorEntry]:
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise self._error("it is no file of safetensors, or is cut short")
+            raise self._error("it is not a file of safetensors, or is cut short")
         try:
             table = parse_json(_exactly(self._descriptor, length))
         except ValueError as error:
-            raise self._error(f"its header is no JSON: {error}") from error
+            raise self._error(f"its header is not JSON: {error}") from error
         if not isinstance(table, dict):
-            raise self._error("its header is no table of tensors")
+            raise self._error("its header is not a table of tensors")
         table.pop("__metadata__", None)
         entries = {name: self._entry(name, value, 8 + length) for name, value in table.items()}
         entries = dict(sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop)))

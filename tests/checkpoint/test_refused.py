@@ -88,7 +88,7 @@ def spoil_generator(path: Path, name: str = "generators/0/cpu") -> None:
         (no_optimizer_state, "the optimizer's state in .* does not fit"),
         (spoil_generator, "has no sound state of the generator of cpu"),
         (lambda path: (path / MANIFEST).unlink(), "cannot read .*manifest.json: No such file"),
-        (lambda path: (path / MANIFEST).write_text("{}"), "is no manifest of a checkpoint"),
+        (lambda path: (path / MANIFEST).write_text("{}"), "is not a manifest of a checkpoint"),
     ],
 )
 def test_after_any_refusal_the_previous_checkpoint_is_loaded(

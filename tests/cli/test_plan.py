@@ -236,7 +236,7 @@ REFUSED = {
         ["gpt2", "-c", "h100*2", "-s", "4096"], "n_positions in its config.json), got 4,096; take sequence = 64",
     ),
     "more stages than blocks": (
-        ["gpt2", "-c", "h100*16", "--layout", "pp=16"], "the model's 8 blocks cannot be cut into 16 stages",
+        ["gpt2", "-c", "h100*16", "--layout", "pp=16"], "the model's 8 blocks cannot be split into 16 stages",
     ),
     "a degree that does not divide": (
         ["gpt2", "-c", "h100*8", "--layout", "tp=3"], "tp=3 does not divide the model's 4 heads",

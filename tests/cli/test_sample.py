@@ -49,4 +49,4 @@ def test_what_is_no_run_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
-    assert f"{tmp_path} is no run folder" in capsys.readouterr().err
+    assert f"{tmp_path} is not a run folder" in capsys.readouterr().err

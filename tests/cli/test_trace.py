@@ -107,7 +107,7 @@ def test_a_shorter_step_is_drawn_shorter(tmp_path: Path):
 def test_what_is_of_one_run_is_refused_for_two(tmp_path: Path):
     path = kept_run(tmp_path)
     for words, problem in (
-        ([path, path, "--png", tmp_path / "a.png"], "--png is of one run, and two are given"),
+        ([path, path, "--png", tmp_path / "a.png"], "--png takes one run, got two"),
         ([path, path, path], "give one run, or two to compare, got 3"),
     ):
         result = CliRunner().invoke(command, [str(word) for word in words])

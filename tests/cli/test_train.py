@@ -105,7 +105,7 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["--set", "train.stepz=3"], "no key train.stepz (did you mean 'steps'"),
         (
             ["--steps", "2"],
-            "--steps is no option; write values of the config without dashes:  penstock train train.steps=2",
+            "--steps is not an option; write values of the config without dashes:  penstock train train.steps=2",
         ),
         (["--lr=1e-4"], "penstock train optim.lr=1e-4"),
         (["--batch-size", "8", "train.steps=2"], "penstock train train.batch=8"),
@@ -124,7 +124,7 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["model.path"], "model.path has no value; write  penstock train model.path=VALUE"),
         (
             ["-lr", "3"],
-            "-l is no option; write values of the config without dashes:  penstock train optim.lr=3",
+            "-l is not an option; write values of the config without dashes:  penstock train optim.lr=3",
         ),
         (["train.steps.a=2"], "train.steps must be a whole number"),
         (["optim.arguments.momentum=0.9"], "no argument 'momentum' of AdamW"),

@@ -255,7 +255,7 @@ def test_variants_that_cannot_be_split_are_refused_by_name():
     with pytest.raises(SplitError, match=r"type 'granite': the forward of GraniteModel differs"):
         penstock.from_transformers(GraniteConfig())  # scales the embedded tokens
     with pytest.raises(SplitError, match=r"type 'starcoder2': the forward of Starcoder2Model differs"):
-        penstock.from_transformers(Starcoder2Config())  # has dropout that is no module
+        penstock.from_transformers(Starcoder2Config())  # has dropout that is not a module
     with pytest.raises(SplitError, match=r"type 'cohere': the forward of CohereForCausalLM differs"):
         penstock.from_transformers(CohereConfig())  # scales the logits
     with pytest.raises(SplitError, match=r"type 'mixtral': the forward of MixtralModel differs"):
@@ -270,7 +270,7 @@ def test_variants_that_cannot_be_split_are_refused_by_name():
     rules = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(SplitError, match="rope_type is 'dynamic'"):
         penstock.from_transformers(hf_models.config("llama", rope_parameters=rules))
-    with pytest.raises(SplitError, match="LlamaModel is no causal language model"):
+    with pytest.raises(SplitError, match="LlamaModel is not a causal language model"):
         penstock.from_transformers(hf_models.model("llama").model)
 
 

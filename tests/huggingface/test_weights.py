@@ -76,7 +76,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "must hold a JSON object"),
         ('{"weight_map": 3}', "has no weight_map"),
         ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "to safetensors files beside it"),

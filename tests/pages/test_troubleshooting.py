@@ -140,7 +140,7 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
     "number of virtual stages": lambda _: pipeline(schedule="1f1b", virtual_stages=2, ranks=1),
     "even number of ranks": lambda _: pipeline(schedule="dualpipe", ranks=3),
     "deadlocks": lambda _: check(penstock.read_csv(_csv(_, "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"))),
-    "is no valid schedule": lambda _: check(penstock.read_csv(_csv(_, "0F0,0F0,0B0\n"))),
+    "is not a valid schedule": lambda _: check(penstock.read_csv(_csv(_, "0F0,0F0,0B0\n"))),
     "is too small for": lambda _: step(microbatches=9),
     "has a graph": lambda _: step(loss_fn=lambda output, target: MSE(output.detach(), target)),
     "requires a gradient": lambda _: step(x=X.clone().requires_grad_()),

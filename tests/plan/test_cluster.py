@@ -106,9 +106,9 @@ def test_a_file_needs_only_a_device(tmp_path: Path):
         ("name = 3\n" + DEVICE, "name must be text, got 3"),
         ("name = 'x'", r"the section \[device\] is missing"),
         ("device = 3", r"the section \[device\] is missing"),
-        (DEVICE + DEVICE, "is no TOML"),
-        ("a = " + "[" * 50_000, "is no TOML"),
-        ("nodes = " + "1" * 5_000, "is no TOML"),
+        (DEVICE + DEVICE, "is not TOML"),
+        ("a = " + "[" * 50_000, "is not TOML"),
+        ("nodes = " + "1" * 5_000, "is not TOML"),
         (bytes(range(256)), "cannot read the cluster"),
     ],
 )  # fmt: skip

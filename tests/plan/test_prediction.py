@@ -298,7 +298,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path):
         ("dp=3", "batch of 16 does not divide over dp=3 .* nearest batch that does is 15 or 18"),
         ("microbatch=99", "nearest batch that does is 99"),
         ("tp=8", "tp=8 does not divide the model's 4 key and value heads; take a divisor, such as 4"),
-        ("pp=16,v=2,schedule=interleaved-1f1b", "16 blocks cannot be cut into 32 stages .* take at most 16 stages"),
+        ("pp=16,v=2,schedule=interleaved-1f1b", "16 blocks cannot be split into 32 stages .* take at most 16 stages"),
         ("pp=4,v=2", "1f1b has one stage per rank, got 2"),
         ("schedule=gpip", r"no schedule family 'gpip' \(did you mean 'gpipe'"),
         ("schedule=", "no schedule family ''"),

@@ -116,7 +116,7 @@ def test_what_does_not_fit_the_model_is_refused(layout: Layout, message: str):
 
 
 def test_more_stages_than_blocks_are_refused():
-    with pytest.raises(ConfigError, match=r"16 blocks cannot be cut into 20 stages .* at most 16 stages"):
+    with pytest.raises(ConfigError, match=r"16 blocks cannot be split into 20 stages .* at most 16 stages"):
         staged(Layout(pp=10), Placement.loop(10, 2))
 
 

@@ -112,7 +112,7 @@ def changed(table: Any, *keys: Any, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["format"], 2, "no profile of format 1"),
+        (["format"], 2, "not a profile of format 1"),
         (["source"], "guessed", "source is 'guessed'"),
         (["source"], "sizes", "shape is None"),
         (["dtype"], "bf61", "dtype is 'bf61'"),

@@ -300,9 +300,9 @@ def test_wrong_values_of_a_config_are_refused(change: dict[str, Any], message: s
         ("[model]\nconfig = 'none'", "No such file"),
         ("model = [1]", r"no \[model\] section"),
         ("[train]\nsteps = 3", r"no \[model\] section"),
-        ("[model", "is no TOML"),
-        ("a = " + "[" * 50_000, "is no TOML"),
-        ("a = " + "1" * 5_000, "is no TOML"),
+        ("[model", "is not TOML"),
+        ("a = " + "[" * 50_000, "is not TOML"),
+        ("a = " + "1" * 5_000, "is not TOML"),
     ],
 )
 def test_wrong_toml_files_are_refused(text: str, message: str, tmp_path: Path):

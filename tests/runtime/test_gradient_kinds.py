@@ -190,7 +190,7 @@ def test_a_complex_gradient_that_a_stage_hands_back_is_checked_in_both_parts():
     net = nn.Sequential(Spectrum(), nn.Sequential(Bad(), Spectrum()))
     with (
         Pipeline(net, size_loss, microbatches=M, ranks=2, timeout=300) as pipe,
-        pytest.raises(NonFiniteError, match="the gradient that stage 1 handed back for microbatch 0"),
+        pytest.raises(NonFiniteError, match="the input gradient of stage 1 for microbatch 0"),
     ):
         pipe.step(torch.randn(2 * M, WIDTH), torch.randn(2 * M, WIDTH))
 

@@ -234,7 +234,7 @@ def test_counts_that_no_memory_holds_are_refused_before_anything_is_built():
 def test_a_device_that_is_not_there_is_refused(device):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ConfigError, match="no device" if device == "gpu" else "sees no GPU"):
+    with pytest.raises(ConfigError, match="not a device" if device == "gpu" else "sees no GPU"):
         Pipeline(plain.model(4), nn.functional.mse_loss, microbatches=4, ranks=2, device=device)
 
 

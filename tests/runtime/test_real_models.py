@@ -478,11 +478,7 @@ def step_spoilt(rank: int, forward: bool) -> list[tuple[str, int, int]]:
 def test_nan_is_refused_on_every_rank_with_stage_and_microbatch(processes: LocalProcesses, forward):
     for found in (step_spoilt(0, forward), *processes.run(2, step_spoilt, forward)):
         for text, stage, microbatch in found:
-            what = (
-                "the loss of microbatch 2"
-                if forward
-                else "the gradient that stage 0 handed back for microbatch 2"
-            )
+            what = "the loss of microbatch 2" if forward else "the input gradient of stage 0 for microbatch 2"
             assert f"{what} is NaN or infinite. No weight was changed" in text
             assert (stage, microbatch) == ((1, 2) if forward else (0, 2))
         assert len(found) == 2

@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused_on_every_process_and_changes_no_weight(proces
             "Adafactor does not update every element by itself, and ZeRO gives it parts" in said["adafactor"]
         )
         assert "zero must be False, True or 'overlap', got 'later'" in said["value"]
-        assert "another PipelineOptimizer was made for this pipeline since" in said["replaced"]
+        assert "a later PipelineOptimizer was made for this pipeline" in said["replaced"]
 
 
 def overflowing(rank: int, zero: bool) -> list[tuple[bool, float]]:

@@ -62,7 +62,7 @@ def test_a_measured_steps_advice_names_its_own_baseline():
     end[trace.rank_slices()[0].stop - 1] += 20
     step = StepAnalysis("", replace(trace, end=end, info={**trace.info, "source": "measured"}))
     assert step.where.startswith("33.6% of the ranks' time was idle.")
-    assert "(simulated; the present order, simulated alike, is 27.3% idle)" in step.advice.sentence
+    assert "(simulated; the present order, simulated the same way, is 27.3% idle)" in step.advice.sentence
 
 
 def test_where_nothing_helps_this_is_said():

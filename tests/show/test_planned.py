@@ -52,7 +52,7 @@ def test_a_message_takes_what_a_waiting_rank_waited_after_its_giver_was_done():
     ("lines", "message"),
     [
         (["0F0@0-1 0B0@4-6", ""], "rank 1 has no events"),
-        (["0F0@0-1", "1F0@1-2 1B0@2-3"], "no valid schedule"),
+        (["0F0@0-1", "1F0@1-2 1B0@2-3"], "not a valid schedule"),
         (["OPTIMIZER@0-1"], "rank 0 has no events"),
     ],
 )

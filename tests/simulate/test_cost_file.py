@@ -65,7 +65,7 @@ def test_a_latency_given_beside_the_file_replaces_both_of_it(tmp_path: Path):
         ("F = [1, 1, 1]\nB = 2\nW = 3\n", r"F must cover stages 0\.\.1"),
         ('F = 1\nB = 2\nW = "x"\n', "W of stage 0 must be a number, got 'x'"),
         ("F = 1\nB = 2\nW = 3\nlatency = -1\n", "latency must be a finite number"),
-        ("F = 1\nF = 2\n", "is no TOML file"),
+        ("F = 1\nF = 2\n", "is not a TOML file"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, message: str):
@@ -76,7 +76,7 @@ def test_a_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, message:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "is no JSON file"), ("[1]", "holds a list, not a table")]
+    ("text", "message"), [("{", "is not a JSON file"), ("[1]", "holds a list, not a table")]
 )
 def test_bad_json_is_refused(tmp_path: Path, text: str, message: str):
     with pytest.raises(ConfigError, match=message):

@@ -33,7 +33,7 @@ def test_the_plan_is_of_the_ranks_that_were_given():
     ("sections", "message"),
     [
         ({"parallel": {"tp": 2}}, "a mesh of pp 2 x dp 1 x tp 2 needs 4 processes"),
-        ({"parallel": {"pp": 64}}, "the model's 4 blocks cannot be cut into 64 stages; take at most 4 pipeline ranks"),
+        ({"parallel": {"pp": 64}}, "the model's 4 blocks cannot be split into 64 stages; take at most 4 pipeline ranks"),
         ({"runtime": {"device": "gpu"}}, r"runtime.device must be one of cpu, cuda"),
     ],
 )  # fmt: skip

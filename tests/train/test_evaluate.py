@@ -143,6 +143,6 @@ def test_the_command_prints_a_table_or_json_and_takes_the_held_out_data_by_defau
 def test_what_cannot_be_evaluated_is_refused(own: Path, chatty: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="is neither the folder of a run"):
         evaluate(tmp_path, ["x"], [])
-    with pytest.raises(ConfigError, match="is no run, which would have held-out data; give files"):
+    with pytest.raises(ConfigError, match="is not a run, which would have held-out data; give files"):
         evaluate(chatty / "llama-chat", [], [])
     assert not (chatty / "runs").exists()

@@ -129,7 +129,9 @@ def test_replicas_resume_on_the_same_samples(tmp_path: Path, straight: Path, pro
 def test_another_weight_or_other_records_are_refused_at_resume(tmp_path: Path, straight: Path):
     config = mixed(tmp_path, "straight", 8, str(straight))
     heavier = [replace(config.data.sources[0], weight=4.0), *config.data.sources[1:]]
-    said = r"another run: weight of source 1 in data.sources \(pairs.jsonl\) was 3.0 and is 4.0. Resume with"
+    said = (
+        r"a different run: weight of source 1 in data.sources \(pairs.jsonl\) was 3.0 and is 4.0. Resume with"
+    )
     with pytest.raises(ConfigError, match=said):
         run(replace(config, data=replace(config.data, sources=heavier)))
     lines = (tmp_path / "pairs.jsonl").read_text().splitlines()

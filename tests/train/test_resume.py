@@ -142,20 +142,24 @@ def test_an_earlier_checkpoint_can_be_chosen(tmp_path: Path, straight: Path):
     ("steps", "sections", "said"),
     [
         (6, {}, "train.steps must be more than 6, the step of .*, got 6; give more steps"),
-        (8, {"optim": {"lr": 0.5}}, r"is of another run: optim.lr was 0.004 and is 0.5"),
-        (8, {"train": {"seed": 4}}, r"is of another run: train.seed was 0 and is 4"),
-        (8, {"model": {"width": 32}}, "does not fit|another run"),
-        (8, {"train": {"accumulate": 2}}, r"is of another run: train.accumulate was 1 and is 2"),
-        (8, {"train": {"reduction": "sum"}}, r"is of another run: train.reduction was 'auto' and is 'sum'"),
+        (8, {"optim": {"lr": 0.5}}, r"belongs to a different run: optim.lr was 0.004 and is 0.5"),
+        (8, {"train": {"seed": 4}}, r"belongs to a different run: train.seed was 0 and is 4"),
+        (8, {"model": {"width": 32}}, "does not fit|a different run"),
+        (8, {"train": {"accumulate": 2}}, r"belongs to a different run: train.accumulate was 1 and is 2"),
+        (
+            8,
+            {"train": {"reduction": "sum"}},
+            r"belongs to a different run: train.reduction was 'auto' and is 'sum'",
+        ),
         (
             8,
             {"runtime": {"precision": "bf16"}},
-            r"is of another run: runtime.precision was 'fp32' and is 'bf16'",
+            r"belongs to a different run: runtime.precision was 'fp32' and is 'bf16'",
         ),
         (
             8,
             {"optim": {"name": "SGD", "lr": 0.004}},
-            r"is of another run: optim.name was 'AdamW' and is 'SGD'",
+            r"belongs to a different run: optim.name was 'AdamW' and is 'SGD'",
         ),
     ],
 )
@@ -238,7 +242,7 @@ def test_a_checkpoint_that_is_older_than_a_key_has_its_default(tmp_path: Path, t
     del config["optim"]["lr_schedule"], config["train"]["accumulate"], config["runtime"]["precision"]
     older = replace(manifest, config=config, config_sha256=digest_of_config(config))
     (path / MANIFEST).write_bytes(dump(older))
-    with pytest.raises(ConfigError, match=r"another run: optim.lr_schedule was 'cosine' and is 'linear'"):
+    with pytest.raises(ConfigError, match=r"a different run: optim.lr_schedule was 'cosine' and is 'linear'"):
         run(
             config_of(
                 tmp_path, trained / "text", "straight", 8, str(straight), optim={"lr_schedule": "linear"}

@@ -133,7 +133,7 @@ class Checkpoints:
         written, self._written = self._written, None
         if failure is not None:
             raise PenstockError(
-                f"no checkpoint was written in {self._target}: {failure}; the earlier ones are as they were"
+                f"no checkpoint was written in {self._target}: {failure}; earlier checkpoints are unchanged"
             ) from failure
         return written
 
@@ -180,7 +180,7 @@ class Checkpoints:
         self.wait()
         path = Path(path).expanduser()
         if not is_checkpoint(path):
-            raise ConfigError(f"{path} is no checkpoint; their folders are called step-NUMBER")
+            raise ConfigError(f"{path} is not a checkpoint; their folders are called step-NUMBER")
         prepared, wrong = self._prepare(path)
         if prepared is None:
             raise DataError("; ".join(wrong))

@@ -238,9 +238,9 @@ def _require_alike(reader: Reader, values: Any, fresh: Mapping[str, Any]) -> Non
     if not isinstance(values, dict) or values.keys() != fresh.keys():
         wrong = f"it has {_keys(values)}, not {_keys(fresh)}"
     elif not all(isinstance(values[key], dict) for key in ("parameters", "state", "main_weights")):
-        wrong = "its parameters, state or main_weights is no dictionary"
+        wrong = "its parameters, state or main_weights is not a dictionary"
     elif not all(isinstance(entries, dict) for entries in values["state"].values()):
-        wrong = "the state of a parameter is no dictionary"
+        wrong = "the state of a parameter is not a dictionary"
     elif not all(_is_place(place) for place in values["parameters"].values()):
         wrong = "a parameter has no group or no shape"
     elif not isinstance(values["groups"], list) or any(

@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="penstock")
 @click.pass_context
 def group(ctx: click.Context) -> None:
-    """Train PyTorch models cut into pipeline stages; see, prove and predict what the pipeline does."""
+    """Train PyTorch models split into pipeline stages; see, prove and predict what the pipeline does."""
     if ctx.invoked_subcommand is None:
         click.echo(FIRST_STEPS, nl=False)
 

@@ -208,7 +208,7 @@ def _cluster(table: Mapping[str, Any], path: Path | None) -> None:
     device = table["device"]
     rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device["matmul"].items())
     click.echo(
-        f"\nmatrix products: {rates} TFLOP/s, half of it at width {device['matmul_width']:.0f}; memory "
+        f"\nmatrix products: {rates} TFLOP/s, and half of that at width {device['matmul_width']:.0f}; memory "
         f"{device['memory_bandwidth'] / 1e9:.3g} GB/s; launch {device['launch'] * 1e6:.2f} µs; optimizer "
         f"{device['optimizer_bandwidth'] / 1e9:.3g} GB/s"
     )

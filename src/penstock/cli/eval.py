@@ -34,7 +34,7 @@ def command(
     FILE is a file or folder of any format of data.path, and is read from beginning to end. Without a FILE, the held-out
     data of the run is read. Completions and chats count with their trained tokens alone.
 
-    The loss is in nats a token, and the perplexity its exponential. Bits a byte can be compared between tokenizers.
+    The loss is in nats per token, and the perplexity is its exponential. Bits per byte can be compared across tokenizers.
     """
     from penstock.launch.parent_death import follow_launcher
     from penstock.train.evaluate import evaluate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock import __version__
 
 FIRST_STEPS = f"""\
-Penstock {__version__}: train PyTorch models cut into pipeline stages; see, prove and predict what the pipeline does.
+Penstock {__version__}: train PyTorch models split into pipeline stages; see, prove and predict what the pipeline does.
 
 Train something now: a small decoder on the source of Python, on two ranks, in about 90 s on two cores
     penstock train train.name=first

@@ -107,8 +107,9 @@ def command(
     tensor parallel degrees, virtual stages, microbatches, all schedules, recompute, ZeRO and the split of the blocks; the
     step of every plan is simulated as it will run. Ctrl-C ends the search with the best plans so far.
     """
+    from penstock.cli.cost_arguments import parse_bytes
     from penstock.cli.plan_files import require_writable
-    from penstock.cli.plan_options import bytes_of, layout_values_of, sizes, why_untrained
+    from penstock.cli.plan_options import layout_values_of, sizes, why_untrained
     from penstock.plan.cluster import read_cluster, with_memory
     from penstock.plan.prediction import predict
     from penstock.plan.run_layout import Layout
@@ -131,7 +132,7 @@ def command(
         raise click.UsageError(f"--seconds must be above 0, got {seconds}")
     profile, cluster = read_model(model), read_cluster(cluster_name)
     if memory_limit is not None:
-        cluster = with_memory(cluster, bytes_of(memory_limit))
+        cluster = with_memory(cluster, parse_bytes("--memory-limit", memory_limit))
     untrained = None if own else why_untrained(profile, cluster, values)
     if asked and untrained is not None:
         raise ConfigError(f"cannot write {out}: {untrained}, or predict it without --out")

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster
     from penstock.profile.model_profile import Profile
 
-_UNITS = {
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "b": 1,
-}  # fmt: skip
-
 
 def layout_values_of(
     layout: str | None, fixes: tuple[str, ...], schedules: str | None, *others: float | None
@@ -69,23 +65,6 @@ def sizes(
         sequence or (of_data if isinstance(of_data, int) else default_sequence(profile)),
         batch or (of_train if isinstance(of_train, int) else 2 ** (4 * cluster.devices - 1).bit_length()),
     )
-
-
-def bytes_of(text: str) -> float:
-    """Return ``--memory-limit``, a number of bytes with or without a unit.
-
-    Raises:
-        ConfigError: if it is none, or not above 0.
-    """
-    lower = text.strip().lower()
-    unit = next((name for name in _UNITS if lower.endswith(name)), None)
-    try:
-        size = float(lower.removesuffix(unit or "")) * (_UNITS[unit] if unit else 1)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 1e18:
-        raise ConfigError(f"--memory-limit must be bytes above 0, such as 70GB or 64GiB, got {text!r}")
-    return size
 
 
 def why_untrained(profile: Profile, cluster: Cluster, values: Mapping[str, Any]) -> str | None:

@@ -80,7 +80,7 @@ class RunComparison:
             where = "inside" if self.inside else "outside"
             low, high = time_text(self.prediction.low), time_text(self.prediction.high)
             click.echo(f"The measured step is {where} the predicted interval of {low} to {high}.")
-        click.echo("What follows is predicted with a cluster that these factors correct.\n")
+        click.echo("The predictions below use the cluster corrected by these factors.\n")
 
 
 def compare(profile: Profile, cluster: Cluster, run: Path, sequence: int | None) -> RunComparison:
@@ -166,7 +166,7 @@ def _require_same_model(profile: Profile, run: Path, config: dict[str, Any]) -> 
     for what, planned, ran in _sizes(profile, shape):
         if planned != ran:
             raise ConfigError(
-                f"{run} is a run of another model than {profile.name}: it has {ran:,} {what}, and {profile.name} has "
+                f"{run} trained a different model from {profile.name}: it has {ran:,} {what}, and {profile.name} has "
                 f"{planned:,}; give a run of the model that you plan"
             )
 

@@ -17,7 +17,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 VIRTUAL_STAGES = click.option(
     "--virtual-stages", "-v", type=click.IntRange(1),
-    help="Stages per rank, for families that leave it open. Default: the family's own.",
+    help="Stages per rank, for families where it can be chosen. Default: the family's.",
 )  # fmt: skip
 
 

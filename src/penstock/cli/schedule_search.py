@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--seconds", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, metavar="T",
-    help="End the search after T seconds. Ctrl-C ends it with the best so far, too.",
+    help="End the search after T seconds. Ctrl-C also ends it, with the best schedule so far.",
 )  # fmt: skip
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random numbers."
@@ -83,7 +83,7 @@ def search_command(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """Search for the quickest schedule in a given memory.
+    """Search for the fastest schedule that fits in a given memory.
 
     The result is at least as quick as every schedule of the catalogue that has this placement and fits, and comes with a
     lower bound: no order can gain more than the gap. --out writes CSV for `penstock simulate`, `penstock schedule check` and

@@ -83,7 +83,7 @@ def command(
     require_outputs([OutputFile(o, p, _KINDS[o]) for o, p in outputs.items() if p is not None], runs)
     if len(runs) == 2:
         if single := [option for option, path in outputs.items() if path is not None and option != "--html"]:
-            raise click.UsageError(f"{single[0]} is of one run, and two are given; compare them with --html")
+            raise click.UsageError(f"{single[0]} takes one run, got two; compare them with --html")
         from penstock.cli.trace_pair import compare_runs
 
         compare_runs(read_run(runs[0]), read_run(runs[1]), step, html, as_json)

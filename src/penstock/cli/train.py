@@ -32,7 +32,7 @@ class _TrainCommand(click.Command):
             hint = _hint(error.option_name, given, list(error.possibilities or ()))
             if hint is None:
                 raise
-            raise click.UsageError(f"{error.option_name} is no option; {hint}", ctx) from error
+            raise click.UsageError(f"{error.option_name} is not an option; {hint}", ctx) from error
 
 
 def _hint(option: str, arguments: list[str], similar: list[str]) -> str | None:

@@ -54,7 +54,7 @@ DEFAULT_MODEL = "penstock.train.model.verify_target:small_llama"
     type=click.IntRange(1),
     default=2,
     show_default=True,
-    help="Stages per rank, for families that leave it open.",
+    help="Stages per rank, for families where it can be chosen.",
 )
 @click.option(
     "--transport",

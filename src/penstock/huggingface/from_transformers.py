@@ -162,7 +162,7 @@ def _of_model(model: Any) -> list[Layer]:
     family_of(model.config)
     if not isinstance(model, MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]):
         raise SplitError(
-            f"a {type(model).__name__} is no causal language model; give what AutoModelForCausalLM makes"
+            f"a {type(model).__name__} is not a causal language model; give what AutoModelForCausalLM makes"
         )
     built = [(layer, layer.build()) for layer in _layers(model, model.get_submodule)]
     # The modules show which weights are tied, also those that the user has tied.

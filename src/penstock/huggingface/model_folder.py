@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
+        raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(table, dict):
         raise DataError(f"{path} must hold a JSON object, got {type(table).__name__}")
     return table

@@ -25,7 +25,7 @@ def given_mesh(mesh: object) -> tuple[MeshShape | Mesh | None, MeshShape | None]
     """Return the mesh that a Pipeline was given, a mesh of torch with its axes by name, and its shape.
 
     Raises:
-        ConfigError: if it is no mesh, or torch's mesh cannot be used; see `axes_of`.
+        ConfigError: if it is not a mesh, or torch's mesh cannot be used; see `axes_of`.
     """
     if mesh is None or isinstance(mesh, MeshShape):
         return mesh, mesh

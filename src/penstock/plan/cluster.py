@@ -95,8 +95,8 @@ class LinkSpeed:
 
     Attributes:
         latency: seconds of a message whatever its size.
-        bandwidth: bytes a second.
-        reduce_bandwidth: bytes a second in reductions of gradients; None (default) is `bandwidth`.
+        bandwidth: bytes per second.
+        reduce_bandwidth: bytes per second in reductions of gradients; None (default) is `bandwidth`.
     """
 
     latency: float = 0.0
@@ -180,7 +180,7 @@ def read_cluster(text: str | Path) -> Cluster:
     try:
         table = tomllib.loads(source)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is no TOML: {error}") from error
+        raise ConfigError(f"{name} is not TOML: {error}") from error
     cluster = _from_table(table, name)
     if counts is not None:
         cluster = replace(cluster, ranks_per_node=counts[0], nodes=counts[1])

@@ -268,7 +268,7 @@ def split_counts(times: LayerTimes, layout: Layout, placement: Placement) -> tup
     stages, blocks = placement.stages, sum(role == "block" for role in times.table.roles)
     if blocks < stages:
         raise ConfigError(
-            f"the model's {blocks} blocks cannot be cut into {plural(stages, 'stage')} (pp x v); "
+            f"the model's {blocks} blocks cannot be split into {plural(stages, 'stage')} (pp x v); "
             f"take at most {plural(blocks, 'stage')}"
         )
     if isinstance(layout.split, tuple):

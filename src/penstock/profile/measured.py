@@ -91,7 +91,7 @@ def measure_layers(
 
     Raises:
         ProfileError: if a layer cannot be traced; names it.
-        SplitError: if the model is no list of layers.
+        SplitError: if the model is not a list of layers.
     """
     layers = as_layers(model)
     sample = Sample(example, target, loss_fn, named or {}, seed, require_autocast(autocast))

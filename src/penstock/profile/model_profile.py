@@ -234,11 +234,13 @@ def read_profile(path: str | Path) -> Profile:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the profile {str(path)!r}: {error}") from error
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
-        raise ConfigError(f"{path} is no profile of format {FORMAT}; make one with penstock.profile_layers")
+        raise ConfigError(
+            f"{path} is not a profile of format {FORMAT}; make one with penstock.profile_layers"
+        )
     try:
         return _profile_of(table)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ConfigError(f"{path} is no sound profile: {error}; make it again") from error
+        raise ConfigError(f"{path} is not a valid profile: {error}; make it again") from error
 
 
 def _profile_of(table: dict[str, Any]) -> Profile:

@@ -238,7 +238,7 @@ def read_shape(path: str | Path) -> ModelShape:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is no JSON: {error}; a model is a config.json, its folder, or a TOML file with [model]"
+            f"{path} is not JSON: {error}; a model is a config.json, its folder, or a TOML file with [model]"
         ) from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} must be an object with the keys of a config.json")
@@ -249,7 +249,7 @@ def _from_toml(text: str, path: Path) -> ModelShape:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise ConfigError(f"{path} is not TOML: {error}") from error
     model = table.get("model")
     if not isinstance(model, dict):
         raise ConfigError(f"{path} has no [model] section, which gives the model's sizes")

@@ -30,7 +30,7 @@ TRAINABLE, COUNTED, GRAPH = 1, 2, 4
 
 @sendable
 class Refusal(NamedTuple):
-    """The reason why every rank refuses a step; the smaller of two is nearer to the origin.
+    """Reason why all ranks refuse a step; of two, the smaller tuple is closer to the cause.
 
     Attributes:
         kind: kind of reason: different batches on the ranks, gradients that they scaled differently, different rows of
@@ -147,7 +147,7 @@ def explain(refusal: Refusal, losses: Losses, last: int, step: int) -> PenstockE
     stage = last - refusal.depth
     what = {
         _LOSS: f"the loss of microbatch {refusal.microbatch}",
-        _GRADIENT: f"the gradient that stage {stage} handed back for microbatch {refusal.microbatch}",
+        _GRADIENT: f"the input gradient of stage {stage} for microbatch {refusal.microbatch}",
         _WEIGHT: f"the gradient of a weight of stage {stage}",
     }[refusal.kind]
     return NonFiniteError(

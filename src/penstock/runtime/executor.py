@@ -60,7 +60,7 @@ class Executor:
         records: times and memory of the last step's ops.
         progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
         flow: flow of the training steps into each other; None if every step ends on all ranks at once.
-        failure: notice of the last step that failed, as the other ranks have it; None if none has.
+        failure: what this rank told the others about the last step that failed; None if none has.
     """
 
     def __init__(

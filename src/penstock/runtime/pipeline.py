@@ -70,8 +70,8 @@ class Pipeline(PipelineModel):
         schedule: name of a schedule family, MODULE:FUNCTION that builds one, a `Schedule`, or path of a CSV file (default
             "1f1b"). In processes, each must find the same schedule.
         ranks: pipeline ranks; by default the schedule's own, the number of processes, or 1.
-        virtual_stages: stages on each rank, for families that let one choose (default 1, or that of your own function);
-            V-shaped ones always have two.
+        virtual_stages: stages on each rank, for families where it can be chosen (default 1, or the default of your own
+            function); V-shaped families always have two.
         split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`. ``{"measured":
             (x, y)}`` makes stages of equal time on that microbatch; ``{"measured": profile}``, by `profile_layers`.
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
@@ -319,10 +319,10 @@ class Pipeline(PipelineModel):
         if self.world is None:
             return values
         total = values.clone()
-        self.world.add_up_tensor_parallel(total)
-        self.world.add_up(total)
+        self.world.all_reduce_tp(total)
+        self.world.all_reduce(total)
         if replicas:
-            self.world.add_up_replicas(total)
+            self.world.all_reduce_dp(total)
         return total
 
     def trace(self) -> Trace | None:

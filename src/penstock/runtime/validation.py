@@ -58,7 +58,7 @@ def resolve_schedule(
         schedule: name of a family, MODULE:FUNCTION, a schedule, or path of a CSV file.
         ranks: pipeline ranks, if given.
         microbatches: microbatches of a step.
-        virtual_stages: stages on each rank, for families that let one choose; None if it is not given.
+        virtual_stages: stages on each rank, for families where it can be chosen; None if it is not given.
         processes: processes of one pipeline; None in threads.
 
     Raises:
@@ -93,7 +93,7 @@ def _require_match(schedule: Schedule, ranks: int | None, microbatches: int, vir
     counts = {len(stages) for stages in schedule.placement.stages_of}
     if virtual_stages not in (1, schedule.stages / schedule.ranks) and counts != {virtual_stages}:
         raise ScheduleError(
-            f"the schedule {schedule.name} says itself which stages a rank holds ({plural(schedule.stages, 'stage')} on "
+            f"the schedule {schedule.name} already assigns its stages to ranks ({plural(schedule.stages, 'stage')} on "
             f"{plural(schedule.ranks, 'rank')}), but virtual_stages={virtual_stages}; leave virtual_stages out"
         )
     if schedule.microbatches != microbatches:
@@ -141,7 +141,7 @@ def local_device(device: torch.device | str | None, in_processes: bool) -> torch
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"{device!r} is no device: {first_line(error)}") from error
+        raise ConfigError(f"{device!r} is not a device: {first_line(error)}") from error
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(

@@ -92,13 +92,13 @@ def check(schedule: Schedule, *, forward_only: bool = False, budget: Budget | No
     """
     if schedule.stages * schedule.microbatches > len(schedule) + _MISSING:
         raise ScheduleError(
-            f"{schedule.name} is no valid schedule: {len(schedule)} ops are too few for a forward of each of "
+            f"{schedule.name} is not a valid schedule: {len(schedule)} ops are too few for a forward of each of "
             f"{plural(schedule.microbatches, 'microbatch')} on each of {plural(schedule.stages, 'stage')}"
         )
     for find in (_strays, _counts, _pairs, _order):
         problems = list(_first(find(schedule, forward_only)))
         if problems:
-            raise ScheduleError(f"{schedule.name} is no valid schedule: " + "; ".join(problems))
+            raise ScheduleError(f"{schedule.name} is not a valid schedule: " + "; ".join(problems))
     program = lower(schedule)
     stuck = np.flatnonzero(program.level == 0)  # ops that never became ready; see `penstock.schedule.order`
     if len(stuck):

@@ -57,7 +57,7 @@ def read_cells(ranks: Iterable[Iterable[Cell]], backward: Backward) -> ReadOps:
         backward: meaning of B.
 
     Raises:
-        ScheduleError: if a cell is no op; names line and column.
+        ScheduleError: if a cell is not an op; names line and column.
     """
     dropped: Counter[str] = Counter()
     full: set[tuple[int, int]] = set()

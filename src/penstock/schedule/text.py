@@ -59,7 +59,7 @@ def read_csv(path: str | Path, backward: Backward = "auto") -> Schedule:
             and the file has no I, else the full one.
 
     Raises:
-        ScheduleError: if the file cannot be read, is empty, or has a cell that is no op (named by line and column).
+        ScheduleError: if the file cannot be read, is empty, or has a cell that is not an op (named by line and column).
     """
     meaning = require_backward(backward)
     try:

@@ -113,7 +113,7 @@ def advise(trace: Trace, plan: PlannedStep) -> Advice:
 def _sentence(now: Change, change: Change, measured: bool) -> str:
     # A measured step's own idle share has irregular ops in it, and is no baseline of a simulation.
     baseline = (
-        f"(simulated; the present order, simulated alike, is {now.bubble:.1%} idle)"
+        f"(simulated; the present order, simulated the same way, is {now.bubble:.1%} idle)"
         if measured
         else f"instead of {now.bubble:.1%} (simulated)"
     )

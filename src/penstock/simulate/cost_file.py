@@ -12,7 +12,7 @@
     pair_output = "end"                # or "early": each half's output leaves when the half is done
     message_bytes = 8388608            # an activation's bytes, or a list with those over every boundary
     latency = 0.00001                  # seconds
-    bandwidth = 200e9                  # bytes a second
+    bandwidth = 200e9                  # bytes per second
     ranks_per_node = 8
     latency_between_nodes = 0.00003    # as within a node otherwise
     bandwidth_between_nodes = 40e9
@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the costs {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise ConfigError(f"{path} is no {kind} file: {error}") from error
+        raise ConfigError(f"{path} is not a {kind} file: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} holds a {type(table).__name__}, not a table of costs")
     return table

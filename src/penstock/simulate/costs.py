@@ -37,7 +37,7 @@ class Link:
 
     Attributes:
         latency: seconds a message takes whatever its size (default 0).
-        bandwidth: bytes a second (default infinite).
+        bandwidth: bytes per second (default infinite).
     """
 
     latency: float | int = 0
@@ -46,7 +46,7 @@ class Link:
     def __post_init__(self) -> None:
         _number("latency", self.latency)
         if not isinstance(self.bandwidth, int | float) or not self.bandwidth > 0:
-            raise ConfigError(f"bandwidth must be above 0 bytes a second, got {self.bandwidth!r}")
+            raise ConfigError(f"bandwidth must be above 0 bytes per second, got {self.bandwidth!r}")
 
 
 @dataclass(frozen=True)

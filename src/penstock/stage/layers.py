@@ -183,7 +183,7 @@ def _require_plain(model: nn.Module) -> None:
 def _instead(model: object) -> str:
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         return (
-            "a causal language model of Hugging Face is cut by penstock.from_transformers: "
+            "a Hugging Face causal language model is split by penstock.from_transformers: "
             "Pipeline(from_transformers(model), ...)"
         )
     if isinstance(model, nn.Module):
@@ -231,5 +231,5 @@ def require_initialized(name: str, module: nn.Module) -> None:
     if lazy := [inner for inner, tensor in tensors if is_lazy(tensor)]:
         raise SplitError(
             f"layer {name!r} ({type(module).__name__}) has parameters without a shape yet: {', '.join(lazy)}; run one batch "
-            "through the model before it is cut, as model(x[:1]), or use modules that are told their sizes"
+            "through the model before it is split, as in model(x[:1]), or use modules that are told their sizes"
         )

@@ -162,7 +162,7 @@ def names_given(layer: nn.Module) -> tuple[str, ...]:
         gives = getattr(module, "gives", ())
         if not isinstance(gives, tuple) or not all(isinstance(name, str) for name in gives):
             raise SplitError(
-                f"{type(module).__name__}.gives must be a tuple of names, as ('mask',), got {gives!r}"
+                f"{type(module).__name__}.gives must be a tuple of names, such as ('mask',), got {gives!r}"
             )
         names.update(dict.fromkeys(gives))
     return tuple(names)

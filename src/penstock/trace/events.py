@@ -121,7 +121,7 @@ class Trace:
         """Read a trace from the path of a file that `save` wrote. Nothing in the file is executed.
 
         Raises:
-            DataError: if the file cannot be read, or is no trace.
+            DataError: if the file cannot be read, or is not a trace.
         """
         try:
             # Opened here, so that a damaged file is closed as well.
@@ -133,7 +133,7 @@ class Trace:
             if not all(
                 isinstance(column, np.ndarray) for column in (*columns.values(), held) if column is not None
             ):
-                raise ValueError("a column is no array")
+                raise ValueError("a column is not an array")
             form, ranks, info = header["format"], header["ranks"], header["info"]
         except _DAMAGE as error:
             raise DataError(f"cannot read {path} as a trace: {error}") from error
@@ -141,7 +141,7 @@ class Trace:
             raise DataError(f"{path} is a trace of format {form}; this version reads format {FORMAT}")
         problem = _problem(ranks, info, {**columns, **({} if held is None else {"held": held})})
         if problem:
-            raise DataError(f"{path} is no sound trace: {problem}")
+            raise DataError(f"{path} is not a valid trace: {problem}")
         return Trace(ranks, **columns, held=held, info=info)
 
 
@@ -150,7 +150,7 @@ def _bounded(file: BinaryIO) -> BinaryIO:
 
     Raises:
         ValueError: if it does.
-        zipfile.BadZipFile: if it is no archive.
+        zipfile.BadZipFile: if it is not an archive.
     """
     size = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:

@@ -118,5 +118,5 @@ def _whole_backward(part: Trace) -> list[str]:
 def _origin(part: Trace) -> float:
     origin = part.info.get("origin", 0.0)
     if isinstance(origin, bool) or not isinstance(origin, int | float):
-        raise DataError(f"a trace counts its times from {origin!r}, which is no number of seconds")
+        raise DataError(f"a trace counts its times from {origin!r}, which is not a number of seconds")
     return float(origin)

@@ -55,7 +55,7 @@ def choose_plan(config: Config, report: Callable[[str], object]) -> Config:
     blocks = sum(layer.role == "block" for layer in model.layers)
     if shape.pp > blocks:
         raise ConfigError(
-            f"the model's {blocks} blocks cannot be cut into {plural(shape.pp, 'stage')}; "
+            f"the model's {blocks} blocks cannot be split into {plural(shape.pp, 'stage')}; "
             f"take at most {plural(blocks, 'pipeline rank')}"
         )
     with sharing_cores(shape.ranks, config.runtime.threads, in_processes=world is not None) as threads:

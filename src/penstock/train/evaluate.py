@@ -40,7 +40,7 @@ class Evaluation:
     Attributes:
         data: name of the data.
         tokens: number of tokens that were predicted: for completions and chats, the trained ones alone.
-        loss: mean loss in nats a token.
+        loss: mean loss in nats per token.
         perplexity: exponential of the loss; None if it is too large for a number.
         bits_per_token: the loss in bits.
         bits_per_byte: bits by bytes of the text; None where its bytes are not known, as for ``.npy`` files.
@@ -76,7 +76,9 @@ def evaluate(
     """
     config, run = _config_of(target, overrides)
     if run is None and not paths:
-        raise ConfigError(f"{target} is no run, which would have held-out data; give files to evaluate it on")
+        raise ConfigError(
+            f"{target} is not a run, which would have held-out data; give files to evaluate it on"
+        )
     world = current_world()
     config = resolve(config, world.size if world else None)
     trained = run if run is not None and target == run and _has_weights(run) else None

@@ -60,9 +60,9 @@ class Outcome:
     Attributes:
         folder: folder of the run.
         steps: number of optimizer steps done.
-        loss: loss of the last step that was not skipped, in nats a token; None if there is none or it is unknown.
-        held_out_bits: the model's mean bits a token (a byte, where tokens are bytes) on the held-out samples.
-        bigram_bits: a bigram table's mean bits a byte on the same samples; None where tokens are not bytes.
+        loss: loss of the last step that was not skipped, in nats per token; None if there is none or it is unknown.
+        held_out_bits: the model's mean bits per token (a byte, where tokens are bytes) on the held-out samples.
+        bigram_bits: a bigram table's mean bits per byte on the same samples; None where tokens are not bytes.
         seconds: duration of the steps and evaluations, without start and end of the run.
         tokens_per_second: trained tokens divided by the time of the steps alone.
         unit: name of a token: ``byte`` or ``token``.
@@ -319,7 +319,7 @@ def build_pipeline(
     if data is not None and masked and reduction in ("mean", "sum"):
         raise ConfigError(
             f"train.reduction must be 'auto' or 'valid_tokens' for data with targets that are not trained on, got "
-            f"{reduction!r}: it would weigh a token by how many others its microbatch has"
+            f"{reduction!r}: it would weight each token by the number of trained tokens in its microbatch"
         )
     by_tokens = masked or reduction == "valid_tokens"
     assert parallel.virtual_stages is not None, "resolved"

@@ -42,7 +42,7 @@ class RunProgress:
 
     Attributes:
         done: number of steps done, and the number of the next batch.
-        loss: loss of the last step that had a finite one, in nats a token; NaN if there is none.
+        loss: loss of the last step that had a finite one, in nats per token; NaN if there is none.
         skipped_in_a_row: number of consecutive steps skipped last.
     """
 
@@ -167,7 +167,7 @@ class RunCheckpointer:
         changed = config_changes(manifest.config, self._config, knows_data=knows_data)
         if changed:
             raise ConfigError(
-                f"{path} is of another run: {'; '.join(changed)}. Resume with the old values, or start a new run"
+                f"{path} belongs to a different run: {'; '.join(changed)}. Resume with the old values, or start a new run"
             )
 
     def _require_same_data(self, loaded: Loaded) -> None:

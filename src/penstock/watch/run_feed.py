@@ -191,7 +191,7 @@ class _GrowingFile:
             os.close(descriptor)
         self._offset += len(data)
         *complete, rest = (self._rest + data).split(b"\n")
-        self._rest = rest if len(rest) < _READ_AT_ONCE else b""  # that is no line
+        self._rest = rest if len(rest) < _READ_AT_ONCE else b""  # that is not a line
         yield from complete
 
 

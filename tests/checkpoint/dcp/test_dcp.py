@@ -161,7 +161,7 @@ def test_values_that_take_forever_to_hash_or_print_are_refused_at_once(tmp_path:
         owner = {"fqn": index, "relative_path": info, "dtype": properties}[where]
         object.__setattr__(owner, where, tower())
     (folder / ".metadata").write_bytes(pickle.dumps(described))
-    with pytest.raises(DataError, match=r"instead of|is no path"):
+    with pytest.raises(DataError, match=r"instead of|is not a path"):
         penstock.read_dcp(folder)
 
 

@@ -113,7 +113,9 @@ def test_a_pickle_under_our_name_is_refused_and_does_not_run(tmp_path: Path):
     agreed = Manifest(
         **{**vars(GOOD), "files": {NAME: StoredFile(len(data), hashlib.sha256(data).hexdigest())}}
     )
-    assert damage(tmp_path, agreed) == [f"{tmp_path / NAME}: it is no file of safetensors, or is cut short"]
+    assert damage(tmp_path, agreed) == [
+        f"{tmp_path / NAME}: it is not a file of safetensors, or is cut short"
+    ]
     with Reader(tmp_path, agreed) as reader, pytest.raises(DataError, match=r"cannot read model/a\.weight"):
         reader.tensor("model/a.weight")
     with pytest.raises(DataError):

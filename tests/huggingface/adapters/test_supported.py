@@ -89,7 +89,7 @@ def test_a_folder_that_does_not_fit_is_refused_with_all_its_tensors(saved: tuple
 
 def test_missing_and_broken_files_are_refused(saved: tuple[Path, Path], tmp_path: Path):
     text = damaged(saved, tmp_path / "a", lambda folder: (folder / ADAPTER_CONFIG).unlink())
-    assert "is no folder of adapters: it has no adapter_config.json" in text
+    assert "is not a folder of adapters: it has no adapter_config.json" in text
 
     def pickled(folder: Path) -> None:
         (folder / ADAPTER_WEIGHTS).rename(folder / "adapter_model.bin")
@@ -102,6 +102,6 @@ def test_missing_and_broken_files_are_refused(saved: tuple[Path, Path], tmp_path
 
     assert "peft cannot use" in damaged(saved, tmp_path / "c", other_type)
     text = damaged(saved, tmp_path / "d", lambda folder: (folder / ADAPTER_CONFIG).write_text("{"))
-    assert "is no JSON" in text
+    assert "is not JSON" in text
     cut = damaged(saved, tmp_path / "e", lambda f: (f / ADAPTER_WEIGHTS).write_bytes(b"cut"))
     assert "adapter_model.safetensors" in cut

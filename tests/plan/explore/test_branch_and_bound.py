@@ -173,7 +173,7 @@ def test_counts_that_an_own_function_refuses_are_left_out_and_its_mistakes_are_n
     assert {plan.layout.v for plan in result.plans} == {2}
     for function, says in (
         ("divides_by_zero", "failed with ZeroDivisionError"),
-        ("without_last_weight", "is no valid schedule: .* is missing"),
+        ("without_last_weight", "is not a valid schedule: .* is missing"),
     ):
         with pytest.raises(ConfigError, match=says):
             search(

@@ -231,19 +231,19 @@ BAD = {
     "clip must be a positive number": {"clip": 0.0},
     "accumulate must be a whole number": {"accumulate": 0},
     "give lr_factor or lr_scheduler, not both": {"lr_factor": warm_up, "lr_scheduler": cosine},
-    r"groups\[1\] names 'x', which is no parameter.*groups\[0\] \(match 'nothing'\) takes no parameter": {
+    r"groups\[1\] names 'x', which is not a parameter.*groups\[0\] \(match 'nothing'\) takes no parameter": {
         "groups": [{"match": "nothing"}, {"names": ["0.0.weight", "x"]}]
     },
     r"groups\[1\] \(match '\^0'\) takes no parameter of the model: none matches that an earlier": {
         "groups": [{"match": "."}, {"match": "^0"}]
     },
-    r"groups\[0\]: '\(' is no regular expression: missing \)": {"groups": [{"match": "("}]},
+    r"groups\[0\]: '\(' is not a regular expression: missing \)": {"groups": [{"match": "("}]},
     r"groups\[0\] must be a dictionary with either 'match'": {"groups": [{"lr": 0.1}]},
     r"groups\[0\]: 'names' must be a list": {"groups": [{"names": "0.0.weight"}]},
     r"groups\[0\]: 'match' must be a regular expression or a function": {"groups": [{"match": 3}]},
     r"groups\[0\] has 'params'": {"groups": [{"match": ".", "params": []}]},
     "groups must be a list": {"groups": {"match": "."}},
-    r"groups\[0\] has 'weight_decy', which is no option of AdamW \(did you mean 'weight_decay' or": {
+    r"groups\[0\] has 'weight_decy', which is not an option of AdamW \(did you mean 'weight_decay' or": {
         "groups": [{"match": "weight", "weight_decy": 0.0}]
     },
     "AdamW cannot be made with these options and groups: Invalid learning rate: -1": {"lr": -1},

@@ -157,7 +157,9 @@ def test_numbers_of_ops_must_be_whole(number: object):
 
 def test_ops_that_are_missing_are_found_by_the_check():
     schedule = family(own.without_last_weight).build(2, 4)
-    with pytest.raises(ScheduleError, match=r"mine is no valid schedule: 0W3 is missing .*; 1W3 is missing"):
+    with pytest.raises(
+        ScheduleError, match=r"mine is not a valid schedule: 0W3 is missing .*; 1W3 is missing"
+    ):
         check(schedule)
     fewer = family(lambda ranks, microbatches: own.waiting(ranks, microbatches - 1)).build(2, 4)
     with pytest.raises(ScheduleError, match="0F3 is missing; 1F3 is missing"):

@@ -33,7 +33,7 @@ def test_an_order_takes_as_long_as_its_schedule_is_simulated_to_take(name: str, 
         schedule = problem.schedule(codes, "alone")
         trace = simulate(check(schedule).program, costs)
         timed = time_order(problem.tables, codes, max(problem.counts))[0]
-        # A message that blocks its sender after the last op of all is no part of the simulated makespan.
+        # A message that blocks its sender after the last op of all is not a part of the simulated makespan.
         assert timed == makespan(trace)
 
 

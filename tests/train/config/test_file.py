@@ -52,13 +52,13 @@ def test_files_that_are_no_config(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot read the config .*absent.toml: No such file"):
         load(tmp_path / "absent.toml")
     (tmp_path / "bad.toml").write_text("steps = = 3")
-    with pytest.raises(ConfigError, match=r"bad.toml is no TOML file"):
+    with pytest.raises(ConfigError, match=r"bad.toml is not a TOML file"):
         load(tmp_path / "bad.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"binary.toml is no TOML file"):
+    with pytest.raises(ConfigError, match=r"binary.toml is not a TOML file"):
         load(tmp_path / "binary.toml")
     (tmp_path / "long.toml").write_text(f"[train]\nsteps = {'9' * 5000}")
-    with pytest.raises(ConfigError, match=r"long.toml is no TOML file"):
+    with pytest.raises(ConfigError, match=r"long.toml is not a TOML file"):
         load(tmp_path / "long.toml")
     (tmp_path / "flat.toml").write_text("train = 3")
     with pytest.raises(ConfigError, match="train must be a section"):

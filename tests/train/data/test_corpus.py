@@ -113,7 +113,7 @@ def test_without_an_end_token_texts_follow_one_another_bare(tmp_path: Path):
 def test_a_file_that_is_no_text_is_refused_by_the_tokenizer(tmp_path: Path):
     (tmp_path / "one.txt").write_text("abc")
     (tmp_path / "two.dat").write_bytes(b"ab\xff")
-    with pytest.raises(DataError, match=r"two.dat is no UTF-8 text \(invalid start byte at byte 2\)"):
+    with pytest.raises(DataError, match=r"two.dat is not UTF-8 text \(invalid start byte at byte 2\)"):
         open_corpora(DataConfig(path=str(tmp_path)), Letters(None, 100, 99, 99))
 
 
@@ -141,8 +141,8 @@ def test_by_default_it_is_the_standard_library_without_tests_and_packages():
         ({}, "absent", "there is no file or folder .*absent"),
         ({}, ".", r"no file in .* matches '\*'"),
         ({"a.txt": b"", "b.txt": b""}, ".", "every file in .* is empty"),
-        ({"a.npy": b"no numpy file"}, "a.npy", "a.npy is no numpy token file"),
-        ({"a.npy": b""}, "a.npy", "a.npy is no numpy token file"),
+        ({"a.npy": b"no numpy file"}, "a.npy", "a.npy is not a numpy token file"),
+        ({"a.npy": b""}, "a.npy", "a.npy is not a numpy token file"),
     ],
 )
 def test_nothing_to_read_is_an_error(tmp_path: Path, files: dict[str, bytes], path: str, said: str):
@@ -163,7 +163,7 @@ def test_an_array_that_is_no_list_of_tokens_is_an_error(tmp_path: Path):
 
 def test_a_pickled_array_is_refused_unopened(tmp_path: Path):
     np.save(tmp_path / "objects.npy", np.array([print], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"objects.npy is no numpy token file"):
+    with pytest.raises(DataError, match=r"objects.npy is not a numpy token file"):
         open_corpora(DataConfig(path=str(tmp_path / "objects.npy")))
 
 
@@ -225,7 +225,7 @@ def test_a_second_run_in_one_process_reads_the_files_that_are_there_now(tmp_path
         (lambda data: data[:-1], "it is cut short, its header says"),
         (lambda data: data.replace(b"(100,)", b"(-10,)"), r"its header says that its shape is \(-10,\)"),
         (lambda data: data[:6] + b"\x03" + data[7:], r"version \(3, 0\) of the format"),
-        (lambda data: data[:40], "no numpy token file"),
+        (lambda data: data[:40], "not a numpy token file"),
     ],
 )
 def test_a_damaged_numpy_file_is_an_error(tmp_path: Path, damage, said: str):

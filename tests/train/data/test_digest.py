@@ -44,7 +44,7 @@ def test_it_comes_back_from_json(tmp_path: Path):
     "values", [None, [], {}, {"training": {}, "held_out": {}}, {"training": 1, "held_out": 2}]
 )
 def test_what_is_no_digest_is_refused(values: object):
-    with pytest.raises(DataError, match="it is no digest of data"):
+    with pytest.raises(DataError, match="it is not a digest of data"):
         DataDigest.from_values(values)
 
 

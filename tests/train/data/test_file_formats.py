@@ -94,5 +94,5 @@ def test_several_splits_in_a_folder_are_refused(tmp_path: Path):
 
 
 def test_a_folder_that_datasets_did_not_save_is_refused_as_one(tmp_path: Path):
-    with pytest.raises(DataError, match=r"is no folder that `datasets` saved"):
+    with pytest.raises(DataError, match=r"is not a folder that `datasets` saved"):
         of(tmp_path, format="datasets")

@@ -91,7 +91,7 @@ def test_a_split_is_held_out(tmp_path: Path):
     ):
         opened(path=str(tmp_path / "saved"), held_out_split="train")
     with pytest.raises(
-        DataError, match=r"held_out_split is 'dev', and .*a.jsonl is no folder of several splits"
+        DataError, match=r"held_out_split is 'dev', and .*a.jsonl is not a folder of several splits"
     ):
         opened(path=str(tmp_path / "a.jsonl"), held_out_split="dev")
 

@@ -112,7 +112,7 @@ def test_a_run_is_sampled_with_its_own_weights(tmp_path: Path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"is no run folder: it has no config.toml"):
+    with pytest.raises(ConfigError, match=r"is not a run folder: it has no config.toml"):
         sample_run(tmp_path)
 
 

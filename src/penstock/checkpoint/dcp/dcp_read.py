@@ -56,7 +56,7 @@ def read_dcp(folder: str | Path) -> dict[str, Any]:
         Dictionaries and lists of tensors on the CPU, numbers, text and None.
 
     Raises:
-        DataError: if the folder is no DCP folder, is damaged, or has other values than these; names file and entry.
+        DataError: if the folder is not a DCP folder, is damaged, or has other values than these; names file and entry.
     """
     with DcpFolder(Path(folder)) as dcp:
         state = _Branch()
@@ -85,7 +85,9 @@ class DcpFolder:
         try:
             metadata = parse(read_bytes(where, _MAX_METADATA), where)
         except FileNotFoundError as error:
-            raise DataError(f"{path} is no folder of torch.distributed.checkpoint: no .metadata") from error
+            raise DataError(
+                f"{path} is not a folder of torch.distributed.checkpoint: no .metadata"
+            ) from error
         except OSError as error:
             raise DataError(f"cannot read {where}: {error.strerror}") from error
         try:
@@ -177,7 +179,7 @@ def _chunk_places(storage_data: Any) -> dict[tuple[str, tuple[int, ...]], tuple[
         entry, name = _text(index["fqn"]), _text(info["relative_path"])
         start, length = info["offset"], info["length"]
         if Path(name).name != name or name in (".", ".."):
-            raise ValueError(f"{name!r:.200} is no file of the folder")
+            raise ValueError(f"{name!r:.200} is not a file of the folder")
         if type(start) is not int or type(length) is not int:
             raise TypeError(f"{name} has no place for {entry!r:.200}")
         if info.get("transform_descriptors"):
@@ -264,7 +266,7 @@ class _PlainValues:
             return self.convert(value.items, depth)
         if isinstance(value, ObjectStub) and value.factory == _SIZE:
             return _sizes(value)
-        raise TypeError(f"{_kind(value)} is no plain value")
+        raise TypeError(f"{_kind(value)} is not a plain value")
 
 
 def _kind(value: Any) -> str:
@@ -302,7 +304,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 def _state_path(path: Any) -> StatePath:
     if not isinstance(path, tuple) or not path or any(type(key) not in (str, int) for key in path):
-        raise TypeError(f"{_kind(path)} is no path in a state")
+        raise TypeError(f"{_kind(path)} is not a path in a state")
     return path
 
 

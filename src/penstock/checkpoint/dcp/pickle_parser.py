@@ -62,7 +62,9 @@ def parse(data: bytes, where: object) -> Any:
             machine.execute(opcode.name, argument)
         return machine.stack.pop()
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError) as error:
-        raise DataError(f"{where} is no pickle of plain values: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{where} is not a pickle of plain values: {type(error).__name__}: {error}"
+        ) from error
 
 
 _LITERALS = {
@@ -124,7 +126,7 @@ class _StackMachine:
             case "STACK_GLOBAL":
                 module, name = self._pop(2)
                 if not (isinstance(module, str) and isinstance(name, str)):
-                    raise TypeError("a global whose name is no text")
+                    raise TypeError("a global whose name is not a text")
                 stack.append(GlobalStub(module, name))
             case "REDUCE" | "NEWOBJ":
                 factory, args = self._pop(2)

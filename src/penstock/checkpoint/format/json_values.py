@@ -83,16 +83,16 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
         return tuple(decode(item, read) for item in inner)
     if kind in ("$dict", "$counter") and isinstance(inner, list):
         return _pairs(kind, inner, read)
-    raise DataError(f"{value!r:.80} is no value of a checkpoint")
+    raise DataError(f"{value!r:.80} is not a value of a checkpoint")
 
 
 def _pairs(kind: str, pairs: list[Any], read: Callable[[str], Tensor]) -> dict[Any, Any]:
     table: dict[Any, Any] = Counter() if kind == "$counter" else {}
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise DataError(f"{pair!r:.80} is no key with its value")
+            raise DataError(f"{pair!r:.80} is not a key with its value")
         key = decode(pair[0], read)
         if not isinstance(key, str | int | float | bool | None):
-            raise DataError(f"{key!r:.80} is no key of a checkpoint's dictionary")
+            raise DataError(f"{key!r:.80} is not a key of a checkpoint's dictionary")
         table[key] = decode(pair[1], read)
     return table

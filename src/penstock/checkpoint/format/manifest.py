@@ -101,13 +101,13 @@ def parse(data: bytes, where: object) -> Manifest:
     """
     first = _FIRST_LINE.match(data)
     if first is None:
-        raise DataError(f"{where} is no manifest of a checkpoint: its first line is not its digest")
+        raise DataError(f"{where} is not a manifest of a checkpoint: its first line is not its digest")
     if hashlib.sha256(data[first.end() :]).hexdigest().encode() != first[1]:
         raise DataError(f"{where} is damaged: its SHA-256 digest is not the one in its first line")
     try:
         table = parse_json(data)
     except ValueError as error:
-        raise DataError(f"{where} is no JSON: {error}") from error
+        raise DataError(f"{where} is not JSON: {error}") from error
     if not isinstance(table, dict) or table.get("format") != "penstock checkpoint":
         raise DataError(f"{where} is not the manifest of a checkpoint")
     if table.get("version") != VERSION:

@@ -86,7 +86,7 @@ def read_adapter_folder(given: str | os.PathLike[str]) -> tuple[Any, dict[str, S
     require_peft()
     folder = Path(given).expanduser()
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise ConfigError(f"{folder} is no folder of adapters: it has no {ADAPTER_CONFIG}")
+        raise ConfigError(f"{folder} is not a folder of adapters: it has no {ADAPTER_CONFIG}")
     table = read_json(folder / ADAPTER_CONFIG)
     from peft import PeftConfig
 

@@ -44,7 +44,7 @@ def digest_of(values: Iterable[object]) -> int | None:
 def sample_digest_of(values: Iterable[object], number: int = 0) -> int | None:
     """Return a digest of the tensors' shapes and of a sample of their numbers; it takes microseconds.
 
-    None if there is no plain tensor, or if reading them has to wait for a device and `number` is no multiple of 100.
+    None if there is no plain tensor, or if reading them has to wait for a device and `number` is not a multiple of 100.
     """
     plain = _plain_tensors(values)
     if not plain or (number % _EVERY and any(leaf.device.type != "cpu" for leaf in plain)):

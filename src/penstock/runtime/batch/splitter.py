@@ -1,4 +1,4 @@
-"""Split a step's batch into microbatches, and weigh their losses."""
+"""Split a step's batch into microbatches, and weight their losses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BatchSplitter:
         reduction: "mean", "sum" or a function, by which the microbatches' losses are reduced.
         routes: routes of the named values that the layers take.
         holds_first, holds_last: whether this process holds the first and the last stage.
-        compares: whether other processes should have been given the same batch, to be compared in every step.
+        compares: whether to compare this process's batch with that of the other processes in every step.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BatchSplitter:
             options: options of the step.
 
         Raises:
-            BatchError: if the input or the target is missing, cannot be split, or has another number of rows than the input.
+            BatchError: if the input or the target is missing, cannot be split, or they have different numbers of rows.
         """
         inputs: list[object] = []
         targets: list[object] = []

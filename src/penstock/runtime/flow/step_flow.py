@@ -1,13 +1,13 @@
 """Steps that flow into each other: no rank waits for the others at the end of a step.
 
 At the end of its part of a step a rank reports its losses, whether its numbers are finite, and the norms of its gradients.
-It does not wait for the reports of the others. If nothing that it knows speaks against it, it updates its weights, and
+It does not wait for the reports of the others. If it knows of no problem, it updates its weights, and
 begins the forwards of the next step. Before the first backward of that step it has the reports of all ranks, since that
 backward needs forwards of all ranks. If the update was right, the step continues. If it was not, because the gradients had
 to be clipped or a number on another rank is not finite, the update is undone and made again as it should be or left out,
-and the forwards are done again. All ranks decide this from the same reports, and so alike. This is the post-validation of
-the zero-bubble paper (2401.10241, section 4), with the reports sent from each rank to all instead of along the pipeline, so
-that it fits any order in which the ranks end.
+and the forwards are done again. All ranks decide from the same reports, so they decide the same. This is the
+post-validation of the zero-bubble paper (2401.10241, section 4), with the reports sent from each rank to all instead of
+along the pipeline, so that it fits any order in which the ranks end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Update(Protocol):
         """Return whether this rank's report alone already says that the gradients cannot be used as they are."""
 
     def changes(self, verdict: Verdict) -> bool:
-        """Return whether a verdict asks for another update than with the gradients as they are."""
+        """Return whether a verdict requires an update that differs from one with the unchanged gradients."""
 
     def make(self, verdict: Verdict) -> None:
         """Make the update that the verdict asks for."""

@@ -125,7 +125,7 @@ def _describe_blocker(
     if failed is not None and not (unseen and "; its error: " in failed):
         return "" if failed in text else f". {failed[:1].upper()}{failed[1:]}"
     if unseen:
-        where = f"Rank {rank} is" if rank == awaited else f"The waits lead to rank {rank},"
+        where = f"Rank {rank} is" if rank == awaited else f"The chain of waits ends at rank {rank},"
         return f". {where} on host {channel.hosts[rank]}; check that host, and the link to it"
     blocker = channel.all_progress[rank] if 0 <= rank < len(channel.all_progress) else None
     return "" if blocker is None else f". Rank {rank} is {describe_progress(program, blocker)}"

@@ -138,7 +138,7 @@ def _delays(trace: Trace) -> list[float]:
 
 
 def reduction_rate(dp: int, overhead: float, rounds: int) -> float:
-    """Return the bytes a second of a device at which gradients are reduced over replicas.
+    """Return the bytes per second of a device at which gradients are reduced over replicas.
 
     Args:
         dp: number of replicas, threads of this process or its processes.

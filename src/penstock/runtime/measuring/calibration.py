@@ -89,7 +89,7 @@ def profile_layers(
 
     Raises:
         ProfileError: if a layer does not run on tensors without values; names it.
-        SplitError: if the model is no list of layers.
+        SplitError: if the model is not a list of layers.
     """
     if not measure:
         return trace_layers(

@@ -60,7 +60,7 @@ def build(
         )
     allowed = sorted(set(made.defaults) | {"lr"})
     problems = [
-        f"groups[{n}] has {key!r}, which is no option of {name}{nearest(key, allowed)}; it has {', '.join(allowed)}"
+        f"groups[{n}] has {key!r}, which is not an option of {name}{nearest(key, allowed)}; it has {', '.join(allowed)}"
         for n, chosen in enumerate(options)
         for key in chosen
         if key not in allowed

@@ -117,10 +117,10 @@ class GlobalNorm:
                 norms[position] = norm
         if world is not None:
             for column in (tensor_squares, zero_squares, present) if shards is not None else ():
-                world.add_up_replicas(column)
-            world.add_up_tensor_parallel(tensor_squares)
+                world.all_reduce_dp(column)
+            world.all_reduce_tp(tensor_squares)
             for column in (norms, tensor_squares, zero_squares, present):
-                world.add_up(column)
+                world.all_reduce(column)
         norms += (tensor_squares + zero_squares).sqrt()
         total = _total(norms, present)
         scale_gradients([g.parameter for g in gradients], max_norm, total)

@@ -70,7 +70,7 @@ def _require_used(pipe: Pipeline, groups: list[Group], ranks: dict[int, list[Nam
     counts += [float(name in names) for _, name in listed]
     totals = pipe.sum_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist() if counts else []
     problems = [
-        f"{label} names {name!r}, which is no parameter of the model"
+        f"{label} names {name!r}, which is not a parameter of the model"
         for (label, name), count in zip(listed, totals[len(groups) :], strict=True)
         if not count
     ]
@@ -117,7 +117,7 @@ def _match(n: int, match: object) -> tuple[str, Match]:
             pattern = re.compile(match)
         except re.error as error:
             raise ConfigError(
-                f"groups[{n}]: {match!r} is no regular expression: {error}; see the documentation of Python's re module"
+                f"groups[{n}]: {match!r} is not a regular expression: {error}; see the documentation of Python's re module"
             ) from error
         return repr(match), lambda name, _: bool(pattern.search(name))
     if not callable(match):

@@ -229,7 +229,7 @@ class PipelineOptimizer:
         """
         if self.pipe.shards is not self.shards or self.pipe.flow is not self._flow:
             raise PenstockError(
-                "another PipelineOptimizer was made for this pipeline since; its gradients go to that one"
+                "a later PipelineOptimizer was made for this pipeline and gets its gradients; use that one"
             )
         if self._flow is not None:
             return self._flow_on(self._flow)

@@ -36,7 +36,7 @@ def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Ali
     meetings = []
     for _ in range(MEETINGS):
         arrival = clock()
-        world.add_up(token)
+        world.all_reduce(token)
         meetings.append((arrival, clock()))
     found = world.exchange((host.clock(), meetings))
     return align([times for _, times in found], [clock_name for clock_name, _ in found])

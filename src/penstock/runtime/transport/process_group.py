@@ -99,9 +99,9 @@ class Bulk(NamedTuple):
         return None if self.device.type == "cuda" else timeout
 
     def greet(self, sends: bool, timeout: timedelta, rank: int) -> None:
-        """Send or receive one byte, since NCCL connects two ranks in their first message, where each waits for the other.
+        """Send or receive one byte, since NCCL connects two ranks at their first message, and both have to take part.
 
-        Two ranks that both sent first, through two communicators, would wait forever; so all greet in one order.
+        Two ranks that both sent first, on two communicators, would wait forever; so all of them connect in the same order.
 
         Args:
             sends: whether this end sends the byte.
@@ -179,7 +179,7 @@ class GroupOutgoing:
         while len(self._pending) > max_pending:
             works, on_device, frame, _ = self._pending.popleft()
             for work in works:
-                _wait(work, self.timeout.delta, self.peer, "take what was sent")
+                _wait(work, self.timeout.delta, self.peer, "receive earlier messages")
             if on_device is not None and self.bulk is not None:
                 # On a GPU the stream waits, on which the memory of the payload may be reused from now on.
                 timeout = self.bulk.wait_timeout(self.timeout.delta)
@@ -271,7 +271,10 @@ class GroupIncoming:
         self._posted.append(_Posted(frame, work, payload, payload_work))
 
     def next(self) -> tuple[int, int, Message | Failure | None]:
-        """Wait for the next message on the edge, and return (attempt, tag, content); no content is a notice of a restart."""
+        """Wait for the next message on the edge, and return (attempt, tag, content).
+
+        The content is None if the sender began its step again.
+        """
         frame, work, payload, payload_work = self._posted[0]
         self._wait(work, "send")
         header = Header.read(frame.memory)

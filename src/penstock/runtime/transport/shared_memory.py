@@ -308,7 +308,7 @@ class SharedOutgoing:
         if sent - ring.counters[_TAKEN] >= ring.slots - 1:
             self.wake_pipe.wait(
                 lambda: sent - ring.counters[_TAKEN] < ring.slots - 1,
-                ring.counters, _SENDER_SLEEPS, self.host, self.timeout.seconds, self.peer, "take what was sent",
+                ring.counters, _SENDER_SLEEPS, self.host, self.timeout.seconds, self.peer, "receive earlier messages",
             )  # fmt: skip
         return sent % ring.slots
 
@@ -341,7 +341,10 @@ class SharedIncoming:
         self._segments: dict[int, _Segment] = {}
 
     def next(self) -> tuple[int, int, Message | Failure | None]:
-        """Wait for the next message on the edge, and return (attempt, tag, content); no content is a notice of a restart."""
+        """Wait for the next message on the edge, and return (attempt, tag, content).
+
+        The content is None if the sender began its step again.
+        """
         slot = self._wait_slot()
         frame = self.ring.frames[slot]
         header = Header.read(frame)

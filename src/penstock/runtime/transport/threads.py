@@ -58,7 +58,7 @@ class ThreadChannel:
         try:
             place = places.get(timeout=self.timeout.seconds)
         except queue.Empty:
-            raise self._timeout_error(f"rank {peer} to take what was sent") from None
+            raise self._timeout_error(f"rank {peer} to receive earlier messages") from None
         self.progress[WAITS] = 0
         if place is not None:
             raise PeerError(place.message, place)

@@ -82,18 +82,18 @@ class Collectives:
             value, members, lambda work: self.finish(work, action, patient, self.enter(group), stopped)
         )
 
-    def add_up(self, values: Tensor, group: dist.ProcessGroup | None, action: str) -> None:
+    def all_reduce(self, values: Tensor, group: dist.ProcessGroup | None, action: str) -> None:
         """Sum a tensor over the processes of a group, in place; every process of the group calls it.
 
         Raises:
             PeerError, WaitTimeoutError: as `finish`.
         """
-        self.begin_add_up(values, group, action)()
+        self.begin_all_reduce(values, group, action)()
 
-    def begin_add_up(
+    def begin_all_reduce(
         self, values: Tensor, group: dist.ProcessGroup | None, action: str
     ) -> Callable[[], object]:
-        """Begin `add_up`, and return a function that waits for it; every process of the group calls both."""
+        """Begin `all_reduce`, and return a function that waits for it; every process of the group calls both."""
         visit = self.enter(group)
         try:
             work = dist.all_reduce(values, group=group or self.everyone, async_op=True)
@@ -110,7 +110,7 @@ class Collectives:
         Raises:
             PeerError, WaitTimeoutError: as `finish`.
         """
-        self.add_up(torch.zeros(1), group, action)
+        self.all_reduce(torch.zeros(1), group, action)
 
     def finish(
         self,

@@ -76,7 +76,7 @@ class RunGroup:
         if self._collectives is None:
             return lambda: value
         values = torch.tensor([value], dtype=torch.float64)
-        finish = self._collectives.begin_add_up(values, None, "add up over the run")
+        finish = self._collectives.begin_all_reduce(values, None, "add up over the run")
 
         def wait() -> float:
             finish()

@@ -317,19 +317,19 @@ class World:
         """Return the values of all processes of the run; they all call it."""
         return self.collectives.exchange(value, None, action)
 
-    def add_up(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         """Sum a tensor over all ranks, in place; every rank calls it."""
-        self.collectives.add_up(values, self._reductions, "add up over the pipeline's ranks")
+        self.collectives.all_reduce(values, self._reductions, "add up over the pipeline's ranks")
 
-    def add_up_tensor_parallel(self, values: Tensor) -> None:
+    def all_reduce_tp(self, values: Tensor) -> None:
         """Sum a tensor over the processes that shard the same matrices, in place; they all call it."""
         if self.mesh is not None and self.mesh.shape.tp > 1:
-            self.collectives.add_up(values, self.mesh.group("tp"), "add up over sharded matrices")
+            self.collectives.all_reduce(values, self.mesh.group("tp"), "add up over sharded matrices")
 
-    def add_up_replicas(self, values: Tensor) -> None:
+    def all_reduce_dp(self, values: Tensor) -> None:
         """Sum a tensor over the processes with the same shards of the model, in place; they all call it."""
         if self.mesh is not None and self.mesh.shape.dp > 1:
-            self.collectives.add_up(values, self._buckets, "add up over the replicas")
+            self.collectives.all_reduce(values, self._buckets, "add up over the replicas")
 
     def disconnect(self, failed: bool = False) -> None:
         """Close everything that `connect` opened.

@@ -59,7 +59,7 @@ class Family(ABC):
         """Return the number of virtual stages, after checking the counts.
 
         Raises:
-            ScheduleError: if a count is no whole number of at least 1, or the schedule would not fit in memory.
+            ScheduleError: if a count is not a whole number of at least 1, or the schedule would not fit in memory.
         """
         v = self.default_virtual_stages if virtual_stages is None else virtual_stages
         for name, count in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", v)):

@@ -68,7 +68,7 @@ def new_frame(module: nn.Module, path: str = "", call: int = 0, outer: Frame | N
     owner = f"{kind.__name__}.forward"
     extras = {
         "a __call__ of its own": kind.__call__ is not nn.Module.__call__,
-        "another forward than its class": "forward" in vars(module),
+        "a forward that is not its class's": "forward" in vars(module),
         "hooks": has_forward_hooks(module),
         "been compiled": hasattr(module, "_orig_mod") or module._compiled_call_impl is not None,
     }
@@ -89,7 +89,7 @@ def new_frame(module: nn.Module, path: str = "", call: int = 0, outer: Frame | N
             raise source.refusal(node, f"it has a {word} statement", "do without it")
         names = [getattr(node, key, None) for key in ("id", "attr", "arg")]
         if any(isinstance(n, str) and n.startswith("__") and not n.endswith("__") for n in names):
-            raise source.refusal(node, "it uses a name that Python changes (__name)", "use one underscore")
+            raise source.refusal(node, "it uses a name that Python mangles (__name)", "use one underscore")
     arguments = source.tree.args
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     extra = [a for a in (arguments.vararg, arguments.kwarg) if a is not None]

@@ -93,7 +93,7 @@ def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any
         return ModelLayers(as_layers(model), model)
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         raise SplitError(
-            "split is for models of one's own; give a model of Hugging Face to the Pipeline as it is, or to "
+            "split is for your own models; give a Hugging Face model to the Pipeline as it is, or to "
             "penstock.from_transformers"
         )
     require_initialized(type(model).__name__, model)
@@ -102,7 +102,7 @@ def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any
         sample = (*sample, named.pop(second))
     if len(sample) > 2 or (len(sample) == 2 and loss is False):
         raise ConfigError(
-            "a sample is split(model, x), or split(model, x, target) for a model that computes its own loss; give others "
+            "give a sample as split(model, x), or as split(model, x, target) if the model computes its own loss; give other "
             "by keyword"
         )
     own_loss = len(sample) == 2 if loss is None else loss

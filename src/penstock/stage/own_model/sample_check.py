@@ -82,9 +82,9 @@ def _require_equal(name: str, expected: Any, result: Any) -> None:
     same = len(one[0]) == len(other[0]) and all(map(_equal, one[0], other[0]))
     if not same:
         raise SplitError(
-            f"the layers of {name} give another result than {name} itself for the sample, so it is not split: its modules "
-            "may leave values for each other in attributes or lists. Pass such values on as arguments, or give the layers "
-            "yourself, as docs/models.md shows under 'Layers by hand'"
+            f"the layers of {name} give a different result from {name} itself for the sample, so it is not split: its "
+            "modules may leave values for each other in attributes or lists. Pass such values on as arguments, or give the "
+            "layers yourself, as docs/models.md shows under 'Layers by hand'"
         )
 
 
@@ -99,9 +99,9 @@ def _require_same_gradient(name: str, expected: Tensor | None, parts: Sequence[T
         or not (_equal(expected, total) if exact else torch.allclose(expected, total, rtol=1e-4, atol=1e-6))
     ):
         raise SplitError(
-            f"the layers give {name} another gradient than the model for the sample, so it is not split: a value may reach "
-            "a layer by another way than the forward's variables. Give the layers yourself, as docs/models.md shows under "
-            "'Layers by hand'"
+            f"the layers give {name} a different gradient from the model's for the sample, so it is not split: a value may "
+            "reach a layer in a way other than through the forward's variables. Give the layers yourself, as docs/models.md "
+            "shows under 'Layers by hand'"
         )
 
 

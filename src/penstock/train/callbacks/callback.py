@@ -39,10 +39,10 @@ class StepEvent:
 
     Attributes:
         step: number of the step, counted from 1.
-        loss: loss of the batch before the update, in nats a token for language models; None if the step was skipped.
+        loss: loss of the batch before the update, in nats per token for language models; None if the step was skipped.
         lr: learning rate of the first parameter group.
         grad_norm: global 2-norm of the gradients before clipping.
-        tokens_per_second: tokens trained a second since the last line of metrics.
+        tokens_per_second: tokens trained per second since the last line of metrics.
         step_seconds: mean duration of a step since the last line of metrics, in seconds.
         samples: samples trained since the first step of the run.
         tokens: tokens trained since the first step of the run.
@@ -82,7 +82,7 @@ class EvaluateEvent:
 
     Attributes:
         step: number of steps done.
-        held_out_bits: mean bits a token (a byte, where tokens are bytes).
+        held_out_bits: mean bits per token (a byte, where tokens are bytes).
         seconds: seconds since the first step of this start.
     """
 
@@ -134,7 +134,7 @@ class EndEvent:
         step: number of steps done.
         error: message of the error that ended the run; empty if none did.
         loss: loss of the last step that was not skipped; None if there is none, or the run is not done.
-        held_out_bits: mean bits a token on held-out data at the end of a run that is done.
+        held_out_bits: mean bits per token on held-out data at the end of a run that is done.
         bigram_bits: the same of a bigram table, where tokens are bytes.
         tokens_per_second: trained tokens divided by the time of the steps alone.
         seconds: duration of the steps and evaluations.

@@ -46,7 +46,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # also a number of too many digits
-        raise ConfigError(f"{path} is no TOML file: {error}") from error
+        raise ConfigError(f"{path} is not a TOML file: {error}") from error
 
 
 def _split(override: str) -> tuple[list[str], Any]:

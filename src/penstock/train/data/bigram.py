@@ -25,7 +25,7 @@ def bigram_counts(corpus: Corpus, vocabulary: int) -> npt.NDArray[np.int64]:
 
 
 def bigram_bits(counts: npt.NDArray[np.int64], x: npt.NDArray[np.int64], y: npt.NDArray[np.int64]) -> float:
-    """Return the mean bits a token of y after x, by the counts with one added to each (Laplace).
+    """Return the mean bits per token of y after x, by the counts with one added to each (Laplace).
 
     Args:
         counts: result of `bigram_counts`.

@@ -142,7 +142,7 @@ def open_corpus(files: DataFiles, tokenizer: Tokenizer, cache: TokenCache) -> Co
         cache: cache of tokenized files.
 
     Raises:
-        DataError: if a file cannot be read, is no list of tokens, or all are empty.
+        DataError: if a file cannot be read, is not a list of tokens, or all are empty.
     """
     end: int | None = END
     tokens_of: TokensOf = token_files()

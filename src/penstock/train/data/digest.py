@@ -109,7 +109,7 @@ class DataDigest:
     def from_values(values: object) -> DataDigest:
         """Return the digest that `values` was called on; raise DataError if the values are no digest."""
         if not isinstance(values, dict) or values.keys() != {"training", "held_out"}:
-            raise DataError(f"it is no digest of data: {values!r:.80}")
+            raise DataError(f"it is not a digest of data: {values!r:.80}")
         return DataDigest(_parse(values["training"]), _parse(values["held_out"]))
 
     @property
@@ -200,11 +200,11 @@ def _describe_piece(role: str, digest: CorpusDigest, start: int, length: int) ->
 def _parse(values: Any) -> CorpusDigest:
     types = {"files": int, "tokens": int, "names": str, "pieces": str, "listed": list}
     if not isinstance(values, dict) or values.keys() != types.keys():
-        raise DataError(f"it is no digest of data: {values!r:.80}")
+        raise DataError(f"it is not a digest of data: {values!r:.80}")
     listed = values["listed"]
     if not all(type(values[key]) is expected for key, expected in types.items()) or not all(
         isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int
         for pair in listed
     ):
-        raise DataError(f"it is no digest of data: {values!r:.80}")
+        raise DataError(f"it is not a digest of data: {values!r:.80}")
     return CorpusDigest(**{**values, "listed": tuple((name, tokens) for name, tokens in listed)})

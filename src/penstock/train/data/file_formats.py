@@ -45,7 +45,7 @@ _HINTS = {
         _BINARY.split(), "write the text itself into .txt or .jsonl files, or tokens into .npy files"
     ),
 }
-"""Advice by the suffix of a file that is no plain text."""
+"""Advice by the suffix of a file that is not plain text."""
 _MAGIC = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip",
     b"PAR1": "Parquet", b"ARROW1": "Arrow", b"%PDF": "PDF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG",
@@ -94,7 +94,7 @@ def find_files(config: DataConfig, key: str = "data.path") -> DataFiles:
     if config.format == "datasets" or (saved and config.format == "auto"):
         if not saved:
             raise DataError(
-                f"{root} is no folder that `datasets` saved: it has no {' and no '.join(DATASET_FILES)}"
+                f"{root} is not a folder that `datasets` saved: it has no {' and no '.join(DATASET_FILES)}"
             )
         return DataFiles(root, (root,), "datasets")
     paths = _below(root, config.pattern, key)

@@ -35,7 +35,7 @@ class RunData:
     Attributes:
         training: the training samples.
         held_out: the held-out batches.
-        masked: whether labels may be -100, so that losses are weighed by the others.
+        masked: whether labels may be -100, so that losses are weighted by the others.
         digest: a digest of the tokens of both.
         corpus: the training corpus, of a single source of text or tokens; else None.
         summary: sizes, for the first line of a run.
@@ -107,7 +107,7 @@ def _batch(rows: Sequence[Row], config: Config, model: TrainableModel) -> Batch:
 
 
 def bigram_baseline(data: RunData, model: TrainableModel) -> float | None:
-    """Return the bits a byte of a bigram table of the training files on the held-out samples; None for other tokens."""
+    """Return the bits per byte of a bigram table of the training files on the held-out samples; None for other tokens."""
     if not isinstance(model.tokenizer, ByteTokenizer) or data.corpus is None or data.masked:
         return None
     x = torch.cat([batch.x for batch in data.held_out]).numpy()
@@ -118,7 +118,7 @@ def bigram_baseline(data: RunData, model: TrainableModel) -> float | None:
 
 
 def held_out_bits(pipe: Pipeline, data: RunData) -> float:
-    """Return the model's mean bits a token on the held-out samples."""
+    """Return the model's mean bits per token on the held-out samples."""
     nats, tokens = total_loss(pipe, data.held_out)
     return nats / tokens / math.log(2)
 
@@ -136,7 +136,7 @@ def total_loss(pipe: Pipeline, batches: Iterable[Batch]) -> tuple[float, int]:
 
 
 def mean_loss(pipe: Pipeline, result: StepResult) -> float:
-    """Return the loss of a batch in nats a token, also where the pipeline adds the losses of its microbatches."""
+    """Return the loss of a batch in nats per token, also where the pipeline adds the losses of its microbatches."""
     assert result.loss is not None, "the batch has a target"
     return float(result.loss) / (pipe.microbatches * pipe.replicas if pipe.reduction == "sum" else 1)
 

@@ -104,7 +104,7 @@ def _require_apart(config: DataConfig, apart: Sequence[DataConfig]) -> None:
         files = find_files(one, key)
         if config.held_out_split and not (files.root / DATASET_FILES[1]).is_file():
             raise DataError(
-                f"data.held_out_split is {config.held_out_split!r}, and {files.root} is no folder of several splits that "
+                f"data.held_out_split is {config.held_out_split!r}, and {files.root} is not a folder of several splits that "
                 "`datasets` saved; set data.held_out_path to files of held-out data instead"
             )
         for path, split in _places(files, one.split):

@@ -168,6 +168,6 @@ def _pieces(path: Path) -> Iterator[str]:
         raise DataError(f"{path} does not fit into memory as one text; divide it") from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is no UTF-8 text ({error.reason} at byte {read + error.start}), which the tokenizer reads; data."
+            f"{path} is not UTF-8 text ({error.reason} at byte {read + error.start}), which the tokenizer reads; data."
             "pattern chooses files"
         ) from error

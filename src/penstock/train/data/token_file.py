@@ -33,7 +33,7 @@ class TokenFile:
         path: path of the file.
 
     Raises:
-        DataError: if it cannot be read, or is no one-dimensional array of integers.
+        DataError: if it cannot be read, or is not a one-dimensional array of integers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,13 +61,15 @@ class TokenFile:
             if any(length < 0 for length in shape):
                 raise ValueError(f"its header says that its shape is {shape}")
         except DAMAGED_ARRAY as error:
-            raise DataError(f"{self.path} is no numpy token file: {error}") from error
+            raise DataError(f"{self.path} is not a numpy token file: {error}") from error
         if len(shape) != 1 or dtype.kind not in "iu":
             raise DataError(
                 f"{self.path} holds {dtype} of shape {shape}; tokens are one dimension of integers"
             )
         if head.tell() + math.prod(shape) * dtype.itemsize > size:
-            raise DataError(f"{self.path} is no numpy token file: it is cut short, its header says {shape}")
+            raise DataError(
+                f"{self.path} is not a numpy token file: it is cut short, its header says {shape}"
+            )
         return head.tell(), shape[0], dtype
 
     def __len__(self) -> int:

@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         """Return the tokens of a prompt, at least one.
 
         Raises:
-            ConfigError: if the text is no valid prompt.
+            ConfigError: if the text is not a valid prompt.
         """
 
     def decode(self, tokens: Sequence[int]) -> str:

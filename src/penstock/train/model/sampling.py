@@ -57,7 +57,7 @@ def sample_run(folder: Path, sample: SampleConfig | None = None, seed: int | Non
 def read_config(folder: Path) -> Config:
     """Read the resolved config in a run's folder."""
     if not os.path.isfile(folder / "config.toml"):
-        raise ConfigError(f"{folder} is no run folder: it has no config.toml")
+        raise ConfigError(f"{folder} is not a run folder: it has no config.toml")
     return config_file.load(folder / "config.toml")
 
 

@@ -34,7 +34,7 @@ def level_of(configured: str) -> int:
         configured: value of ``train.log_level``.
 
     Raises:
-        ConfigError: if PENSTOCK_LOG is no level.
+        ConfigError: if PENSTOCK_LOG is not a level.
     """
     name = os.environ.get(LEVEL, "").strip().lower() or configured
     levels = get_args(LogLevel)

@@ -59,7 +59,7 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"text": "a"', r"line 3 is no JSON object"),
+        ('{"text": "a"', r"line 3 is not a JSON object"),
         ("[1, 2]", r"line 3 must be a JSON object, got '\[1, 2\]'"),
         ('{"text": 5}', r"line 3: 'text' must be text, got 5"),
         ('{"text": null}', r"line 3: 'text' must be text, got None"),
@@ -72,7 +72,7 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path
             f'{{"text": "a", "more": {{"id": [-{"1" * 4301}]}}}}',
             r"line 3: 'more' has a whole number of more than 4,300 digits; write it in quotes, as text, or leave it out$",
         ),
-        (b'{"text": "\xff"}', r"line 3 is no JSON object: 'utf-8' codec can't decode"),
+        (b'{"text": "\xff"}', r"line 3 is not a JSON object: 'utf-8' codec can't decode"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str | bytes, said: str):

@@ -35,7 +35,7 @@ class TrainConfig(Table):
         epochs: passes over the training samples, also a fraction, in place of `steps`; 0 counts `steps`.
         batch: samples of a batch, over all microbatches.
         accumulate: batches a step, whose gradients are averaged; a step then trains ``accumulate * batch`` samples.
-        reduction: how microbatches make the loss of a batch: ``mean`` weighs all alike, ``valid_tokens`` by the targets
+        reduction: how the losses of microbatches are combined: ``mean`` weights all equally, ``valid_tokens`` by the targets
             that are trained on, and ``sum`` adds their losses; ``auto`` is ``valid_tokens`` for data with targets that are
             not trained on, else ``mean``.
         seed: seed of the initial weights, dropout, the order of the data and the sample.

@@ -47,7 +47,7 @@ def read_records(path: Path, format: str, split: str) -> Iterator[ReadRecord]:
         split: split to read, in a folder of ``datasets`` with several.
 
     Raises:
-        DataError: if the file cannot be read, or a line is no JSON object; names the line.
+        DataError: if the file cannot be read, or a line is not a JSON object; names the line.
         ConfigError: if the library that reads the format is not installed, or there is no such split.
     """
     if format == "datasets":
@@ -78,7 +78,7 @@ def _parse_line(line: bytes, place: Place) -> dict[str, Any]:
     except LongNumberError as error:
         raise DataError(f"{place}: {error}") from error
     except ValueError as error:  # also of the encoding
-        raise DataError(f"{place} is no JSON object: {error}{_hint(line, place)}") from error
+        raise DataError(f"{place} is not a JSON object: {error}{_hint(line, place)}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place} must be a JSON object, got {str(record)[:60]!r}{_hint(line, place)}")
     return record
