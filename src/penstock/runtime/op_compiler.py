@@ -217,7 +217,7 @@ class OpCompiler:
             if op.stage == self._last_stage:
                 return self._compile_last_forward(op.microbatch, stage, slot, receive)
             return self._compile_forward(op.microbatch, stage, slot, receive, _send_all(sends))
-        if op.kind == Kind.W:
+        if op.kind == Kind.W:  # does nothing if the I before it was merged with it and ran the full backward
             return self._compile_timed(partial(stage.backward_weight, op.microbatch), stage, slot)
         if op.kind == Kind.R:
             return self._compile_timed(partial(stage.recompute, op.microbatch), stage, slot)
