@@ -1,7 +1,7 @@
 """Garbage collection while a process loads its modules.
 
-Torch alone makes 300,000 objects that stay to the end. With Python's defaults, a quarter of the time that it takes to import
-torch is spent on looking for garbage among them, and each full collection afterwards takes 0.2 s to look at them again.
+Torch alone makes some 300,000 objects that stay to the end. With Python's defaults, they are searched for garbage again and
+again while torch is imported, and once more by each full collection afterwards.
 """
 
 from __future__ import annotations

@@ -42,13 +42,13 @@ def python(
         process = process_context().Process(target=_run, args=told)
         process.start()
         process.join(seconds)
-        if process.is_alive():
+        if hangs := process.is_alive():
             for pid in (*_descendants(process.pid), process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGABRT if pid == process.pid else signal.SIGKILL)
             process.join()
         out, err = (path.read_text("utf-8", "replace") for path in outputs)
-    if process.exitcode == -signal.SIGABRT:
+    if hangs:
         raise AssertionError(f"{words} did not end within {seconds:g} s:\n{out}\n{err}")
     return subprocess.CompletedProcess(list(words), process.exitcode, out, "" if merged else err)
 
