@@ -43,9 +43,10 @@ def python(
         process.start()
         process.join(seconds)
         if hangs := process.is_alive():
-            for pid in (*_descendants(process.pid), process.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGABRT if pid == process.pid else signal.SIGKILL)
+            left = [process.pid, *_descendants(process.pid)]
+            _abort(left)
+            process.join(20)
+            _send(left, signal.SIGKILL)
             process.join()
         out, err = (path.read_text("utf-8", "replace") for path in outputs)
     if hangs:
@@ -97,19 +98,27 @@ def finish(process: subprocess.Popen[str], seconds: float) -> str:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:
         left = [process.pid, *_descendants(process.pid)]
-        # Stopped first, so that no parent ends a child before it has shown its stack.
-        for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        _abort(left)
         try:
             shown = process.communicate(timeout=20)[0]
         except subprocess.TimeoutExpired:
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _send(left, signal.SIGKILL)
             shown = process.communicate(timeout=20)[0]
     raise AssertionError(f"{process.args} did not end within {seconds:g} s; what its processes did:\n{shown}")
+
+
+def _abort(processes: Sequence[int]) -> None:
+    """Make processes show their stacks and end."""
+    # Stopped first, so that no parent goes on because a child has ended, or ends a child before it has shown its stack.
+    for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
+        _send(processes, number)
+
+
+def _send(processes: Sequence[int], number: signal.Signals) -> None:
+    """Send a signal to the processes that are still there."""
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _descendants(pid: int) -> list[int]:
