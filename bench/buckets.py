@@ -59,9 +59,9 @@ def reduced(net: nn.Module, buckets: GradientBuckets, loss: Callable[[], Tensor]
     return step
 
 
-def contest(rank: int, rounds: int, mib: float) -> dict[str, list[float]]:
+def contest(rank: int, rounds: int, mib: float, sequence: int) -> dict[str, list[float]]:
     """Time steps of all contestants in turn."""
-    job = Job(8, 256, 128, 8, 4, "1f1b")
+    job = Job(8, 256, sequence, 8, 4, "1f1b")
     x, y = (part.chunk(RANKS)[rank] for part in job.batch())
     size = int(mib * (1 << 20))
     runs: dict[str, Callable[[], None]] = {}
@@ -171,9 +171,9 @@ def hideable(share: float) -> float:
     return (BACKWARD + share * BACKWARD - free) / (share * BACKWARD)
 
 
-def real(pool: LocalProcesses, rounds: int, mib: float) -> Figures:
+def real(pool: LocalProcesses, rounds: int, mib: float, sequence: int) -> Figures:
     """Measure ours beside DDP and the blocking version."""
-    times = pool.run(RANKS, contest, rounds, mib, timeout=600)[0]
+    times = pool.run(RANKS, contest, rounds, mib, sequence, timeout=600)[0]
     exposed = {
         name: statistics.median(a - b for a, b in zip(times[name], times["without"], strict=True))
         for name in ("ours", "ddp", "blocking")
@@ -230,7 +230,8 @@ def measure(options: argparse.Namespace) -> Figures:
         if options.sleep:
             result = yield from slept(pool, options.rounds, (CLAIMED,) if options.quick else RATIOS)
         else:
-            result = yield from real(pool, options.rounds, options.bucket_mib)
+            sequence = 16 if options.quick else 128
+            result = yield from real(pool, options.rounds, options.bucket_mib, sequence)
     return {**result, "rounds": options.rounds}
 
 

@@ -65,10 +65,12 @@ def printed(figures: Figures, quiet: bool) -> dict[str, Any]:
 def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Run every contestant once per round, in turn, after a round that does not count.
 
-    The machine's speed drifts, so only runs of the same round are compared.
+    The machine's speed drifts, so only runs of the same round are compared. One round alone shows that a bench runs, not
+    how fast: no other comes before it.
     """
-    for run in runs.values():
-        run()
+    if rounds > 1:
+        for run in runs.values():
+            run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

@@ -219,10 +219,9 @@ def _quick_groups(models: Sequence[str]) -> list[list[Case]]:
     """Return the first layouts of a few groups."""
     conv = cases("conv", "processes")
     groups = [
-        alone("decoder")[:1],
         cases("decoder", "threads")[:2],
         [conv[0], conv[-1]],
-        asleep(4, "processes")[:2],
+        asleep(2, "processes")[:2],
     ]
     return [group for group in groups if group[0].model in models]
 

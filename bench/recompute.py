@@ -26,14 +26,14 @@ from penstock.stage.module import StageModule
 from penstock.train.config.sections.model_section import ModelConfig
 from penstock.train.model.llama import layers, next_token_loss
 
-RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 8, 4, 128
+RANKS, MICROBATCHES, ROWS, SEQUENCE, QUICK_SEQUENCE = 2, 8, 4, 128, 32
 CONFIG = ModelConfig(width=128, layers=8, heads=4, kv_heads=4, hidden=352)
 POLICIES: tuple[Policy, ...] = ("none", "full", 2)
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(sequence: int) -> tuple[Tensor, Tensor]:
     """Return a step's tokens."""
-    size = (MICROBATCHES * ROWS, SEQUENCE + 1)
+    size = (MICROBATCHES * ROWS, sequence + 1)
     tokens = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -43,13 +43,13 @@ def pipeline(policy: Policy) -> Pipeline:
     return Pipeline(layers(CONFIG), next_token_loss, microbatches=MICROBATCHES, ranks=RANKS, recompute=policy)
 
 
-def memory(policy: Policy) -> tuple[int, int]:
+def memory(policy: Policy, x: Tensor, y: Tensor) -> tuple[int, int]:
     """Return the bytes of the rank that holds most, between ops and at any moment; the gradients exist before."""
     with pipeline(policy) as pipe:
-        pipe.step(*batch())
+        pipe.step(x, y)
         between, within = [0] * RANKS, [0] * RANKS
         pipe.wrap_ops(watch(between, within))
-        pipe.step(*batch())
+        pipe.step(x, y)
     return max(between), max(within)
 
 
@@ -66,9 +66,9 @@ def unsplit(checkpointed: bool) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-def plain_step(checkpointed: bool) -> Callable[[], float]:
+def plain_step(checkpointed: bool, x: Tensor, y: Tensor) -> Callable[[], float]:
     """Return the seconds of a step of the unsplit model."""
-    loss, (x, y) = unsplit(checkpointed), batch()
+    loss = unsplit(checkpointed)
     parts = list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))
 
     def step() -> float:
@@ -80,10 +80,9 @@ def plain_step(checkpointed: bool) -> Callable[[], float]:
     return step
 
 
-def plain_memory(checkpointed: bool) -> int:
+def plain_memory(checkpointed: bool, x: Tensor, y: Tensor) -> int:
     """Return bytes in use after the forwards of the first rank's microbatches through its half of the model."""
-    loss, (x, y) = unsplit(checkpointed), batch()
-    live, kept = Live(), []
+    loss, live, kept = unsplit(checkpointed), Live(), []
     with live:
         for a, b in list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))[:RANKS]:
             kept.append(loss(a, b))
@@ -93,7 +92,7 @@ def plain_memory(checkpointed: bool) -> int:
 def measure(options: argparse.Namespace) -> Figures:
     """Time all policies in turn, then measure the memory of each."""
     torch.set_num_threads(1 if options.quick else RANKS)  # more than one each do badly beside other work
-    x, y = batch()
+    x, y = batch(QUICK_SEQUENCE if options.quick else SEQUENCE)
     pipes = {policy: pipeline(policy) for policy in POLICIES}
 
     def timed(pipe: Pipeline) -> float:
@@ -104,22 +103,25 @@ def measure(options: argparse.Namespace) -> Figures:
     runs: dict[str, Callable[[], float]] = {
         f"recompute={policy}": (lambda pipe=pipe: timed(pipe)) for policy, pipe in pipes.items()
     }
-    runs |= {"plain": plain_step(False), "plain, checkpointed": plain_step(True)}
+    runs |= {"plain": plain_step(False, x, y), "plain, checkpointed": plain_step(True, x, y)}
     times = alternate(runs, options.rounds)
     for pipe in pipes.values():
         pipe.close()
     rows = []
     yield f"{'':22}{'time':>7}{'held between ops':>18}{'at any moment':>16}   (over none)"
-    base = memory("none")
-    for policy in POLICIES:
-        between, within = memory(policy)
+    bytes_of = {policy: memory(policy, x, y) for policy in POLICIES}
+    base = bytes_of["none"]
+    for policy, (between, within) in bytes_of.items():
         slower = ratio(times[f"recompute={policy}"], times["recompute=none"])
         rows.append({"recompute": policy, "time": slower, "between": between, "within": within})
         yield (
             f"{f'recompute={policy}':22}{slower:7.3f}{between / base[0]:8.3f} {between / 2**20:6.2f} MB"
             f"{within / base[1]:6.3f} {within / 2**20:6.2f} MB"
         )
-    peer, kept = ratio(times["plain, checkpointed"], times["plain"]), plain_memory(True) / plain_memory(False)
+    peer, kept = (
+        ratio(times["plain, checkpointed"], times["plain"]),
+        plain_memory(True, x, y) / plain_memory(False, x, y),
+    )
     yield f"{'plain, checkpointed':22}{peer:7.3f}{kept:8.3f}              (over plain)"
     yield f"{options.rounds} rounds"
     ours = rows[1]["time"]

@@ -59,9 +59,9 @@ def measure(options: argparse.Namespace) -> Figures:
     """Compare with optima, with the catalogue and at scale, or run found schedules."""
     if options.sleep:
         return (yield from sleeping(options.rounds, options.quick))
-    optima = yield from _optima(PROVED[:3] if options.quick else PROVED, 3.0 if options.quick else 10.0)
-    gains = yield from _gains(6 if options.quick else VECTORS, options.seconds)
-    large = yield from _large()
+    optima = yield from _optima(PROVED[:3] if options.quick else PROVED, 1.0 if options.quick else 10.0)
+    gains = yield from _gains(4 if options.quick else VECTORS, 0.3 if options.quick else options.seconds)
+    large = yield from _large(3.0 if options.quick else 10.0)
     return {"optima": optima, "gains": gains, "large": large}
 
 
@@ -154,11 +154,11 @@ def _gains(count: int, seconds: float) -> Iterator[Any]:
     return rows
 
 
-def _large() -> Iterator[Any]:
+def _large(seconds: float) -> Iterator[Any]:
     placement = Placement.waves(64)
     costs = Costs.of(placement, 6, 8, 4)
     theirs = float(makespan(simulate(check(FAMILIES["v-half"].build(64, 512)).program, costs)))
-    found = search_schedule(placement, 512, costs, "split", Budget(66), seconds=10.0)
+    found = search_schedule(placement, 512, costs, "split", Budget(66), seconds=seconds)
     yield (
         f"\n64 ranks, 512 microbatches, V, 6,8,4, half of the memory: {float(found.makespan):.0f} in {found.seconds:.1f} s; "
         f"V-Half {theirs:.0f}; gap {found.gap:.2%}"

@@ -98,7 +98,7 @@ def compared(make: Callable[[], tuple[nn.Module, torch.Tensor]], rounds: int) ->
         return found[1]
 
     times = alternate({name: (lambda name=name: noted(name)) for name in runs}, rounds)
-    both = {name: [f + b for f, b in found[1:]] for name, found in seen.items()}
+    both = {name: [f + b for f, b in found[-rounds:]] for name, found in seen.items()}
     return {
         "ours": ratio(times["halves"], times["whole"]),
         "peer": ratio(times["peer"], times["whole"]),

@@ -36,6 +36,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where the slow tests run alone, files without any are not imported."""
+    alone = config.option.markexpr == "slow" and collection_path.suffix == ".py"
+    return True if alone and "mark.slow" not in collection_path.read_text("utf-8") else None
+
+
 def pytest_collection_finish() -> None:
     """Modules and collected tests stay to the end: no garbage collection looks through them again."""
     gc.collect()

@@ -39,8 +39,8 @@ SETTINGS: dict[str, object] = {
     "train.eval_every": 1_000_000,
 }
 ACTIONS = ("kill", "stop", "delay")
-QUICK_STEPS, QUICK_FAULTS, QUICK_EVERY = 100, 2, 8.0
-"""With ``--quick``: no more faults than restarts are allowed without a newer checkpoint."""
+QUICK_STEPS, QUICK_FAULTS, QUICK_EVERY, QUICK_SEQUENCE = 60, 2, 0.5, 32
+"""With ``--quick``: small steps, and no more faults than restarts are allowed without a newer checkpoint."""
 
 DELAY = 2.0
 """Seconds: shorter than the timeout, so that a delay alone ends nothing."""
@@ -48,23 +48,23 @@ DELAY = 2.0
 
 def calibrate(root: Path) -> float:
     """Return the seconds of a step on this machine."""
-    ended = run(root, 60, None)
+    ended = run(root, 60)
     times = [event["time"] for event in ended.all("step") if event["rank"] == 0]
     return float(times[-1] - times[20]) / (len(times) - 21)
 
 
-def victim(root: Path, steps: int, restarts: int) -> Victim:
+def victim(root: Path, steps: int, restarts: int, quick: bool) -> Victim:
     """Return a run of so many steps."""
-    return Victim(
-        root, processes=PROCESSES, restarts=restarts, settings={**SETTINGS, "train.steps": steps}
-    ).start()
+    settings = {**SETTINGS, "train.steps": steps} | ({"data.sequence": QUICK_SEQUENCE} if quick else {})
+    return Victim(root, processes=PROCESSES, restarts=restarts, settings=settings).start()
 
 
 def run(
-    root: Path, steps: int, chance: random.Random | None, every: float = 30.0, faults: float = math.inf
+    root: Path, steps: int, chance: random.Random | None = None, every: float = 30.0, quick: bool = False
 ) -> Ended:
-    """Run to the end, with a fault every so many seconds if possible, up to a number of faults."""
-    started = victim(root, steps, 3)
+    """Run to the end, with a fault every so many seconds if possible."""
+    faults = QUICK_FAULTS if quick else math.inf
+    started = victim(root, steps, 3, quick)
     if chance is None:
         return started.wait(7200.0)
     began, number, struck = time.monotonic(), 0, 0
@@ -81,7 +81,6 @@ def strike(started: Victim, chance: random.Random, steps: int) -> bool:
 
     After the last step the run is complete, and starting it again is refused.
     """
-    action = chance.choice(ACTIONS)
     done = [event for event in started.events() if event["what"] == "step"]
     if any(event["step"] >= steps - 1 for event in done):
         return False
@@ -89,7 +88,7 @@ def strike(started: Victim, chance: random.Random, steps: int) -> bool:
     living = [pid for pid in started.processes_left() if pid in pids]
     if not living:
         return False
-    pid = chance.choice(sorted(living))
+    action, pid = chance.choice(ACTIONS), chance.choice(sorted(living))
     try:
         started.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP, pid=pid)
         if action == "delay":
@@ -116,7 +115,7 @@ def clean_run(root: Path, minutes: float, quick: bool) -> tuple[int, dict[str, b
     if not (found := weights(folder)):
         # Restarts and steps done again take time as well: about two thirds are left for steps.
         steps = QUICK_STEPS if quick else int(40 * minutes / calibrate(root / "calibrated"))
-        found = weights(run(root / "clean", steps, None).folder)
+        found = weights(run(root / "clean", steps, quick=quick).folder)
     return load(folder / "config.toml").train.steps, found
 
 
@@ -124,7 +123,7 @@ def soak(root: Path, minutes: float, every: float, seed: int, quick: bool) -> di
     """Run clean, then disturbed."""
     steps, wanted = clean_run(root, minutes, quick)
     shutil.rmtree(root / "disturbed", ignore_errors=True)
-    ended = run(root / "disturbed", steps, random.Random(seed), every, QUICK_FAULTS if quick else math.inf)
+    ended = run(root / "disturbed", steps, random.Random(seed), every, quick)
     found, seconds, each = weights(ended.folder), ended.over - ended.began, seconds_a_step(ended)
     return {
         "steps": steps,

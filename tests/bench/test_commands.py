@@ -35,7 +35,7 @@ LINES = {
         r"best of ours over the bound: N \(.+\)", r"best of peer over the bound: N \(.+\)",
     ],
     "bench.split": [r"mid-size block +N +N +N +N", r"48 tiny parameters +N +N +N +N"],
-    "bench.memory": [r"1f1b +8 +N N N N +N", r"zb-v +16 +N N N N +N", r"largest deviation N"],
+    "bench.memory": [r"1f1b +8 +N N N N +N", r"zb-v +8 +N N N N +N", r"largest deviation N"],
     "bench.bf16": [rf"{name} +N +N +N( +N MB){{5}}" for name in ("fp32", "bf16 autocast", "bf16 weights")],
     "bench.packing": [rf"{name} +N +N +N +N +N +N +N" for name in ("own", "llama")],
     "bench.recompute": [
@@ -49,16 +49,18 @@ LINES = {
     "bench.buckets --sleep": [r" +0.6 +N +N +N +N +N"],
     "bench.mesh": [
         r"one process, reversed +N +N +N", r"1f1b +N +N +N +same bits", r"zb-v +N +N +N +same bits",
-        r"pp 1 x dp 4 x tp 1 +N +same bits +N +N +N",
+        r"pp 1 x dp 2 x tp 1 +N +same bits +N +N +N",
     ],
     "bench.mesh --zero": [
-        r"pp 1 x dp 1 x tp 1 +N +same bits +N +N +N", r"pp 1 x dp 2 x tp 1 +N +same bits +N +N +N",
-        r"pp 1 x dp 4 x tp 1 +N +same bits +N +N +N", r"pp 1 x dp 2 x tp 2 +N +same bits +N +N +N",
+        rf"{mesh} +(0.0e\+00|\d.\de-0[7-9]) +same bits +N +N +{share}\d\d" for mesh, share in (
+            ("pp 1 x dp 1 x tp 1", "1.00"), ("pp 1 x dp 2 x tp 1", "0.50"), ("pp 1 x dp 4 x tp 1", "0.25"),
+            ("pp 1 x dp 2 x tp 2", "0.50"),
+        )
     ],
     "bench.predict": [
         r"decoder +threads +2 +1 +1f1b +1 +2 +even +none +N ms +N ms +N",
         r"conv +processes +1 +2 +1f1b +1 +4 +even +none +N ms +N ms +N",
-        r"sleep +processes +4 +1 +1f1b +1 +8 +even +none +N ms +N ms +N",
+        r"sleep +processes +2 +1 +1f1b +1 +4 +even +none +N ms +N ms +N",
         r"computing layers: N; error N in the median, N for nine of ten, N at most",
         r"sleeping layers: N; error N in the median, N for nine of ten, N at most",
         r"sleeping layers, relative to the group.s reference: N; error N in the median, N for nine of ten, N at most",

@@ -26,7 +26,7 @@ from tests.support.states import assert_equal, joined
 
 CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
 GROUPS = [{"match": r"norm|embedding", "weight_decay": 0.0, "lr": 0.02}]
-M, STEPS = 8, 6
+M, STEPS = 8, 4
 
 
 def tokens(step: int) -> tuple[Tensor, Tensor]:

@@ -49,9 +49,7 @@ def unsplit(
         model = model.bfloat16()
         for p in model.parameters():
             p.grad_dtype = torch.float32
-    if config.runtime.compile != "none":
-        model = torch.compile(model)
-    named = [(n.removeprefix("_orig_mod."), p) for n, p in StageModule.whole_model_parameters(model)]
+    named = list(StageModule.whole_model_parameters(model))
     # Weights that the optimizer updates: fp32 copies of those in bf16.
     mains = [(n, nn.Parameter(p.detach().float()) if p.dtype == torch.bfloat16 else p) for n, p in named]
     optimizer, scheduler = adamw(mains, config.optim, train.steps)

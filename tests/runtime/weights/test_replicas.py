@@ -23,7 +23,7 @@ from penstock.train.model.llama import layers, next_token_loss
 from tests.support import plain
 from tests.support.groups import run_cases
 
-CONFIG = ModelConfig(vocabulary=32, width=16, layers=8, heads=4, kv_heads=2, hidden=32)
+CONFIG = ModelConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=32)
 M, ROWS, SEQUENCE, STEPS = 4, 1, 8, 2
 
 
@@ -103,7 +103,7 @@ def test_every_schedule_beside_data_or_tensor_parallelism(every_schedule, name):
     ],
 )
 def test_data_or_tensor_parallelism_alone(processes: LocalProcesses, mesh):
-    check(processes.run(2, trained, mesh, "gpipe", M, 20), mesh, M, 20)
+    check(processes.run(2, trained, mesh, "gpipe", M, 6), mesh, M, 6)
 
 
 def test_sequence_parallelism(processes: LocalProcesses):

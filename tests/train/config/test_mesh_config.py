@@ -27,7 +27,7 @@ from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import lines
 from tests.support.unsplit import unsplit
 
-STEPS = 12
+STEPS = 6
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_tied_hugging_face_model_whose_matrices_are_cut(
         model={"path": str(model)},
         schedule={"name": schedule},
         parallel=parallel,
-        train={"steps": STEPS},
+        train={"steps": 12},
         optim={"lr": 0.004},  # to see it learn; with model.path the default is that of fine-tuning
         runtime={"threads": 1, "timeout": 300.0},
     )
