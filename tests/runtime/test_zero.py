@@ -122,7 +122,7 @@ def test_a_divided_optimizer_takes_the_steps_of_the_whole_one(replicated, case: 
         compare(replicated[case, zero], replicated[case, False], MeshShape(2, 2, 1), case)
 
 
-CUT = ("plain", "scheduled", "main weights")
+CUT = ("plain", "main weights")
 
 
 @pytest.fixture(scope="module")
