@@ -17,7 +17,7 @@ import penstock
 SOURCE = Path(penstock.__file__).parent
 FLOORS = [
     {"errors", "plural", "garbage", "host", "bounded_io", "atomic", "current_folder"},
-    {"encoding", "scratch", "run_lock", "output_files", "model_variants", "heartbeat"},
+    {"counts", "encoding", "scratch", "run_lock", "output_files", "model_variants", "heartbeat"},
     {"tensor_file"},
     {"schedule", "stage", "parallel", "trace"},
     {"simulate", "profile"},

@@ -46,7 +46,7 @@ def measure_links(
         for number in range(_ROUNDS):
             channel.open(number + 1)
             mine = _round(world, channel if device.type == "cpu" else None, device)
-            for pairs in world.exchange(mine):
+            for pairs in world.all_gather(mine):
                 for pair, times in pairs.items():
                     rounds.setdefault(pair, []).append(times)
             links = _sections(rounds, machines)
@@ -81,7 +81,9 @@ def _round(
                     measured.setdefault((world.rank, peer), {})[size] = statistics.median(times)
             if channel is not None:
                 channel.finish()
-        world.exchange(None)  # no rank begins with its other neighbour before all have finished with this one
+        world.all_gather(
+            None
+        )  # no rank begins with its other neighbour before all have finished with this one
     return measured
 
 
@@ -130,11 +132,11 @@ def _reduction(world: World, device: torch.device, latency: float) -> float:
     tensor = torch.zeros(_REDUCED // 4, device=device)
     times = []
     for _ in range(6):
-        world.exchange(None)
+        world.all_gather(None)
         began = time.perf_counter()
         dist.all_reduce(tensor)
         wait_for(device)
         times.append(time.perf_counter() - began)
-    took: float = max(world.exchange(statistics.median(times[1:])))
+    took: float = max(world.all_gather(statistics.median(times[1:])))
     steps = 2 * (world.size - 1)
     return steps * _REDUCED / world.size / max(took - steps * latency / 2, 0.1 * took)

@@ -63,7 +63,7 @@ def measure(world: World, timeout: float) -> dict[str, Any]:
                     links.append(
                         {"to": peer, "way": ways[peer], **_measure_pair(channel, peer, world.rank < peer)}
                     )
-            world.exchange(None)  # no rank begins the next one before all have finished this one
+            world.all_gather(None)  # no rank begins the next one before all have finished this one
         files = open_now()
     return {"links": sorted(links, key=lambda link: int(link["to"])), "open_files": files}
 
@@ -124,7 +124,7 @@ def unanswered(world: World, timeout: float) -> float:
             took = time.perf_counter() - began
         else:
             raise PenstockError(f"received a message from rank {last}, which sent none")
-        world.exchange(None)  # no rank leaves, which would end the wait of another
+        world.all_gather(None)  # no rank leaves, which would end the wait of another
     return took
 
 
@@ -136,7 +136,7 @@ class Edges:
 
     def __enter__(self) -> ProcessChannel:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
-        exchange: Callable[[Any], list[Any]] = self._world.exchange
+        exchange: Callable[[Any], list[Any]] = self._world.all_gather
         self._channel = ProcessChannel(
             self._group, exchange, self._peers, self._peers, Timeout(self._timeout)
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
+from penstock.counts import is_count
 from penstock.errors import ConfigError, nearest
 from penstock.plural import plural
 
@@ -41,7 +42,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not is_count(size):
                 raise ConfigError(f"{axis} must be a positive number of ranks, got {size!r}")
         if sorted(self.order) != sorted(AXES):
             raise ConfigError(

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bounded_io import MEGABYTE, read_bytes
+from penstock.counts import require_count
 from penstock.errors import ConfigError, nearest
 from penstock.profile.closed_form import DTYPE_BYTES
 
@@ -230,8 +231,7 @@ def _from_table(table: dict[str, Any], name: str) -> Cluster:
                 raise ConfigError(f"{where} must be true or false, got {value!r}")
             given[key] = value
         elif key in ("ranks_per_node", "nodes"):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{where} must be a whole number of at least 1, got {value!r}")
+            require_count(where, value)
             given[key] = value
         else:
             given[key] = _number(value, where, zero=key != "slowdown")

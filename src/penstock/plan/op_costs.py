@@ -16,6 +16,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Communication, Costs, Link
 from penstock.simulate.simulator import simulate
+from penstock.trace.beside import time_beside
 from penstock.trace.events import Trace
 
 Table = npt.NDArray[np.float64]
@@ -139,27 +140,3 @@ def simulate_beside(program: Program, costs: Costs, shares: Table, replicas: int
         slowdown = found if n == 0 else (slowdown + found) / 2
         trace = simulate(program, replace(costs, seconds=costs.seconds * slowdown))
     return trace
-
-
-def time_beside(trace: Trace, rows: npt.NDArray[np.intp], weights: Table) -> Table:
-    """Return the weighted seconds of other ranks' ops during each op.
-
-    Args:
-        trace: a trace.
-        rows: rows of the ops.
-        weights: weight of each op's seconds, shape (rows,).
-    """
-    start, end = trace.start[rows].astype(np.float64), trace.end[rows].astype(np.float64)
-    total = np.zeros(len(rows))
-    for rank in range(trace.ranks):
-        mine = np.flatnonzero(trace.rank[rows] == rank)
-        if not len(mine):
-            continue
-        mine = mine[np.argsort(start[mine], kind="stable")]
-        times = np.maximum.accumulate(np.stack([start[mine], end[mine]], axis=1).ravel())
-        spent = np.zeros(len(times))
-        spent[1::2] = (end[mine] - start[mine]) * weights[mine]
-        done = np.cumsum(spent)
-        others = trace.rank[rows] != rank
-        total[others] += np.interp(end[others], times, done) - np.interp(start[others], times, done)
-    return total

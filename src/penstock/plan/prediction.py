@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.counts import require_count
 from penstock.errors import ConfigError
 from penstock.plan.assumptions import assumptions
 from penstock.plan.cluster import Cluster, LinkSpeed
@@ -159,8 +160,7 @@ def predict(
     sequence = default_sequence(profile) if sequence is None else sequence
     batch = 4 * layout.pp * layout.dp * layout.microbatch if batch is None else batch
     for name, count in (("sequence", sequence), ("batch", batch)):
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _LARGEST:
-            raise ConfigError(f"{name} must be a whole number from 1 to {_LARGEST:,}, got {count!r}")
+        require_count(name, count, most=_LARGEST)
     microbatches = count_microbatches(layout, cluster, batch)
     if order is None:
         program = step_program(layout.schedule, layout.pp, microbatches, layout.v)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from penstock.counts import is_count, require_count
 from penstock.errors import ConfigError, nearest
 
 Recompute = str | int
@@ -57,8 +58,7 @@ class Layout:
             value = getattr(self, key)
             if key == "v" and value is None:
                 continue
-            if not _is_count(value):
-                raise ConfigError(f"layout: {key} must be a whole number of at least 1, got {value!r}")
+            require_count(f"layout: {key}", value)
         for key in ("zero", "sequence_parallel", "overlap"):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (key == "overlap" and value is None):
@@ -67,7 +67,7 @@ class Layout:
             raise ConfigError(
                 f"layout: schedule must be a name, MODULE:FUNCTION or a CSV file, got {self.schedule!r}"
             )
-        if not _is_count(self.recompute):
+        if not is_count(self.recompute):
             _one_of(
                 "recompute",
                 self.recompute,
@@ -78,7 +78,7 @@ class Layout:
             _one_of("attention", self.attention, ("fused", "unfused"))
         if self.dtype is not None:
             _one_of("dtype", self.dtype, ("bf16", "fp16", "fp8", "fp32"))
-        if isinstance(self.split, list | tuple) and all(map(_is_count, self.split)):
+        if isinstance(self.split, list | tuple) and all(map(is_count, self.split)):
             object.__setattr__(self, "split", tuple(self.split))  # JSON has lists for tuples
         else:
             _one_of("split", self.split, ("even", "cost"), "at least 1 block for every stage, as in 3+3+2")
@@ -162,10 +162,6 @@ def _value(key: str, text: str) -> Any:
     if key == "recompute":
         return text
     raise ConfigError(f"layout: {key} must be a whole number, got {text!r}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _one_of(key: str, value: object, allowed: tuple[str, ...], others: str = "") -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from penstock.atomic import write_text
 from penstock.bounded_io import MEGABYTE, parse_json, read_bytes
+from penstock.counts import is_count
 from penstock.errors import ConfigError
 from penstock.profile.closed_form import (
     DTYPE_BYTES,
@@ -264,18 +265,18 @@ def _profile_of(table: dict[str, Any]) -> Profile:
         _require_number(key, getattr(profile, key))
     _require("source", profile.source in get_args(Source), profile.source)
     _require("dtype", profile.dtype in DTYPE_BYTES, profile.dtype)
-    _require("sequence", profile.sequence is None or _is_count(profile.sequence), profile.sequence)
+    _require("sequence", profile.sequence is None or is_count(profile.sequence), profile.sequence)
     _require("name", isinstance(profile.name, str), profile.name)
     _require("machine", isinstance(profile.machine, Mapping), profile.machine)
     _require("autocast", isinstance(profile.autocast, bool), profile.autocast)
     _require("shape", (profile.shape is not None) == (profile.source == "sizes"), shape)
     for _, role, kind in layers:
         _require("role", role in get_args(Role), role)
-        _require("kind", _is_count(kind + 1) and kind < len(kinds), kind)
+        _require("kind", is_count(kind + 1) and kind < len(kinds), kind)
     _require("layers", profile.shape is not None or profile.blocks > 0, layers)
     for points in (kind.points for kind in kinds):
         sizes = [size for size, _ in points]
-        growing = all(map(_is_count, sizes)) and sizes == sorted(set(sizes))
+        growing = all(map(is_count, sizes)) and sizes == sorted(set(sizes))
         _require("microbatches", bool(sizes) and growing, sizes)
         works = {tuple(len(getattr(cost, name)) for name in _WORKS) for _, cost in points}
         _require("operations", len(works) == 1, works)
@@ -288,7 +289,7 @@ def _cost_of(table: dict[str, Any]) -> LayerCost:
         _require("unit", work.unit in get_args(Unit), work.unit)
         _require_number("amount", work.amount)
         _require_number("width", work.width)
-        _require("calls", _is_count(work.calls), work.calls)
+        _require("calls", is_count(work.calls), work.calls)
     for key in (f.name for f in fields(LayerCost) if f.name not in (*_WORKS, "recomputes")):
         _require_number(key, getattr(cost, key))
     _require("recomputes", isinstance(cost.recomputes, bool), cost.recomputes)
@@ -303,10 +304,6 @@ def _require(key: str, sound: bool, value: object) -> None:
 def _require_number(key: str, value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     _require(key, number and 0 <= float(value) < math.inf, value)  # type: ignore[arg-type]  # a number
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _mix(first: LayerCost, second: LayerCost, weight: float) -> LayerCost:

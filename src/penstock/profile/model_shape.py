@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bounded_io import MEGABYTE, read_bytes
+from penstock.counts import require_count
 from penstock.errors import ConfigError, nearest
 from penstock.model_variants import refused_architecture, refused_variant, windows
 
@@ -85,15 +86,9 @@ class ModelShape:
             value = getattr(self, f.name)
             if f.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{f.name} of the model must be true or false, got {value!r}")
-            least, most = (
-                (1 if f.default is MISSING else 0),
-                (_MOST_LAYERS if f.name == "layers" else _LARGEST),
-            )
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if f.type == "int" and not (whole and least <= value <= most):
-                raise ConfigError(
-                    f"{f.name} of the model must be a whole number from {least} to {most:,}, got {value!r}"
-                )
+            if f.type == "int":
+                least, most = int(f.default is MISSING), _MOST_LAYERS if f.name == "layers" else _LARGEST
+                require_count(f"{f.name} of the model", value, least, most)
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"the model's {self.heads} heads must be a multiple of its {self.kv_heads} key and value heads"
@@ -386,9 +381,8 @@ def _count(table: dict[str, Any], key: str, path: Path, default: int | None = No
         if default is None:
             raise ConfigError(f"{path}: {key} is missing; the model's sizes depend on it")
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-        raise ConfigError(f"{path}: {key} must be a whole number from 1 to {_LARGEST:,}, got {value!r}")
-    return value
+    require_count(f"{path}: {key}", value, most=_LARGEST)
+    return int(value)
 
 
 def _flag(table: dict[str, Any], key: str, path: Path) -> bool | None:

@@ -297,7 +297,7 @@ class Engine:
         world = self._world
         if world is not None and world.mesh is not None:
             self._executors.clear()
-            self.local_stages.make_buckets(world.rank, world.replicas(), world.exchange_beside, zero)
+            self.local_stages.make_buckets(world.rank, world.replicas(), world.all_gather_same_rank, zero)
         elif self.thread_replicas and self._rank_threads is not None:
             self._executors.clear()
             self._make_thread_buckets(self._rank_threads)
@@ -359,7 +359,7 @@ class Engine:
                 local_stages.choose_recompute(memory)
 
         world = self._world
-        run_each(choose, partial(world.exchange_all, action="choose what to recompute") if world else None)
+        run_each(choose, partial(world.all_gather_run, action="choose what to recompute") if world else None)
 
     def trace(self) -> Trace | None:
         """Return the trace of the last step of this process's ranks; None before the first."""

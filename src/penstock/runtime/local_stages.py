@@ -97,7 +97,7 @@ class LocalStages:
             modules.update(build_modules(layers_of_stages, placement, local_ranks, device, seed))
             require_own_axes(modules, world, self.schedule)
 
-        run_each(build, world.exchange if world is not None else None)
+        run_each(build, world.all_gather if world is not None else None)
         self._isolations = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
         self.ties.apply(modules)
@@ -355,7 +355,9 @@ def shard_modules(modules: Modules, world: World, options: ParallelOptions) -> N
     axis = world.mesh.axis("tp")
     layers = [pair for module in modules.values() for pair in module.named_layers()]
     # All stages at once: a weight that is tied between two of them stays one parameter.
-    run_each(lambda: tensor_parallel(layers, axis, options.family, options.sequence_parallel), world.exchange)
+    run_each(
+        lambda: tensor_parallel(layers, axis, options.family, options.sequence_parallel), world.all_gather
+    )
 
 
 def compile_modules(modules: Mapping[tuple[int, int], StageModule], granularity: str) -> None:

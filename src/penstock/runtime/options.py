@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.counts import is_count
 from penstock.errors import ConfigError
 from penstock.parallel.data.layout import BUCKET_BYTES
 from penstock.runtime.copies.buffers import Rule, require_rule
@@ -41,12 +42,12 @@ class ParallelOptions:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes != "auto" and not _is_count(self.bucket_bytes, 1):
+        if self.bucket_bytes != "auto" and not is_count(self.bucket_bytes):
             raise ConfigError(
                 f"bucket_bytes must be a positive number of bytes or 'auto', got {self.bucket_bytes!r}"
             )
         require_rule(self.buffers)
-        if not _is_count(self.check_replicas, 0):
+        if not is_count(self.check_replicas, 0):
             raise ConfigError(
                 f"check_replicas must be a number of steps, or 0 for never, got {self.check_replicas!r}"
             )
@@ -87,13 +88,9 @@ class ExecutionOptions:
         require_timeout(self.first_timeout, "first_timeout")
         if self.compile not in COMPILED:
             raise ConfigError(f"compile must be 'none', 'block' or 'stage', got {self.compile!r}")
-        if self.memory is not None and not _is_count(self.memory, 1):
+        if self.memory is not None and not is_count(self.memory):
             raise ConfigError(f"memory must be a positive number of bytes or None, got {self.memory!r}")
-        if not _is_count(self.threads, 0):
+        if not is_count(self.threads, 0):
             raise ConfigError(
                 f"threads must be a number of CPU threads per rank, or 0 for a share, got {self.threads!r}"
             )
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

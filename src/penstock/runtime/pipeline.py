@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
+from penstock.counts import require_count
 from penstock.errors import PenstockError
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
@@ -31,7 +32,6 @@ from penstock.runtime.validation import (
     LossScale,
     local_device,
     make_settings,
-    require_count,
     require_loss_without_parameters,
     require_seed,
     resolve_mesh,
@@ -165,8 +165,8 @@ class Pipeline(PipelineModel):
         if self.world is not None and self.world.mesh is not None:
             self.replica = self.world.mesh.coordinate("dp")
         self.is_first = self.world is None or self.world.is_first
-        exchange = None if self.world is None else partial(self.world.exchange_all, action="share the cores")
-        self.threads = cpu_threads(exchange, self.ranks * self.replicas, execution.threads)
+        gather = None if self.world is None else partial(self.world.all_gather_run, action="share the cores")
+        self.threads = cpu_threads(gather, self.ranks * self.replicas, execution.threads)
         self._local = LocalStages(
             program,
             layers_of_stages,

@@ -22,12 +22,6 @@ from penstock.stage.compute.runner import Settings
 from penstock.stage.rng.random_state import RandomState
 
 
-def require_count(name: str, value: object) -> None:
-    """Raise a `ConfigError` unless an argument is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
 def require_loss_without_parameters(loss_fn: object, schedule: Schedule, mesh: MeshShape | None) -> None:
     """Check that a loss function which several ranks call has no parameters to train: their gradients are not reduced.
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.schedule.ops import Kind
+from penstock.trace.beside import time_beside
 from penstock.trace.events import Activity, Trace
 
 _OPS = tuple(Activity(kind) for kind in Kind)
@@ -63,16 +64,6 @@ def contention_of(trace: Trace) -> Contention:
 
 def others_beside(work: Trace) -> npt.NDArray[np.float64]:
     """Return the mean number of other ranks that compute during each op, shape (ops,)."""
-    total = np.zeros(len(work))
-    for rows in work.rank_slices():
-        start, end = work.start[rows].astype(np.float64), work.end[rows].astype(np.float64)
-        if not len(start):
-            continue
-        # Seconds that this rank has computed by a point in time.
-        times = np.stack([start, end], axis=1).ravel()
-        done = np.repeat(np.concatenate([[0.0], np.cumsum(end - start)]), 2)[1:-1]
-        order = np.maximum.accumulate(times)
-        total += np.interp(work.end, order, done) - np.interp(work.start, order, done)
     length = (work.end - work.start).astype(np.float64)
-    others: npt.NDArray[np.float64] = np.maximum(total / np.maximum(length, 1e-12) - 1.0, 0.0)
-    return np.where(length > 0, others, 0.0)
+    beside = time_beside(work, np.arange(len(work)), np.ones(len(work)))
+    return np.where(length > 0, beside / np.maximum(length, 1e-12), 0.0)

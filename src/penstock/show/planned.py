@@ -20,7 +20,7 @@ from penstock.show.blocks import second_of_pair
 from penstock.simulate.costs import Communication, Costs, Link, Table
 from penstock.simulate.simulator import simulate
 from penstock.trace.events import Activity, Trace
-from penstock.trace.messages import producers
+from penstock.trace.messages import message_delays
 
 _OPS = tuple(Activity(kind) for kind in Kind)
 
@@ -96,13 +96,7 @@ def _fill(table: Table) -> None:
 
 
 def _latency(work: Trace) -> float:
-    giver = producers(work)
-    taker = np.flatnonzero(giver >= 0)
-    taker = taker[work.rank[giver[taker]] != work.rank[taker]]
-    sent = work.end[giver[taker]]
-    first = (taker == 0) | (work.rank[taker - 1] != work.rank[taker])
-    waited = first | (work.end[taker - 1] <= sent)
-    delays = (work.start[taker] - sent)[waited]
+    delays = message_delays(work)
     return max(0.0, float(np.median(delays))) if len(delays) else 0.0
 
 

@@ -49,23 +49,11 @@ def join(parts: Sequence[Trace], clocks: Alignment | None = None) -> Trace:
         raise DataError(f"two of these traces have events of rank {twice[0]}")
     offsets = np.zeros(len(parts)) if clocks is None else clocks.offset
     began = [_origin(part) + float(offset) for part, offset in zip(parts, offsets, strict=True)]
-    firsts = [at + float(part.start.min()) for part, at in zip(parts, began, strict=True) if len(part)]
-    origin = min(firsts, default=0.0)
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
-    shift = np.repeat([at - origin for at in began], [len(part) for part in parts])
-    columns["start"], columns["end"] = columns["start"] + shift, columns["end"] + shift
-    held = [part.held for part in parts if part.held is not None]
-    order = np.argsort(columns["rank"], kind="stable")
     error = 0.0 if clocks is None else float(clocks.error.max())
-    info = {**first.info, "ranks_present": sorted(ranks), "origin": origin, "clock_error": error}
+    info: dict[str, object] = {"ranks_present": sorted(ranks), "clock_error": error}
     if stages := {name for part in parts for name in _whole_backward(part)}:
         info["whole_backward"] = sorted(stages)
-    return Trace(
-        first.ranks,
-        **{name: column[order] for name, column in columns.items()},
-        held=np.concatenate(held)[order] if len(held) == len(parts) else None,
-        info=info,
-    )
+    return _concatenated(parts, began, 0, info)
 
 
 def in_a_row(steps: Sequence[Trace], microbatches: int) -> Trace:
@@ -89,24 +77,28 @@ def in_a_row(steps: Sequence[Trace], microbatches: int) -> Trace:
             first.ranks, first.info.get("schedule"), present(first),
         ):  # fmt: skip
             raise DataError("these traces are not of the same ranks and schedule")
-    began = [_origin(step) for step in steps]
-    firsts = [at + float(step.start.min()) for at, step in zip(began, steps, strict=True) if len(step)]
+    return _concatenated(steps, [_origin(step) for step in steps], microbatches, {"steps": len(steps)})
+
+
+def _concatenated(
+    parts: Sequence[Trace], began: Sequence[float], microbatches: int, info: dict[str, object]
+) -> Trace:
+    """Concatenate traces that began at given times; microbatch numbers grow by `microbatches` from one to the next."""
+    lengths = [len(part) for part in parts]
+    firsts = [at + float(part.start.min()) for at, part in zip(began, parts, strict=True) if len(part)]
     origin = min(firsts, default=0.0)
-    columns = {name: np.concatenate([getattr(step, name) for step in steps]) for name in _COLUMNS}
-    lengths = [len(step) for step in steps]
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
     shift = np.repeat([at - origin for at in began], lengths)
     columns["start"], columns["end"] = columns["start"] + shift, columns["end"] + shift
-    number = np.repeat(np.arange(len(steps)) * microbatches, lengths).astype(np.int32)
-    columns["microbatch"] = np.where(columns["microbatch"] < 0, -1, columns["microbatch"] + number).astype(
-        np.int32
-    )
-    held = [step.held for step in steps if step.held is not None]
+    numbers = np.repeat(np.arange(len(parts)) * microbatches, lengths).astype(np.int32)
+    columns["microbatch"] = columns["microbatch"] + np.where(columns["microbatch"] < 0, 0, numbers)
+    held = [part.held for part in parts if part.held is not None]
     order = np.argsort(columns["rank"], kind="stable")
     return Trace(
-        first.ranks,
+        parts[0].ranks,
         **{name: column[order] for name, column in columns.items()},
-        held=np.concatenate(held)[order] if len(held) == len(steps) else None,
-        info={**first.info, "origin": origin, "steps": len(steps)},
+        held=np.concatenate(held)[order] if len(held) == len(parts) else None,
+        info={**parts[0].info, **info, "origin": origin},
     )
 
 

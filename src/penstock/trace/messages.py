@@ -1,4 +1,4 @@
-"""Producers of the inputs of a trace's ops."""
+"""Producers of the inputs of a trace's ops, and the time that messages took."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def producers(trace: Trace) -> npt.NDArray[np.int64]:
         table[trace.stage[rows] + 1, trace.microbatch[rows]] = rows
         source[rows] = table[trace.stage[rows] + 1 + step, trace.microbatch[rows]]
     return source
+
+
+def message_delays(trace: Trace) -> npt.NDArray[np.float64]:
+    """Return the time from the end of an op to the start of each op on another rank that waited for it."""
+    giver = producers(trace)
+    taker = np.flatnonzero(giver >= 0)
+    taker = taker[trace.rank[giver[taker]] != trace.rank[taker]]
+    sent = trace.end[giver[taker]]
+    first = (taker == 0) | (trace.rank[taker - 1] != trace.rank[taker])
+    waited = first | (trace.end[taker - 1] <= sent)
+    delays: npt.NDArray[np.float64] = (trace.start[taker] - sent)[waited].astype(np.float64)
+    return delays

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from penstock.counts import require_count
 from penstock.errors import ConfigError, ScheduleCodeError, ScheduleError, nearest
 from penstock.plan.cluster import Cluster
 from penstock.plan.prediction import step_program
@@ -287,8 +288,7 @@ def make_space(
     if not 1 <= count <= cluster.devices:
         raise ConfigError(f"devices must be 1 to {cluster.devices}, those of {cluster.name}, got {count}")
     for what, value in (("batch", batch), ("sequence", sequence)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{what} must be a whole number of at least 1, got {value!r}")
+        require_count(what, value)
     space = Space(profile, cluster, sequence, batch, count, dict(fixed), names)
     if next(space.points(), None) is None:
         raise ConfigError(_why_empty(space))

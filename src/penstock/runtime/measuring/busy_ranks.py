@@ -21,7 +21,7 @@ from penstock.plan.cluster import Cluster, Device, LinkSpeed
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.trace.events import Trace
-from penstock.trace.messages import producers
+from penstock.trace.messages import message_delays
 
 _MICROBATCHES = 8
 _SMALL, _LARGE = 256, 1 << 20
@@ -112,7 +112,7 @@ def _steps(ranks: int, elements: int, rounds: int) -> _Overheads:
             if n < 2:
                 continue
             gaps += _gaps(trace)
-            delays += _delays(trace)
+            delays += np.maximum(message_delays(trace), 0.0).tolist()
             overheads.append(seconds - float(trace.end.max() - trace.start.min()))
     found = [statistics.median(each) if each else 0.0 for each in (gaps, delays, overheads)]
     return _Overheads(*_agree(found))
@@ -124,17 +124,6 @@ def _gaps(trace: Trace) -> list[float]:
     start, end = trace.start[rows], trace.end[rows]
     gaps: list[float] = (start[1:_MICROBATCHES] - end[: _MICROBATCHES - 1]).tolist()
     return gaps
-
-
-def _delays(trace: Trace) -> list[float]:
-    """Return the seconds from the end of an op to the start of one that waited for it on another rank."""
-    giver = producers(trace)
-    taker = np.flatnonzero(giver >= 0)
-    taker = taker[(trace.rank[giver[taker]] != trace.rank[taker]) & (taker > 0)]
-    sent = trace.end[giver[taker]]
-    waited = (trace.rank[taker - 1] != trace.rank[taker]) | (trace.end[taker - 1] <= sent)
-    delays: list[float] = np.maximum(trace.start[taker] - sent, 0.0)[waited].tolist()
-    return delays
 
 
 def reduction_rate(dp: int, overhead: float, rounds: int) -> float:

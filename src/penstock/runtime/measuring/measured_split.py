@@ -68,7 +68,7 @@ def resolve_split(
 
     def exchange(value: Any) -> list[Any]:
         assert world is not None, "a run of processes"
-        return world.exchange_all(value, "measure the layers")
+        return world.all_gather_run(value, "measure the layers")
 
     x, y, named = (*example, {})[:3]
     profile = measure_layers(

@@ -24,7 +24,7 @@ def require_up_to_date(model: nn.Module | None, names: Iterable[str], world: Wor
     """
     held = None if model is None else up_to_date_names(model)
     stale = [] if held is None else sorted(name for name in names if name not in held)
-    found = [stale[:1]] if world is None else world.exchange_all(stale[:1], "compare the model's weights")
+    found = [stale[:1]] if world is None else world.all_gather_run(stale[:1], "compare the model's weights")
     for rank, missing in enumerate(found):
         if missing:
             where = "this process" if world is None else f"rank {rank}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from penstock.counts import require_count
 from penstock.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.dtensor import local
 from penstock.runtime.flow.reports import Verdict
@@ -35,7 +36,6 @@ from penstock.runtime.optim.flowing_update import FlowingUpdate
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
-from penstock.runtime.validation import require_count
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline

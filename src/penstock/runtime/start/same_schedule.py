@@ -16,10 +16,10 @@ def require_same_schedule(schedule: Schedule, world: World) -> None:
             ops differ.
     """
     action = "compare their schedules"
-    digests = world.exchange_all(schedule_digest(schedule), action)
+    digests = world.all_gather_run(schedule_digest(schedule), action)
     if len(set(digests)) == 1:
         return
-    lists = world.exchange_all((schedule.name, _digests_of_ranks(schedule)), action)
+    lists = world.all_gather_run((schedule.name, _digests_of_ranks(schedule)), action)
     odd = [number for number, other in enumerate(digests) if other != digests[0]]
     name, first = lists[0]
     other_name, other = lists[odd[0]]

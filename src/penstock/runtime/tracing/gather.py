@@ -38,7 +38,7 @@ def align_clocks(world: World, clock: Callable[[], float] = perf_counter) -> Ali
         arrival = clock()
         world.all_reduce(token)
         meetings.append((arrival, clock()))
-    found = world.exchange((host.clock(), meetings))
+    found = world.all_gather((host.clock(), meetings))
     return align([times for _, times in found], [clock_name for clock_name, _ in found])
 
 
@@ -54,4 +54,4 @@ def gather_trace(world: World, part: Trace) -> Trace:
         ranks, in seconds.
     """
     clocks = align_clocks(world)
-    return join(world.exchange(part), clocks)
+    return join(world.all_gather(part), clocks)

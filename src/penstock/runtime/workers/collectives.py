@@ -54,7 +54,7 @@ class Collectives:
         """Begin the next collective in the attendance, if there is one; every process of the group calls it."""
         return None if self.attendance is None else self.attendance.enter(group)
 
-    def exchange(
+    def all_gather(
         self,
         value: Any,
         group: dist.ProcessGroup | None,

@@ -56,7 +56,7 @@ class RunGroup:
         if collectives is None:
             return run_each(job, None)
         return run_each(
-            job, lambda report: collectives.exchange(report, None, "report on a job", patient=True)
+            job, lambda report: collectives.all_gather(report, None, "report on a job", patient=True)
         )
 
     def decide(self, choose: Callable[[], T]) -> T:

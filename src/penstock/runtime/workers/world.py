@@ -206,7 +206,7 @@ class World:
         sizes = self._edge_sizes(program, holders)
         self.channel = ProcessChannel(
             self._messages,
-            self.exchange,
+            self.all_gather,
             {s: size for (s, t), size in sizes.items() if t == self.rank},
             {t: size for (s, t), size in sizes.items() if s == self.rank},
             self.timeout,
@@ -256,10 +256,10 @@ class World:
             name = f"process {number} ({axes})"
         registry, collectives = self.peer_registry, self.collectives
         entry = registry.entry(name, self.rank, pipeline)
-        replies = collectives.exchange((entry, uuid4().hex), None, "meet")
+        replies = collectives.all_gather((entry, uuid4().hex), None, "meet")
         entries = [entry for entry, _ in replies]
         registry.open_pages(entries)
-        if any(collectives.exchange(not registry.sees_all(entries), None, "meet")):
+        if any(collectives.all_gather(not registry.sees_all(entries), None, "meet")):
             # Not all processes can see all others, so all of them use the attendance, or none.
             names = {
                 rank: f"{entry.name} on host {entry.host}"
@@ -276,9 +276,11 @@ class World:
         ]
         collectives.barrier(None, "meet")  # a page must not close before all processes have opened it
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank; every rank calls it."""
-        return self.collectives.exchange(value, self._reductions, "exchange values over the pipeline's ranks")
+        return self.collectives.all_gather(
+            value, self._reductions, "exchange values over the pipeline's ranks"
+        )
 
     def reports(self) -> Callable[[Any, Callable[[], bool]], list[Any]]:
         """Return an exchange of values over the pipeline's ranks for another thread; every process of the run calls this."""
@@ -286,7 +288,7 @@ class World:
         assert group is not None, "this process is in a pipeline"
         self._more_groups.append(group)
         action = "report the end of a step"
-        return lambda value, stopped: self.collectives.exchange(value, group, action, stopped=stopped)
+        return lambda value, stopped: self.collectives.all_gather(value, group, action, stopped=stopped)
 
     def separate_group(self, timeout: float) -> dist.ProcessGroup:
         """Return one more group of all processes of the run, which the caller destroys; every process calls it.
@@ -303,19 +305,19 @@ class World:
 
     def gather_dict(self, part: dict[int, Any]) -> dict[int, Any]:
         """Join the dictionaries of all ranks; every rank calls it."""
-        return {key: value for other in self.exchange(part) for key, value in other.items()}
+        return {key: value for other in self.all_gather(part) for key, value in other.items()}
 
-    def exchange_beside(self, value: Any) -> list[Any]:
+    def all_gather_same_rank(self, value: Any) -> list[Any]:
         """Return the values of all processes with this one's rank in their pipelines; they all call it."""
-        return self.collectives.exchange(value, self._beside, "end the step on all replicas")
+        return self.collectives.all_gather(value, self._beside, "end the step on all replicas")
 
-    def exchange_replicas(self, value: Any, action: str) -> list[Any]:
+    def all_gather_replicas(self, value: Any, action: str) -> list[Any]:
         """Return the values of all processes with the same shards of the model, by replica; they all call it."""
-        return self.collectives.exchange(value, self._buckets, action)
+        return self.collectives.all_gather(value, self._buckets, action)
 
-    def exchange_all(self, value: Any, action: str) -> list[Any]:
+    def all_gather_run(self, value: Any, action: str) -> list[Any]:
         """Return the values of all processes of the run; they all call it."""
-        return self.collectives.exchange(value, None, action)
+        return self.collectives.all_gather(value, None, action)
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum a tensor over all ranks, in place; every rank calls it."""

@@ -1,0 +1,21 @@
+"""Checks of counts that users give."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from penstock.errors import ConfigError
+
+
+def is_count(value: object, least: int = 1, most: int | None = None) -> TypeGuard[int]:
+    """Return whether a value is a whole number within bounds (default: at least 1); True and False are not."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        return False
+    return most is None or value <= most
+
+
+def require_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise a `ConfigError` unless a value is a whole number within bounds (default: at least 1)."""
+    if not is_count(value, least, most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+        raise ConfigError(f"{name} must be a whole number {bounds}, got {value!r}")
