@@ -92,6 +92,8 @@ def test_the_newest_checkpoints_and_multiples_of_keep_every_are_kept(tmp_path: P
         assert {path.name for path in tmp_path.iterdir()} == {path.name for _, path in steps_in(tmp_path)}
 
 
+STEPS = 2
+"""Steps at each of the layouts."""
 LAYOUTS = [
     (4, {"mesh": None}),
     (4, {"mesh": MeshShape(2, 2, 1)}),
@@ -116,7 +118,7 @@ def test_a_run_continues_at_other_layouts_in_processes(tmp_path: Path, processes
             if before is not None:
                 assert equal(joined([part[1] for part in own]), before)
         before = joined([part[2] for part in parts])
-    plain, _, _ = trained(0, tmp_path / "none", None, 4 * len(LAYOUTS), 0, saves=False, ranks=1)
+    plain, _, _ = trained(0, tmp_path / "none", None, STEPS * len(LAYOUTS), 0, saves=False, ranks=1)
     assert losses == pytest.approx(plain, abs=1e-5)
     # And in threads.
     _, loaded, _ = trained(0, tmp_path, None, 0, 0, saves=False, ranks=2)
@@ -124,7 +126,9 @@ def test_a_run_continues_at_other_layouts_in_processes(tmp_path: Path, processes
 
 
 def in_processes(rank: int, folder: Path, options: dict):
-    return trained(rank, folder, options["mesh"], 4, 0, **{k: v for k, v in options.items() if k != "mesh"})
+    return trained(
+        rank, folder, options["mesh"], STEPS, 0, **{k: v for k, v in options.items() if k != "mesh"}
+    )
 
 
 def read_elements(rank: int, folder: Path, zero: bool) -> int:

@@ -180,17 +180,24 @@ def test_pipelines_of_threads_side_by_side_are_the_unsplit_loop(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_eight_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path, reference):
+def test_eight_processes_have_the_curve_of_one(tmp_path: Path, reference):
+    config = on_a_mesh(tmp_path, pp=2, dp=2, tp=2)
+    with LocalProcesses(8) as eight:
+        eight.run(8, in_a_process, config)
+    assert_like(reference, config)
+
+
+@pytest.mark.slow
+def test_two_processes_under_torchrun_have_the_curve_of_one(tmp_path: Path, reference):
     config = on_a_mesh(tmp_path)
     (tmp_path / "run.toml").write_text(config_file.dump(config))
-    words = ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2"]
-    done = torchrun(8, str(tmp_path / "run.toml"), "--set", *words)
+    done = torchrun(str(tmp_path / "run.toml"), "--set", "parallel.pp=1", "parallel.dp=2")
     assert done.returncode == 0, done.stderr
     assert_like(reference, config)
 
 
-def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return python(["-m", *launch, "-m", "penstock", "train", *words], Path.cwd(), environment)
 
@@ -199,7 +206,7 @@ def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
 def test_what_cannot_be_cut_ends_every_process_with_exit_code_2(tmp_path: Path):
     config = on_a_mesh(tmp_path, pp=1, tp=2)
     (tmp_path / "run.toml").write_text(config_file.dump(config))
-    done = torchrun(2, str(tmp_path / "run.toml"), "--set", "model.kv_heads=1")
+    done = torchrun(str(tmp_path / "run.toml"), "--set", "model.kv_heads=1")
     assert "attention.key has 1 heads of width 4, which do not divide over tp = 2" in done.stderr
     assert "exitcode  : 2" in done.stderr
     assert not (tmp_path / "runs").exists()
