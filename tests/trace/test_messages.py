@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from penstock.trace.messages import producers
+from penstock.trace.messages import message_delays, producers
 from tests.support.simulated import built, timed
 from tests.support.traces import trace_of
 
@@ -21,3 +21,10 @@ def test_every_op_but_the_ends_of_the_pipeline_takes_from_one():
 
 def test_an_op_whose_producer_was_not_recorded_has_no_source():
     assert producers(trace_of("", "1F0@1-2 1B0@2-4")).tolist() == [-1, -1]
+
+
+def test_a_message_is_timed_where_its_op_was_waited_for():
+    # The forward of stage 1 waits for that of stage 0, 0.5 s; the second one arrives while the first one runs.
+    trace = trace_of("0F0@0-1 0F1@1-2 0B0@5-6", "1F0@1.5-3 1F1@3-4 1B0@4-4.75")
+    assert message_delays(trace).tolist() == [0.25, 0.5]
+    assert message_delays(trace_of("0F0@0-1", "")).tolist() == []

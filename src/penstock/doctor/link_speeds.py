@@ -81,9 +81,8 @@ def _round(
                     measured.setdefault((world.rank, peer), {})[size] = statistics.median(times)
             if channel is not None:
                 channel.finish()
-        world.all_gather(
-            None
-        )  # no rank begins with its other neighbour before all have finished with this one
+        # No rank begins with its other neighbour before all have finished with this one.
+        world.all_gather(None)
     return measured
 
 
