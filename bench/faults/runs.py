@@ -166,12 +166,17 @@ class Victim:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the diaries so far, in order of time."""
-        lines = [
-            line for path in self.diaries.glob("*.jsonl") for line in path.read_text("utf-8").splitlines()
-        ]
+        texts = [path.read_text("utf-8", "replace") for path in self.diaries.glob("*.jsonl")]
+        # What follows the last end of a line is being written, or was when its process was killed.
+        lines = [line for text in texts for line in text.rpartition("\n")[0].splitlines()]
         return sorted((json.loads(line) for line in lines), key=lambda event: float(event["time"]))
 
-    def until(self, what: str, limit: float = 60.0, **more: object) -> dict[str, Any]:
+    def until_said(self, text: str) -> None:
+        """Wait until the run has written a text to stderr."""
+        while text not in (self.root / "err").read_text("utf-8", "replace") and self.running():
+            time.sleep(0.01)
+
+    def until(self, what: str, limit: float = 240.0, **more: object) -> dict[str, Any]:
         """Wait for an event, and return it.
 
         Raises:

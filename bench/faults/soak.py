@@ -81,8 +81,14 @@ def strike(started: Victim, chance: random.Random, steps: int) -> bool:
 
     After the last step the run is complete, and starting it again is refused.
     """
-    done = [event for event in started.events() if event["what"] == "step"]
+    events = started.events()
+    done = [event for event in events if event["what"] == "step"]
     if any(event["step"] >= steps - 1 for event in done):
+        return False
+    # A rank that is killed or stopped ends all of them. Until they train again, another fault would hide that one.
+    ends = [event["time"] for event in events if event["what"] == "fault" and event["action"] != "delay"]
+    began = {event["pid"]: event["time"] for event in reversed(done)}
+    if ends and max(began.values()) < ends[-1]:
         return False
     pids = {event["pid"]: event["rank"] for event in done}
     living = [pid for pid in started.processes_left() if pid in pids]

@@ -38,14 +38,14 @@ def test_the_found_schedule_is_a_file_that_the_other_commands_read(tmp_path: Pat
 
 
 def test_costs_are_those_of_a_rank_and_the_limit_counts_stage_activations(tmp_path: Path):
-    found = search("-p", 4, "-m", 6, "-v", 2, "--costs", "2,2,2", "--memory-limit", 8, "--seconds", 5)
+    found = search("-p", 4, "-m", 6, "-v", 2, "--costs", "2,2,2", "--memory-limit", 8, "--seconds", 120)
     assert found["bubble"] == 9
     assert found["makespan"] == 45
 
 
 def test_two_pipes_have_a_copy_of_every_stage(tmp_path: Path):
     path = tmp_path / "best.csv"
-    words = ("--placement", "bidirectional", "--backward", "split", "--memory-limit", 4, "--seconds", 2)
+    words = ("--placement", "bidirectional", "--backward", "split", "--memory-limit", 4, "--seconds", 120)
     found = search("-p", 4, "-m", 8, *words, "--costs", "3,3,2", "--out", path)
     assert found["makespan"] == 67
     assert read_csv(path).placement.holders[0] == (0, 3)

@@ -65,7 +65,7 @@ def test_json_is_one_object_on_stdout(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
 def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, both: bool):
     """As ``penstock train | head -1`` does, with and without ``2>&1``."""
-    words = ["--set", f"data.path={text_folder(tmp_path)}", *TINY, "train.steps=6", "train.log_every=1"]
+    words = ["--set", f"data.path={text_folder(tmp_path)}", *TINY, "train.steps=40", "train.log_every=1"]
     command = [sys.executable, "-m", "penstock", "train", *words, "train.name=read"]
     with subprocess.Popen(
         command,
@@ -87,7 +87,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, both: bool):
     kinds = [
         json.loads(line)["kind"] for line in (tmp_path / "runs/read/metrics.jsonl").read_text().splitlines()
     ]
-    assert kinds == ["train"] * 6 + ["held_out", "final"]
+    assert kinds == ["train"] * 40 + ["held_out", "final"]
     assert (tmp_path / "runs/read/model.safetensors").exists()
 
 

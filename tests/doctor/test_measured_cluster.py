@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
+from penstock.doctor import measured_cluster
 from penstock.doctor.measured_cluster import Measurement, measure_cluster, require_writable, rounded
 from penstock.doctor.rounds import Rounds
 from penstock.errors import ConfigError
@@ -20,9 +21,11 @@ from tests.support.planning import SMALL
 
 def measured(rank: int, place: Path, path: Path, machines: list[str]) -> Measurement:
     size = len(machines)
-    rounds = Rounds(dist.FileStore(str(place / "store"), size), rank, size, 9.0)
-    world = World(rank, size).join(30.0) if size > 1 else None
-    return measure_cluster(rounds, world, machines, path)
+    rounds = Rounds(dist.FileStore(str(place / "store"), size), rank, size, 120.0)
+    world = World(rank, size).join(120.0) if size > 1 else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_cluster, "_KERNELS", 120 / 0.045)  # 45 ms for each kernel
+        return measure_cluster(rounds, world, machines, path)
 
 
 @pytest.mark.slow

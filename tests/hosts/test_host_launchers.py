@@ -83,7 +83,7 @@ def test_the_doctor_measures_the_links_between_hosts_and_names_the_slow_one(host
         if link["latency"] > SLOW * latency or link["bandwidth"] * SLOW < bandwidth
     }
     assert named == {(f"rank {a} on host{a + 1}", f"rank {b} on host{b + 1}") for a, b in measured}
-    assert measured >= {(1, 2), (2, 1)}
+    assert set(sorted(links, key=lambda ends: links[ends]["latency"])[-2:]) == {(1, 2), (2, 1)}
     restart = "tcp_slow_start_after_idle=0" in str(report["findings"])
     assert restart == any(one["forgets_window"] for one in report["machines"].values())
     for offset, error in ((one["offset"], one["error"]) for one in report["clocks"].values()):

@@ -24,6 +24,10 @@ from selenium.webdriver.support.ui import WebDriverWait
 SIZE = (1300, 1500)
 
 
+PATIENCE = 120.0
+"""Seconds to wait for a page, which may itself wait for a run to start on a busy machine."""
+
+
 def missing() -> str:
     """Return why there can be no browser here; empty if there can."""
     there = all(shutil.which(name) for name in ("chromium", "chromedriver"))
@@ -50,6 +54,7 @@ def browser() -> Iterator[Browser]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
+        driver.set_script_timeout(PATIENCE)
         yield Browser(driver)
     finally:
         driver.quit()
@@ -78,7 +83,7 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def wait(self, script: str) -> None:
-        WebDriverWait(self.driver, 30, poll_frequency=0.05).until(lambda _: self.run(script))
+        WebDriverWait(self.driver, PATIENCE, poll_frequency=0.05).until(lambda _: self.run(script))
 
     def wait_until_still(self) -> None:
         """Wait until labels and figures are drawn: the page's own delay, and two frames of the screen."""

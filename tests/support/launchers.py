@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from contextlib import suppress
 
 SALLOC = {
     "SLURM_JOB_ID": "31", "SLURM_JOBID": "31", "SLURM_JOB_NODELIST": "node[07-08]", "SLURM_NNODES": "2",
@@ -23,5 +25,8 @@ SRUN = SBATCH | {
 
 
 def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+    """Return a port that is free, below those that the kernel gives to connections: none of them takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 16_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)

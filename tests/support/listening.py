@@ -5,13 +5,18 @@ from __future__ import annotations
 import ipaddress
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 
 def listening(pid: int | str = "self") -> set[str]:
     """The addresses on which sockets of a process listen for TCP, as text without the port."""
     folder = f"/proc/{pid}/fd"
-    links = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.islink(f"{folder}/{fd}")]
+    links = []
+    with suppress(FileNotFoundError):  # the process has ended
+        for descriptor in os.listdir(folder):
+            with suppress(FileNotFoundError):  # closed meanwhile
+                links.append(os.readlink(f"{folder}/{descriptor}"))
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     found = set()
     for table in ("tcp", "tcp6"):

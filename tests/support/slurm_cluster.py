@@ -160,7 +160,7 @@ class SlurmCluster:
         """Return the state of each node."""
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
 
-    def ended(self, number: str, limit: float = 150.0) -> dict[str, str]:
+    def ended(self, number: str, limit: float = 400.0) -> dict[str, str]:
         """Wait until a job has ended and is not to be requeued, and return its fields."""
         self.until(lambda: self.job(number)["JobState"] in ENDS, f"job {number} ended", limit)
         return self.job(number)
@@ -170,7 +170,7 @@ class SlurmCluster:
         fields = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
-    def until(self, holds: Callable[[], bool], condition: str, limit: float = 90.0) -> None:
+    def until(self, holds: Callable[[], bool], condition: str, limit: float = 300.0) -> None:
         """Wait until a condition is true."""
         end = time.monotonic() + limit
         while not holds():

@@ -106,7 +106,7 @@ def until_asked() -> None:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 900
     while not holds():
         assert time.monotonic() < limit, "no signal came"
         time.sleep(0.01)

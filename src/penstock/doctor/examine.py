@@ -211,7 +211,7 @@ def _check_messages(rounds: Rounds, report: Report) -> World | None:
     report.findings += judge.judge_clocks(
         *zip(*((c["offset"], c["error"]) for c in report.clocks.values()), strict=True)
     )
-    waits = rounds.each("wait", lambda: unanswered(world, UNANSWERED))
+    waits = rounds.each("wait", lambda: unanswered(world, UNANSWERED, rounds.timeout))
     report.waits = _sound(report, "wait", waits)
     for rank, took in report.waits.items():
         if took > UNANSWERED + _LATE:

@@ -101,18 +101,19 @@ def round_trips(
     return times
 
 
-def unanswered(world: World, timeout: float) -> float:
+def unanswered(world: World, timeout: float, opening: float) -> float:
     """Wait for a message that is never sent, and return how long that took in seconds; every rank calls it.
 
     Args:
         world: joined world of at least two ranks.
         timeout: seconds after which the wait has to end.
+        opening: seconds in which all ranks have to come and connect.
 
     Raises:
         PenstockError: if the wait ended without reaching its timeout.
     """
     last, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    with Edges(world, {last: (1, 1), following: (1, 1)}, timeout) as channel:
+    with Edges(world, {last: (1, 1), following: (1, 1)}, opening, timeout) as channel:
         channel.open(1)
         began = time.perf_counter()
         try:
@@ -129,17 +130,25 @@ def unanswered(world: World, timeout: float) -> float:
 
 
 class Edges:
-    """Context manager of edges to and from some ranks, in a separate process group."""
+    """Context manager of edges to and from some ranks, in a separate process group.
 
-    def __init__(self, world: World, peers: dict[int, tuple[int, int]], timeout: float) -> None:
+    Args:
+        world: joined world.
+        peers: slots and capacity of the edges to and from each rank.
+        timeout: seconds in which all ranks have to come and connect.
+        wait: seconds that a wait for a message may last (default: `timeout`).
+    """
+
+    def __init__(
+        self, world: World, peers: dict[int, tuple[int, int]], timeout: float, wait: float | None = None
+    ) -> None:
         self._world, self._peers, self._timeout = world, peers, timeout
+        self._wait = timeout if wait is None else wait
 
     def __enter__(self) -> ProcessChannel:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
         exchange: Callable[[Any], list[Any]] = self._world.all_gather
-        self._channel = ProcessChannel(
-            self._group, exchange, self._peers, self._peers, Timeout(self._timeout)
-        )
+        self._channel = ProcessChannel(self._group, exchange, self._peers, self._peers, Timeout(self._wait))
         return self._channel
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -48,11 +50,14 @@ def test_numbers_are_exchanged():
 
 
 def test_who_did_not_come_is_named():
+    here = threading.Barrier(3)
+
     def body(reducer):
+        here.wait(60)
         if reducer.rank != 1:
             reducer.all_reduce(values(0)).wait()
 
-    first, absent, third = each(3, body, timeout=0.2)
+    first, absent, third = each(3, body, timeout=1.0)
     assert absent is None
     for error in (first, third):
         assert type(error) is WaitTimeoutError

@@ -48,7 +48,7 @@ def stuck() -> Iterator[list[Stuck]]:
             thread.join(60)
 
 
-def pipeline(stuck: dict[int, nn.Module], timeout: float = 0.3, **options: object) -> Pipeline:
+def pipeline(stuck: dict[int, nn.Module], timeout: float = 2.0, **options: object) -> Pipeline:
     net = plain.model(2)
     for stage, layer in stuck.items():
         net[stage].append(layer)
@@ -62,7 +62,7 @@ def test_a_thread_that_hangs_while_another_waits_is_named_and_all_stacks_are_sho
         pipe.step(*plain.batch(0, 4))
     text = str(info.value)
     assert text.startswith("rank 0 is in op 0F0 (stage 0, microbatch 0) of step 1, for ")
-    assert "rank 1 waited 0.3 s for a message from rank 0; it was to send the output of op 0F0" in text
+    assert "rank 1 waited 2 s for a message from rank 0; it was to send the output of op 0F0" in text
     assert "(at rank 1, stage 1, microbatch 0, op 1F0 of step 1)" in text
     assert isinstance(info.value.__cause__, WaitTimeoutError)
     shown = capfd.readouterr().err
@@ -74,7 +74,7 @@ def test_a_thread_that_hangs_while_another_waits_is_named_and_all_stacks_are_sho
 def test_threads_that_all_hang_are_found_though_none_waits(stuck, capfd):
     with pipeline({0: stuck[0], 1: stuck[1]}) as pipe:
         stuck[0].at = 1
-        with pytest.raises(HangError, match=r"which is longer than the timeout of 0\.3 s") as info:
+        with pytest.raises(HangError, match=r"which is longer than the timeout of 2 s") as info:
             pipe.step(*plain.batch(0, 4))
     assert "rank 0 is in op 0F1 (stage 0, microbatch 1) of step 1" in str(info.value)
     assert "rank 1 is in op 1F0 (stage 1, microbatch 0) of step 1" in str(info.value)
@@ -91,7 +91,7 @@ def test_after_a_hang_the_next_step_is_refused_until_the_thread_is_free(stuck):
             try:
                 losses = pipe.step(*plain.batch(1, 4)).losses
                 break
-            except HangError:
+            except WaitTimeoutError:  # HangError is one
                 continue
     expected, _ = plain.step(plain.model(2), nn.functional.mse_loss, *plain.batch(1, 4), 2)
     assert torch.equal(losses, expected)
@@ -143,8 +143,8 @@ def test_a_rank_that_is_slow_but_lives_raises_no_alarm():
             threading.Event().wait(0.25)  # the whole step takes longer than the limit, no op does
             return x
 
-    with pipeline({1: Slow()}, timeout=1.0, microbatches=6) as pipe:
-        pipe.step(*plain.batch(0, 12))
+    with pipeline({1: Slow()}, microbatches=10) as pipe:
+        pipe.step(*plain.batch(0, 20))
 
 
 def test_a_timeout_of_0_is_refused():

@@ -211,7 +211,8 @@ def test_a_connection_that_is_broken_when_a_message_is_sent_is_the_peers_failure
 
 
 def waiting(rank: int, way: str) -> str:
-    joined = world(rank, way, timeout=0.5)
+    joined = world(rank, way)
+    joined.timeout.timeout = joined.timeout.first = joined.timeout.seconds = 0.5
     joined.channel.open(1)
     text = ""
     if rank == 0:

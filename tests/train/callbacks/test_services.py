@@ -20,6 +20,7 @@ from penstock.train.callbacks.prometheus_callback import Prometheus
 from penstock.train.config.config import from_mapping
 from penstock.train.loop import train
 from penstock.train.report.progress import Reporter
+from tests.support.launchers import free_port
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import config_of, run, stopped_at
 
@@ -168,7 +169,7 @@ def test_prometheus_writes_the_last_line_of_metrics_to_a_file(tmp_path: Path):
 
 def test_prometheus_serves_on_the_loopback_interface_until_the_end(tmp_path: Path):
     pytest.importorskip("prometheus_client")
-    port = free_port()
+    port = int(free_port())
     board = Prometheus(port)
     board.on_start(StartEvent(tmp_path, steps=9))
     board.on_step(StepEvent(4, loss=0.25))
@@ -185,12 +186,6 @@ def test_prometheus_serves_on_the_loopback_interface_until_the_end(tmp_path: Pat
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
     assert not (tmp_path / "metrics.prom").exists()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(

@@ -53,14 +53,16 @@ class HangDetector:
         now, timeout = monotonic(), self.timeout.seconds
         # A rank that waits for this one gives up after the timeout; its report must come first.
         allowed = timeout + min(SHORT_GRACE, timeout / 4)
-        hung = []
+        busy: dict[int, float] = {}
         for n, mark in enumerate(map(_mark, self._progress)):
             if mark != self._marks[n]:
                 self._marks[n], self._since[n] = mark, now
             step, row, waits = mark
-            if step and row >= 0 and not waits and now - self._since[n] > allowed:
-                hung.append(n)
-        return hung
+            if step and row >= 0 and not waits:
+                busy[n] = now - self._since[n]
+        # Ranks that hang since the same moment are seen at different checks, and are told together.
+        hangs = any(seconds > allowed for seconds in busy.values())
+        return [n for n, seconds in busy.items() if hangs and seconds > timeout]
 
     def describe(self, n: int) -> str:
         """Describe where a rank is, and for how long."""
