@@ -118,10 +118,8 @@ def measure(options: argparse.Namespace) -> Figures:
             f"{f'recompute={policy}':22}{slower:7.3f}{between / base[0]:8.3f} {between / 2**20:6.2f} MB"
             f"{within / base[1]:6.3f} {within / 2**20:6.2f} MB"
         )
-    peer, kept = (
-        ratio(times["plain, checkpointed"], times["plain"]),
-        plain_memory(True, x, y) / plain_memory(False, x, y),
-    )
+    peer = ratio(times["plain, checkpointed"], times["plain"])
+    kept = plain_memory(True, x, y) / plain_memory(False, x, y)
     yield f"{'plain, checkpointed':22}{peer:7.3f}{kept:8.3f}              (over plain)"
     yield f"{options.rounds} rounds"
     ours = rows[1]["time"]

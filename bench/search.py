@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> Figures:
     """Compare with optima, with the catalogue and at scale, or run found schedules."""
     if options.sleep:
         return (yield from sleeping(options.rounds, options.quick))
-    optima = yield from _optima(PROVED[:3] if options.quick else PROVED, 1.0 if options.quick else 10.0)
+    optima = yield from _optima(PROVED[:3] if options.quick else PROVED, 60.0 if options.quick else 10.0)
     gains = yield from _gains(4 if options.quick else VECTORS, 0.3 if options.quick else options.seconds)
     large = yield from _large(3.0 if options.quick else 10.0)
     return {"optima": optima, "gains": gains, "large": large}

@@ -107,7 +107,7 @@ LINES = {
         r"  matmul.bf16 +rated +N  fitted +N  preset +N",
     ],
     "bench.search": [
-        r"loop p=4 m=8 v=2 full 1,1,1 c=0 k=8 +57 +57 +0.00% +9 +57 +N", r"reached [0-3] of 3; N above the optimum at most",
+        r"loop p=4 m=8 v=2 full 1,1,1 c=0 k=8 +57 +57 +0.00% +9 +57 +N", r"reached 3 of 3; N above the optimum at most",
         r"1/2 +N +N +N +N +N +v-min", r"1 +N +N +N +N +N +[a-z-]+",
         r"64 ranks, 512 microbatches, .*: N in N s; V-Half N; gap N",
     ],

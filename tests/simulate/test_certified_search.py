@@ -41,8 +41,8 @@ def test_proved_optima_are_reached(case: Proved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROVED, ids=lambda case: case.name)
-def test_every_proved_optimum_is_reached_within_ten_seconds(case: Proved):
-    searched(case, 10.0, 1.03)
+def test_every_proved_optimum_is_reached_within_a_minute(case: Proved):
+    searched(case, 60.0, 1.03)
 
 
 @pytest.mark.parametrize(
