@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import finish, python, start
+from tests.support.waiting import until
 
 PARENT = """
 import subprocess, sys
@@ -21,13 +20,6 @@ print(child.pid, flush=True)
 def waits_in_the_parent(): child.wait()
 waits_in_the_parent()
 """
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def ended(pid: int) -> bool:

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.children import MARK, having
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -21,13 +21,6 @@ RUNS = {
     "processes of a pool": ("bench.mesh", "--zero", "--steps", "100000"),
     "a run under a launcher, in sessions of its own": ("bench.faults.soak", "--minutes", "60"),
 }
-
-
-def until(holds: Callable[[], bool], seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < limit
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)

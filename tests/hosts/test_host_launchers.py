@@ -13,9 +13,10 @@ import torch
 from penstock.checkpoint.find import is_whole, steps_in
 from penstock.doctor.judge import SLOW
 from penstock.train.config import file as config_file
-from tests.support.hosts.hosts import Hosts, Job, every, until
+from tests.support.hosts.hosts import Hosts, Job, every
 from tests.support.tiny_run import text_folder
 from tests.support.trainer import config_of, run, same
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -62,15 +63,15 @@ def test_torchrun_continues_on_a_new_host_with_the_numbers_of_a_run_that_was_not
 
 def test_the_doctor_measures_the_links_between_hosts_and_names_the_slow_one(hosts: Hosts):
     hosts.link(delay=0.001)
-    hosts.link((1, 2), delay=0.06)
-    words = ("doctor", "--json", "--timeout", "20")
+    hosts.link((1, 2), delay=0.12)
+    words = ("doctor", "--json", "--timeout", "60")
     jobs = hosts.spread("tests.hosts.programs:command", *words, per_host=1)
     assert every(jobs) == [0, 0, 0], jobs[0].err
     report = json.loads(jobs[0].out)
     links = {(int(rank), link["to"]): link for rank, own in report["links"].items() for link in own}
     for (rank, other), link in links.items():
         assert link["way"] == "process group"
-        assert link["latency"] >= (0.06 if {rank, other} == {1, 2} else 0.001)
+        assert link["latency"] >= (0.12 if {rank, other} == {1, 2} else 0.001)
     slow = [finding["what"] for finding in report["findings"] if "is slow" in finding["what"]]
     named = {tuple(re.findall(r"rank \d on host\d", text)) for text in slow}
     # Other work on this machine can make others slow, too: then they are named, and no other is.
@@ -83,7 +84,7 @@ def test_the_doctor_measures_the_links_between_hosts_and_names_the_slow_one(host
         if link["latency"] > SLOW * latency or link["bandwidth"] * SLOW < bandwidth
     }
     assert named == {(f"rank {a} on host{a + 1}", f"rank {b} on host{b + 1}") for a, b in measured}
-    assert set(sorted(links, key=lambda ends: links[ends]["latency"])[-2:]) == {(1, 2), (2, 1)}
+    assert measured >= {(1, 2), (2, 1)}
     restart = "tcp_slow_start_after_idle=0" in str(report["findings"])
     assert restart == any(one["forgets_window"] for one in report["machines"].values())
     for offset, error in ((one["offset"], one["error"]) for one in report["clocks"].values()):

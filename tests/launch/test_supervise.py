@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -23,15 +21,9 @@ from penstock.train.config.config import Config
 from tests.support.tiny_run import text_folder, tiny
 from tests.support.trainer import config_of, run, same
 from tests.support.victim import NOTES, PLAN, started
+from tests.support.waiting import until
 
 VICTIM = (sys.executable, "-m", "tests.support.victim", "train")
-
-
-def until(holds: Callable[[], bool], limit: float = 60.0) -> None:
-    end = time.monotonic() + limit
-    while not holds():
-        assert time.monotonic() < end, "it has not come to that"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -318,11 +318,3 @@ def every(jobs: Sequence[Job], timeout: float = 60.0) -> list[int]:
     """Wait for the ends of processes, and return their exit codes."""
     limit = time.monotonic() + timeout
     return [job.wait(limit - time.monotonic()) for job in jobs]
-
-
-def until(holds: Callable[[], bool], timeout: float = 30.0) -> None:
-    """Wait until something is so."""
-    limit = time.monotonic() + timeout
-    while not holds():
-        assert time.monotonic() < limit, "it did not come"
-        time.sleep(0.02)
