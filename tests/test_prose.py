@@ -8,8 +8,6 @@ import re
 import tokenize
 from pathlib import Path
 
-import pytest
-
 import penstock
 
 SOURCE = Path(penstock.__file__).parent
@@ -29,15 +27,22 @@ def texts(path: Path) -> list[tuple[int, str]]:
     return [(token.start[0], token.string) for token in tokens if token.type in kinds]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
-def test_docstrings_begin_with_a_verb_or_a_noun(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            docstring = ast.get_docstring(node) or ""
-            assert not FIRST.match(docstring), docstring.splitlines()[0]
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    offenders = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                docstring = ast.get_docstring(node) or ""
+                if FIRST.match(docstring):
+                    offenders.append(f"{path.relative_to(SOURCE)}: {docstring.splitlines()[0]}")
+    assert not offenders
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
-def test_no_phrase_reads_as_if_it_were_translated(path: Path):
-    phrases = [f"line {line}: {match[0]!r}" for line, text in texts(path) for match in PHRASES.finditer(text)]
-    assert not phrases
+def test_no_phrase_reads_as_if_it_were_translated():
+    offenders = [
+        f"{path.relative_to(SOURCE)}:{line}: {match[0]!r}"
+        for path in FILES
+        for line, text in texts(path)
+        for match in PHRASES.finditer(text)
+    ]
+    assert not offenders

@@ -30,7 +30,7 @@ FOLLOWED = {
     "watching.md": "tests/watch/test_watching_page.py",
     "overview.md": "tests/test_overview_page.py",
     "huggingface.md": "tests/huggingface/test_huggingface_page.py",
-    "stability.md": "tests/project/test_public_api.py",
+    "stability.md": "tests/project/test_release_check.py",
     "start.md": "tests/pages/test_guides.py",
     "memory.md": "tests/pages/test_guides.py",
     "clusters.md": "tests/pages/test_guides.py",
