@@ -66,7 +66,6 @@ LINES = {
         r"sleeping layers, relative to the group.s reference: N; error N in the median, N for nine of ten, N at most",
         r"peak bytes: N; error N in the median, N for nine of ten, N at most", r"inside the printed interval: N of N",
     ],
-    "bench.flow": [r"zb-v +4 +16 +N +N +N +N +N +N"],
     "bench.sleep": [r"1f1b +4 +16 +4 KB +N +N +N", r"1f1b +4 +16 +4 MB +N +N +N"],
     "bench.simulate": [
         r"closed forms: (\d+) of \1 cases exact, 45 forms", r"  gpipe +makespan +(\d+)/\1 +\(m\+p-1\)\(F\+BW\)",

@@ -70,11 +70,6 @@ def test_title_width_and_font_are_those_of_the_picture(tmp_path: Path):
     assert 'width="864pt"' in (tmp_path / "b.svg").read_text()
 
 
-def test_steps_in_a_row_are_drawn(tmp_path: Path):
-    run(*SIMULATE, *COUNTS, "--steps", "2", "--update", "1", "--out", tmp_path / "a.svg")
-    assert ">optimizer</text>" in (tmp_path / "a.svg").read_text()
-
-
 @pytest.mark.parametrize("command", [DRAW, SIMULATE])
 @pytest.mark.parametrize(
     ("words", "says"),

@@ -196,23 +196,3 @@ def test_what_of_the_gradients_reduction_is_exposed():
     assert "2 exposed after the last op" in text
     outcome = CliRunner().invoke(command, ["--compare", "1f1b,zb-h1", "-p", "2", "-m", "4", "--reduce", "1"])
     assert outcome.exit_code == 2
-
-
-def test_several_steps_in_a_row_say_what_flowing_saves_and_show_it():
-    words = ("zb-h2", "-p", "4", "-m", "16", "--costs", "4,4,4", "--steps", "3")
-    flow = figures(*words)["flow"]
-    assert (flow["steps"], flow["flowing"], flow["barrier"], flow["work"]) == (3, 192, 204, 192)
-    text = run(*words, "--update", "2")
-    assert "3 in a row: 194 per step if steps flow, 206 with a barrier; flowing saves 5.8%" in text
-    assert "O optimizer" in text
-    beside = run("--compare", "zb-h2,1f1b", *words[1:])
-    rows = {line.split()[0]: line.split()[-1] for line in beside.splitlines() if line[:2] in ("zb", "1f")}
-    assert rows == {"zb-h2": "192", "1f1b": "228"}
-
-
-def test_the_page_has_several_steps_beside_the_one(tmp_path: Path):
-    path = tmp_path / "page.html"
-    run("zb-v", "-p", "2", "-m", "4", "--steps", "2", "--html", str(path))
-    text = path.read_text()
-    assert "zb-v, 2 steps in a row" in text
-    assert "a plan is of one step, and these are several in a row" in text

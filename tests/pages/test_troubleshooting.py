@@ -103,11 +103,6 @@ def step_within_hooks() -> None:
         pipe.step(X, X)
 
 
-def updates_by_row() -> None:
-    with pipeline() as pipe:
-        penstock.PipelineOptimizer(pipe, torch.optim.AdamW, lr=1.0, flow=True)
-
-
 def loads_another_state() -> None:
     with pipeline() as pipe:
         pipe.load_state_dict({"other": torch.ones(1)})
@@ -148,7 +143,6 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
     "is NaN or infinite": lambda _: step(x=X / 0),
     "is closed": lambda _: step_when_closed(),
     "is set around a step": lambda _: step_within_hooks(),
-    "flow=True cannot be used": lambda _: updates_by_row(),
     "even with every layer recomputed": lambda _: step(
         recompute="auto", execution=penstock.ExecutionOptions(memory=1)
     ),

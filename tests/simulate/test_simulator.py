@@ -219,7 +219,7 @@ def test_time_grows_with_the_number_of_ops_alone():
             schedule.offsets.tolist(), Counting(program.source.tolist()), program.target.tolist(),
             program.rank.tolist(), schedule.paired.tolist(), schedule.stage.tolist(), schedule.kind.tolist(),
         )  # fmt: skip
-        seconds = _Seconds([1] * 8 * len(Kind), [], [0] * 14, [], [0] * 8)
+        seconds = _Seconds([1] * 8 * len(Kind), [], [0] * 14, [0] * 8)
         _run(rows, seconds, _Rules(False, False, False), _Times(*columns))
         per_op.append(len(touched) / len(schedule))
     assert max(per_op) <= 2

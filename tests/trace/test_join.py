@@ -8,7 +8,7 @@ import pytest
 from penstock.errors import DataError
 from penstock.trace.clock import Alignment
 from penstock.trace.events import Trace
-from penstock.trace.join import in_a_row, join, present
+from penstock.trace.join import join, present
 from tests.support.traces import trace_of
 
 LINES = ["0F0@0.0-1.0 0B0@4.0-6.0", "1F0@1.0-2.0 1B0@2.0-4.0"]
@@ -67,21 +67,3 @@ def test_a_missing_rank_stays_missing():
 def test_what_does_not_belong_together_is_refused(parts, message):
     with pytest.raises(DataError, match=re.escape(message)):
         join(parts)
-
-
-def test_steps_in_a_row_are_numbered_through_on_one_clock():
-    steps = in_a_row([part(1, 50.0), part(1, 53.5)], microbatches=1)
-    assert steps.start.tolist() == [0.0, 1.0, 3.5, 4.5]
-    assert steps.microbatch.tolist() == [0, 0, 1, 1]
-    assert (steps.info["steps"], steps.info["origin"]) == (2, 51.0)
-    whole = join([steps, in_a_row([part(0, 50.0), part(0, 52.0)], microbatches=1)])
-    assert whole.info["steps"] == 2
-    assert whole.start[whole.rank == 0].tolist() == [0.0, 4.0, 2.0, 6.0]
-
-
-def test_steps_of_other_ranks_or_schedules_do_not_follow_each_other():
-    for other in (part(0, 53.5), part(1, 53.5, schedule="gpipe")):
-        with pytest.raises(DataError, match="same ranks and schedule"):
-            in_a_row([part(1, 50.0), other], microbatches=1)
-    with pytest.raises(DataError, match="nothing to join"):
-        in_a_row([], microbatches=1)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
     from penstock.show.planned import PlannedStep
     from penstock.simulate.metrics import Metrics
-    from penstock.simulate.steps import StepsInARow
 
 
 @click.command(
@@ -44,15 +43,6 @@ if TYPE_CHECKING:
     help="Seconds that a rank spends on reducing its gradients over replicas, shared out over its stages; prints how much "
     "of that is exposed. Default: no reduction.",
 )  # fmt: skip
-@click.option(
-    "--steps", type=click.IntRange(2, 100), metavar="N",
-    help="Simulate N steps in a row too, each rank beginning the next one as soon as it has finished its own part; draws "
-    "them. Microbatches are numbered consecutively. Default: one step.",
-)  # fmt: skip
-@click.option(
-    "--update", type=click.FloatRange(0), default=0.0, metavar="U",
-    help="Seconds of a rank's optimizer between two steps, for --steps. Default: 0.",
-)  # fmt: skip
 @click.option("--compare", metavar="A,B,C", help="Schedules to compare side by side.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PATH",
@@ -70,8 +60,6 @@ def command(
     latency: str | None,
     memory_limit: int | None,
     reduction: float | None,
-    steps: int | None,
-    update: float,
     compare: str | None,
     html: Path | None,
     out: Path | None,
@@ -106,35 +94,25 @@ def command(
         built = _schedule(name, ranks, microbatches, *fitting, costs, latency, memory_limit)
         runs.append(_run(built, costs, latency, memory_limit))
     exposed = None if reduction is None else _exposed(runs[0][1], reduction)
-    flows = [] if steps is None else [_in_a_row(step, steps, update) for _, step in runs]
     if html is not None:
-        _write_page(html, runs, flows, costs, latency, memory_limit)
+        _write_page(html, runs, costs, latency, memory_limit)
     if figure is not None:
-        write_figure(flows[0].trace if flows else runs[0][1].trace, figure)
+        write_figure(runs[0][1].trace, figure)
     if as_json:
         figures = [metrics.as_dict() for metrics, _ in runs]
         if exposed is not None:
             figures[0]["reduction"] = exposed
-        for one, flow in zip(figures, flows, strict=False):
-            one["flow"] = flow.as_dict()
         click.echo(json.dumps(figures[0] if compare is None else {"schedules": figures}))
     elif compare is None:
-        _show(*runs[0], *flows)
+        _show(*runs[0])
         if exposed is not None:
             _show_exposed(exposed)
     else:
-        _show_side_by_side([metrics for metrics, _ in runs], flows)
+        _show_side_by_side([metrics for metrics, _ in runs])
     if html is not None and not as_json:
         click.echo(f"\npage: {html}")
     if figure is not None and not as_json:
         click.echo(f"\ndrawn to {figure.path}")
-
-
-def _in_a_row(step: PlannedStep, steps: int, update: float) -> StepsInARow:
-    from penstock.simulate.steps import simulate_steps
-
-    whole = int(update) if update.is_integer() else update
-    return simulate_steps(step.program.schedule, step.costs, steps, whole)
 
 
 def _exposed(step: PlannedStep, seconds: float) -> dict[str, object]:
@@ -167,7 +145,6 @@ def _show_exposed(reduction: Mapping[str, Any]) -> None:
 def _write_page(
     path: Path,
     runs: Sequence[tuple[Metrics, PlannedStep]],
-    flows: Sequence[StepsInARow],
     costs: str,
     latency: str | None,
     memory_limit: int | None,
@@ -181,10 +158,6 @@ def _write_page(
         for metrics, step in runs
     ]
     names = [metrics.schedule for metrics, _ in runs]
-    steps += [
-        StepAnalysis(f"{name}, {flow.steps} steps in a row", flow.trace)
-        for name, flow in zip(names, flows, strict=False)
-    ]
     settings = {"costs": costs, "latency": latency, "memory-limit": memory_limit}
     write(
         path,
@@ -261,7 +234,7 @@ def _run(
     return measure(schedule, table, trace), PlannedStep(program, table, trace)
 
 
-def _show(metrics: Metrics, step: PlannedStep, flow: StepsInARow | None = None) -> None:
+def _show(metrics: Metrics, step: PlannedStep) -> None:
     from rich.console import Console
 
     from penstock.show.terminal import bubble_table, draw_terminal
@@ -281,16 +254,10 @@ def _show(metrics: Metrics, step: PlannedStep, flow: StepsInARow | None = None) 
     split = Bubbles(metrics.makespan, metrics.busy, metrics.idle)
     console.print(bubble_table(split, {"peak\nchunks": metrics.peak_activations.tolist()}))
     console.print()
-    if flow is not None:
-        click.echo(
-            f"steps         {flow.steps} in a row: {flow.flowing:.6g} per step if steps flow, {flow.barrier:.6g} with a "
-            f"barrier; flowing saves {flow.gain:.1%}\n"
-            f"              the busiest rank works {flow.work:.6g} per step, its update included\n"
-        )
-    console.print(draw_terminal(step.trace if flow is None else flow.trace, console.width))
+    console.print(draw_terminal(step.trace, console.width))
 
 
-def _show_side_by_side(runs: list[Metrics], flows: Sequence[StepsInARow]) -> None:
+def _show_side_by_side(runs: list[Metrics]) -> None:
     from rich.console import Console
 
     from penstock.show.terminal import plain_table
@@ -298,17 +265,14 @@ def _show_side_by_side(runs: list[Metrics], flows: Sequence[StepsInARow]) -> Non
     bubbles = ("bubble/\nmakespan", "bubble/\nlongest")
     table = plain_table(
         "schedule", "v", "makespan", "longest", "above\nbound", *bubbles, "peak\nchunks", "peak\n1/p",
-        *(["step if\nflowing"] if flows else []),
     )  # fmt: skip
     table.columns[0].justify = "left"
-    for n, run in enumerate(runs):
-        flowing = [f"{flows[n].flowing:.6g}"] if flows else []
+    for run in runs:
         peak = int(run.peak_activations.max())
         table.add_row(
             run.schedule, f"{run.stages / run.ranks:g}", f"{run.makespan:.6g}", f"{run.longest:.6g}",
             f"{run.over_bound:.1%}", f"{run.bubble_of_makespan:.1%}", f"{run.bubble_of_longest:.1%}",
             str(peak), f"{peak * run.ranks / run.stages:.4g}",
-            *flowing,
         )  # fmt: skip
     Console(highlight=False).print(table)
     click.echo(
@@ -317,9 +281,4 @@ def _show_side_by_side(runs: list[Metrics], flows: Sequence[StepsInARow]) -> Non
         "bubble/makespan  idle share of ranks x makespan\n"
         "bubble/longest   idle share of the longest rank, the zero-bubble paper's rate\n"
         "peak             most activations that a rank holds, in chunks and in chunks of 1/p of the model"
-        + (
-            "\nstep if flowing  time of a step, update included, if ranks begin the next one without waiting"
-            if flows
-            else ""
-        )
     )

@@ -18,7 +18,6 @@ from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph
 from penstock.runtime.copies.copies import Copies, copy_gradients
 from penstock.runtime.executor import Executor
-from penstock.runtime.flow.step_flow import StepFlow, Update, open_flow
 from penstock.runtime.health.hang import HangDetector
 from penstock.runtime.health.late import LateRanks
 from penstock.runtime.health.watchdog import Watchdog
@@ -85,7 +84,6 @@ class Engine:
         self._works: list[Work] | None = None
         self._late = LateRanks()
         self._traced: list[Executor] | None = None
-        self.flow: StepFlow | None = None
         if world is not None:
             self._connect(world, device)
         elif local_stages.schedule.ranks > 1 or self.thread_replicas:
@@ -162,8 +160,6 @@ class Engine:
                     executor.refuse(self._step, error)
             if trains and self._rank_threads is not None:
                 self._late.note(executors, self._rank_threads.at_work)
-            if self.flow is not None:
-                self.flow.fail(self._step, trains, error, executors[0].failure)
             self._copies.restore()
             if self._world is None:
                 # Half-delivered messages of the failed step stay in its channels; the next step gets new ones.
@@ -214,8 +210,6 @@ class Engine:
                 "Pipeline.step or Pipeline.evaluate was called while a step of the same pipeline is under way, by a layer, "
                 "a hook, the loss function or another thread; call it between two steps"
             )
-        if self.flow is not None:
-            self.flow.require_unfailed()
         if self._rank_threads is not None:
             self._rank_threads.wait_stopped()
         if trains:
@@ -283,13 +277,10 @@ class Engine:
             program = local_stages.program if trains else local_stages.evaluate_program
             channels = thread_channels(program, self.timeout, local_stages.holders, self._streams)
         fixed = None if self._world is None else self._fixed
-        executors = [
+        return [
             local_stages.executor(trains, rank, channel, fixed)
             for rank, channel in zip(self.local_ranks, channels, strict=True)
         ]
-        for executor in executors if trains else ():
-            executor.flow = self.flow
-        return executors
 
     def make_buckets(self, zero: bool = False) -> None:
         """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
@@ -310,23 +301,9 @@ class Engine:
         return reduction.shards if reduction is not None else None
 
     def wait_for_parameters(self) -> None:
-        """Wait for parameters that are being collected, or whose update may still be undone."""
-        if self.flow is not None:
-            self.flow.wait()
+        """Wait for parameters that are being collected."""
         if self.shards is not None:
             self.shards.wait_all()
-
-    def set_flow(self, update: Update | None) -> StepFlow | None:
-        """Let steps flow into each other with this update, or end all of them together; see `Pipeline.set_flow`."""
-        self.wait_for_parameters()
-        if self.flow is not None:
-            self.flow.close()
-        self._executors.clear()
-        last_stage = self.local_stages.schedule.stages - 1
-        self.flow = (
-            None if update is None or self._world is None else open_flow(self._world, update, last_stage)
-        )
-        return self.flow
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` for each local rank, on its own thread; see `Pipeline.on_ranks`."""
@@ -379,7 +356,7 @@ class Engine:
         self.closed = True
         try:
             if self._status == "idle":
-                (self.wait_for_parameters if self.flow is None else self.flow.finish)()
+                self.wait_for_parameters()
         finally:
             self._end()
 
@@ -390,8 +367,6 @@ class Engine:
         for local_stages in self._all_replicas:
             for reduction in local_stages.replica_reductions.values():
                 reduction.detach(wait=self._world is None or self._status == "idle")
-        if self.flow is not None:
-            self.flow.close()
         if self._rank_threads is not None:
             self._rank_threads.close()
         if self._watch is not None:

@@ -26,8 +26,6 @@ from penstock.runtime.consensus import (
     marks_of,
 )
 from penstock.runtime.copies.fixed import FixedModules
-from penstock.runtime.flow.reports import RankReport
-from penstock.runtime.flow.step_flow import StepFlow, UpdateUndoneError
 from penstock.runtime.health.failure_report import explain_error, failure_of
 from penstock.runtime.health.rank_progress import END, ROW, STEP, WAITS, new_progress
 from penstock.runtime.op_compiler import OpCompiler, OpRecords, StepState
@@ -39,7 +37,6 @@ from penstock.runtime.weights.shared import SharedGradients
 from penstock.runtime.workers.streams import device_of
 from penstock.schedule.ops import Kind
 from penstock.schedule.program import Program
-from penstock.stage.compute.module_buffers import snapshot_buffers
 from penstock.stage.compute.stage import Stage
 
 
@@ -59,8 +56,6 @@ class Executor:
         ops: rows and functions of the ops, in order.
         records: times and memory of the last step's ops.
         progress: numbers that tell other threads and processes what the rank does; see `rank_progress`.
-        flow: flow of the training steps into each other; None if every step ends on all ranks at once.
-        failure: what this rank told the others about the last step that failed; None if none has.
     """
 
     def __init__(
@@ -80,8 +75,6 @@ class Executor:
         self.shared = shared
         self.replica_reduction = replica_reduction
         self.fixed = fixed
-        self.flow: StepFlow | None = None
-        self.failure: Failure | None = None
         self._scale: GradientScale | None = None
         self._factor: float | None = None
         rows = program.schedule.rows(rank)
@@ -103,11 +96,6 @@ class Executor:
         )
         self.ops = compiler.compile()
         self._collector = program.schedule.placement.holders[-1][0]
-        kinds = program.schedule.kind
-        self._forwards = next(
-            (n for n, (row, _) in enumerate(self.ops) if kinds[row] != Kind.F), len(self.ops)
-        )
-        self._receivers = [target for source, target in program.edges if source == rank]
 
     def run(self, step: int, work: Work) -> Work:
         """Run one step.
@@ -123,8 +111,6 @@ class Executor:
             ReplicaError: if a module with copies was changed in a way that the copies cannot follow.
             WaitTimeoutError: if a wait exceeds the timeout.
         """
-        if self.flow is not None:
-            return self._run_flowing(step, work, self.flow)
         self._factor = None if self._scale is None else self._scale.factor()
         self._begin(step, work)
         try:
@@ -133,7 +119,7 @@ class Executor:
                     self.fixed.check(self.trains)
                 if self.shared is not None:
                     self.shared.begin()
-                self._run_ops(0, len(self.ops))
+                self._run_ops()
                 self.progress[ROW] = END
                 self._finish_gradients()
                 refusal, flags = self._agree()
@@ -152,76 +138,27 @@ class Executor:
             self._scale.remember(work.options.number)
         return work
 
-    def _run_flowing(self, step: int, work: Work, flow: StepFlow) -> Work:
-        """Run this rank's part of a step, which may begin before other ranks have ended the last one."""
-        try:
-            attempt = flow.begin()
-            with torch.set_grad_enabled(True):
-                try:
-                    self._run_attempt(step, work, attempt, flow)
-                except UpdateUndoneError:
-                    for stage in self.stages.values():
-                        stage.drop()
-                    work.restart()
-                    self._run_attempt(step, work, 1, flow)
-                self._finish_gradients()
-                refusal, flags = self._own_report()
-            flow.end(step, RankReport(work.losses, refusal, flags, flow.update.norms()))
-        except BaseException as error:
-            if error is flow.refusal:  # which all ranks know
-                self._clear()
-                raise
-            self._fail(step, error)
-        assert self.channel is not None, "flow needs several ranks"
-        self.channel.finish()
-        self.progress[STEP] = 0
-        self._state.clear()
-        return work
-
-    def _run_attempt(self, step: int, work: Work, attempt: int, flow: StepFlow) -> None:
-        ahead = flow.unsettled is not None
-        modules = [stage.module for stage in self.stages.values()] if ahead else []
-        restore = [snapshot_buffers(module) for module in modules]
-        self._begin(step, work, attempt)
-        if attempt and self.channel is not None:
-            self.channel.restart(self._receivers)
-        try:
-            with flow.running_ahead():
-                self._run_ops(0, self._forwards)
-                if ahead:
-                    self.progress[STEP], self.progress[ROW] = step - 1, END
-                    flow.validate()
-                    self.progress[STEP] = step
-        except UpdateUndoneError:
-            for undo in restore:
-                undo()
-            raise
-        self._run_ops(self._forwards, len(self.ops))
-        self.progress[ROW] = END
-
     def refuse(self, step: int, error: BaseException) -> None:
         """Tell the other ranks that this process cannot run a step."""
         text = (
             str(error) if isinstance(error, PenstockError) else f"rank {self.rank}: {describe_error(error)}"
         )
-        refused = self.flow is None or self.flow.can_refuse()
-        self.failure = Failure(self.rank, step, text, refused)
         if self.channel is not None:
-            self.channel.open(step, trains=self.trains)
-            self.channel.fail(self.failure)
+            self.channel.open(step, self.trains)
+            self.channel.fail(Failure(self.rank, step, text))
 
-    def _begin(self, step: int, work: Work, attempt: int = 0) -> None:
+    def _begin(self, step: int, work: Work) -> None:
         progress = self.progress
         self._state.work = work
         progress[STEP], progress[ROW], progress[WAITS] = step, self.first_row, 0
         for stage in self.stages.values():
             stage.begin(work.options.number, work.batch.first)
         if self.channel is not None:
-            self.channel.open(step, attempt, self.trains)
+            self.channel.open(step, self.trains)
 
-    def _run_ops(self, start: int, stop: int) -> None:
+    def _run_ops(self) -> None:
         progress = self.progress
-        for progress[ROW], op in self.ops[start:stop]:
+        for progress[ROW], op in self.ops:
             op()
 
     def _finish_gradients(self) -> None:
@@ -240,9 +177,8 @@ class Executor:
         self._clear()
         if self.shared is not None:
             self.shared.abandon()
-        self.failure = failure_of(error, report, self.rank, step, self.program, self.progress)
         if self.channel is not None:
-            self.channel.fail(self.failure)
+            self.channel.fail(failure_of(error, report, self.rank, step, self.program, self.progress))
         if report is error:
             raise error
         raise report from error
@@ -257,8 +193,8 @@ class Executor:
             return nullcontext()
         return self.replica_reduction.step(step, reduces)
 
-    def _own_report(self) -> tuple[Refusal | None, int]:
-        """Return this rank's refusal of the step, and its flags with the marks of its batch."""
+    def _agree(self) -> tuple[Refusal | None, int]:
+        """Report this rank's losses, refusal and flags, and return those of all ranks."""
         work = self._state.work
         refusal, flags = None, 0
         if work.options.check_finite and self.trains:
@@ -276,17 +212,14 @@ class Executor:
             flags = COUNTED if any(work.losses.weights.values()) else 0
             flags |= GRAPH if work.has_graph else 0
             flags |= TRAINABLE if any(s.module.trains_any for s in self.stages.values()) else 0
-        return refusal, flags | marks_of(work.batch.digest, self._factor)
-
-    def _agree(self) -> tuple[Refusal | None, int]:
-        refusal, flags = self._own_report()
+        flags |= marks_of(work.batch.digest, self._factor)
         return agree(
             self.channel,
             self.rank,
             self._collector,
             self.program.schedule.ranks,
             self.program.tags,
-            self._state.work.losses,
+            work.losses,
             refusal,
             flags,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +19,6 @@ from penstock.runtime.batch.result import StepResult, step_result
 from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no_graph, require_reduction
 from penstock.runtime.batch.work import StepOptions
 from penstock.runtime.engine import Engine
-from penstock.runtime.flow.step_flow import StepFlow, Update
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
 from penstock.runtime.model.given_model import given_model
@@ -47,7 +46,6 @@ from penstock.stage.compute.runner import LossFunction
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
-from penstock.trace.join import in_a_row
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -248,19 +246,6 @@ class Pipeline(PipelineModel):
         with evaluating(self.stage_modules()):
             return self._run(False, x, y, outputs, False, named)
 
-    @property
-    def flow(self) -> StepFlow | None:
-        """The flow of steps into each other; None if every step ends on all ranks at once."""
-        return self._engine.flow
-
-    def set_flow(self, update: Update | None) -> StepFlow | None:
-        """Let training steps flow into each other, or end each on all ranks at once; every process calls it.
-
-        Args:
-            update: update of the rank's weights; None ends the flow.
-        """
-        return self._engine.set_flow(update)
-
     def updated(self, rank: int) -> list[nn.Parameter]:
         """Return the parameters of a rank that have gradients after a step: its parameters, or their shards with ZeRO."""
         shards = self.shards
@@ -329,20 +314,15 @@ class Pipeline(PipelineModel):
         """Return what the last step did and when: all ranks in threads, this rank in processes; None before a step."""
         return self._engine.trace()
 
-    def gather_trace(self, steps: Sequence[Trace] = ()) -> Trace | None:
+    def gather_trace(self) -> Trace | None:
         """Return what all ranks did in the last step; every process of the pipeline calls it, between two steps.
-
-        Args:
-            steps: results of `trace` after several steps in a row, to join in place of the last step (default none).
 
         Returns:
             The same trace on every process, on one clock; ``info["clock_error"]`` is the largest error between the times of
-            two ranks, in seconds. In threads the same as `trace`. None before the first step. Of several steps,
-            ``info["steps"]`` is the number, and microbatches are numbered through.
+            two ranks, in seconds. In threads the same as `trace`. None before the first step.
         """
         self._require_open()
-        local = in_a_row(steps, self.microbatches * self.replicas) if steps else self.trace()
-        return self._engine.gather_trace(local)
+        return self._engine.gather_trace(self.trace())
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model remains usable.
@@ -396,5 +376,4 @@ class Pipeline(PipelineModel):
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)
         microbatches = self.microbatches * self.replicas
-        flow = self._engine.flow if trains else None
-        return step_result(works, microbatches) if flow is None else flow.result(works, microbatches)
+        return step_result(works, microbatches)

@@ -64,8 +64,6 @@ class StepAnalysis:
 
     @cached_property
     def _plan_or_reason(self) -> tuple[PlannedStep | None, str]:
-        if self.trace.info.get("steps", 1) != 1:
-            return None, "a plan is of one step, and these are several in a row"
         try:
             return self.simulation or plan(self.trace), ""
         except PenstockError as error:

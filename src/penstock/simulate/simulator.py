@@ -22,9 +22,7 @@ from penstock.trace.events import Trace
 _KINDS = len(Kind)
 
 
-def simulate(
-    program: Program, costs: Costs, memory: Bytes | None = None, pause: Table | None = None
-) -> Trace:
+def simulate(program: Program, costs: Costs, memory: Bytes | None = None) -> Trace:
     """Time every op of a program.
 
     The halves of a pair whose outputs leave early are events of their own, each as long as its op.
@@ -34,7 +32,6 @@ def simulate(
         costs: seconds of ops and messages. If all are whole numbers, the times are int64 and exact; float64 otherwise.
         memory: bytes that the rank of every op holds after it, shape (ops,), as from `schedule.memory.held`, for the
             trace (default: chunks, freed at W).
-        pause: seconds that a rank is busy with something else before each op, shape (ops,) (default 0).
 
     Raises:
         ScheduleError: if the program deadlocks.
@@ -43,7 +40,7 @@ def simulate(
     """
     schedule = program.schedule
     costs.require_sums(schedule.stages, schedule.ranks, schedule.microbatches)
-    start, end = _times(program, costs, pause)
+    start, end = _times(program, costs)
     split_pairs = costs.pair_output == "early" and bool(schedule.paired.any())
     stuck = np.flatnonzero(end < 0)
     if len(stuck):
@@ -84,15 +81,14 @@ class _Rows(NamedTuple):
 
 
 class _Seconds(NamedTuple):
-    """Costs as flat tables: ops by stage and kind, pairs by row, messages by boundary and link, pauses by row.
+    """Costs as flat tables: ops by stage and kind, pairs by row, messages by boundary and link.
 
-    Pairs and pauses are empty if there are none. Last is the node of each rank.
+    Pairs are empty if there are none. Last is the node of each rank.
     """
 
     op: Any
     pair: Any
     transfer: Any
-    pause: Any
     node: Any
 
 
@@ -112,20 +108,19 @@ class _Times(NamedTuple):
     leave: Any
 
 
-def _times(program: Program, costs: Costs, pause: Table | None) -> tuple[Table, Table]:
+def _times(program: Program, costs: Costs) -> tuple[Table, Table]:
     """Return start and end of every op; -1 for those that never run."""
     schedule, communication = program.schedule, costs.communication
     transfer = communication.transfer(schedule.stages)
     pair = _pair_seconds(program, costs)
-    pauses = np.zeros(0, np.int64) if pause is None else pause
-    dtype = np.result_type(costs.seconds, transfer, pair, pauses)
+    dtype = np.result_type(costs.seconds, transfer, pair)
     rows = _Rows(
         schedule.offsets, program.source, program.target, program.rank, schedule.paired, schedule.stage,
         schedule.kind,
     )  # fmt: skip
-    tables = (costs.seconds, pair, transfer, pauses)
+    tables = (costs.seconds, pair, transfer)
     flat = [np.ascontiguousarray(table, dtype).ravel() for table in tables]
-    seconds = _Seconds(flat[0], flat[1], flat[2], flat[3], communication.node(schedule.ranks))
+    seconds = _Seconds(flat[0], flat[1], flat[2], communication.node(schedule.ranks))
     rules = _Rules(
         costs.pair_output == "early",
         communication.blocks in ("sender", "both"),
@@ -166,10 +161,10 @@ def _pair_seconds(program: Program, costs: Costs) -> Table:
 
 def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times) -> None:
     offsets, source, target, rank, paired, stage, kind = rows
-    op_seconds, pair_seconds, transfer, pause, node = seconds
+    op_seconds, pair_seconds, transfer, node = seconds
     early, sender_blocks, receiver_blocks = rules
     start, end, leave = times
-    ranks, kinds, pauses = len(offsets) - 1, _KINDS, len(pause) > 0
+    ranks, kinds = len(offsets) - 1, _KINDS
     position = [offsets[r] for r in range(ranks)]
     clock = [op_seconds[0] - op_seconds[0] for r in range(ranks)]
     todo = [ranks - 1 - r for r in range(ranks)]
@@ -181,8 +176,7 @@ def _run(rows: _Rows, seconds: _Seconds, rules: _Rules, times: _Times) -> None:
             width = 2 if paired[row] else 1
 
             # Receive: when the op can begin, and the backward of a pair if it may come later.
-            begin = now + pause[row] if pauses else now
-            second = begin
+            begin = second = now
             ready = True
             for k in range(row, row + width):
                 producer = source[k]

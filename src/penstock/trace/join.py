@@ -53,45 +53,17 @@ def join(parts: Sequence[Trace], clocks: Alignment | None = None) -> Trace:
     info: dict[str, object] = {"ranks_present": sorted(ranks), "clock_error": error}
     if stages := {name for part in parts for name in _whole_backward(part)}:
         info["whole_backward"] = sorted(stages)
-    return _concatenated(parts, began, 0, info)
+    return _concatenated(parts, began, info)
 
 
-def in_a_row(steps: Sequence[Trace], microbatches: int) -> Trace:
-    """Join the traces of several steps in a row, measured by one process; microbatches are then numbered through.
-
-    Args:
-        steps: traces of the same ranks in the order of their steps; ``info["origin"]`` as in `join`.
-        microbatches: number of microbatches in a step.
-
-    Returns:
-        The trace of all steps, with times from the first event, and their number in ``info["steps"]``.
-
-    Raises:
-        DataError: if there is no trace, or two of them do not belong together.
-    """
-    if not steps:
-        raise DataError("there is nothing to join: no step left a trace")
-    first = steps[0]
-    for step in steps[1:]:
-        if (step.ranks, step.info.get("schedule"), present(step)) != (
-            first.ranks, first.info.get("schedule"), present(first),
-        ):  # fmt: skip
-            raise DataError("these traces are not of the same ranks and schedule")
-    return _concatenated(steps, [_origin(step) for step in steps], microbatches, {"steps": len(steps)})
-
-
-def _concatenated(
-    parts: Sequence[Trace], began: Sequence[float], microbatches: int, info: dict[str, object]
-) -> Trace:
-    """Concatenate traces that began at given times; microbatch numbers grow by `microbatches` from one to the next."""
+def _concatenated(parts: Sequence[Trace], began: Sequence[float], info: dict[str, object]) -> Trace:
+    """Concatenate traces that began at given times."""
     lengths = [len(part) for part in parts]
     firsts = [at + float(part.start.min()) for at, part in zip(began, parts, strict=True) if len(part)]
     origin = min(firsts, default=0.0)
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
     shift = np.repeat([at - origin for at in began], lengths)
     columns["start"], columns["end"] = columns["start"] + shift, columns["end"] + shift
-    numbers = np.repeat(np.arange(len(parts)) * microbatches, lengths).astype(np.int32)
-    columns["microbatch"] = columns["microbatch"] + np.where(columns["microbatch"] < 0, 0, numbers)
     held = [part.held for part in parts if part.held is not None]
     order = np.argsort(columns["rank"], kind="stable")
     return Trace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -63,36 +62,6 @@ class Result:
     tokens_per_second: float
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """A step that this process has done, and maybe not the others.
-
-    Attributes:
-        done: number of the step, from 1.
-        results: results of its batches.
-        update: result of the optimizer's step.
-        in_pipe: time of the last ``pipe.step`` in seconds.
-        scale: factor of the loss (1 without a scaler).
-    """
-
-    done: int
-    results: tuple[StepResult, ...]
-    update: OptimizerStep
-    in_pipe: float
-    scale: float
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Measurements of a step that changed the weights; `in_pipe` is the time of the last ``pipe.step`` in seconds."""
-
-    done: int
-    loss: float
-    lr: float
-    grad_norm: float
-    in_pipe: float
-
-
 class Trainer:
     """Trainer for the remaining steps of a run; every process has one.
 
@@ -108,9 +77,7 @@ class Trainer:
         self._taken = self._taken_since_log = 0
         self._stepping = self._since_log = 0.0
         self._bits = math.nan
-        self._flows = run.pipe.flow is not None
-        self._unread: _Launched | None = None
-        self._votes: deque[Callable[[], float]] = deque()
+        self._vote: Callable[[], float] | None = None
 
     def train(self) -> Result:
         """Execute the remaining steps.
@@ -123,9 +90,9 @@ class Trainer:
         train = self._run.config.train
         while self._progress.done < train.steps:
             self._stop_if_asked()
-            self._take(self._progress.done)
-        for vote in self._votes:
-            vote()
+            self.train_step(self._progress.done)
+        if self._vote is not None:
+            self._vote()
         if math.isnan(self._bits):
             self._evaluate()
         loss = self._progress.loss
@@ -145,127 +112,95 @@ class Trainer:
         return (lambda: 0.0) if run.stopping is None else run.run_group.begin_total(float(run.stopping()))
 
     def _stop_if_asked(self) -> None:
-        if not self._votes:
-            self._votes.append(self._begin_vote())
-        # Where steps flow, not all processes have done the last one; the vote before it is complete.
-        if len(self._votes) <= self._flows or not self._votes.popleft()():
-            return
-        for vote in self._votes:
-            vote()
-        self._announce(self._read_last())
-        stopped = self._run.checkpointer.stop(self._progress)
-        self._run.reporter.say(str(stopped))
-        raise stopped
+        vote, self._vote = self._vote or self._begin_vote(), None
+        if vote():
+            stopped = self._run.checkpointer.stop(self._progress)
+            self._run.reporter.say(str(stopped))
+            raise stopped
 
-    def _take(self, step: int) -> None:
-        run, train, done = self._run, self._run.config.train, step + 1
+    def train_step(self, step: int) -> None:
+        """Make one update of the weights: batches, forwards and backwards, the update, and what is due after it.
+
+        Args:
+            step: number of the step, from 0.
+        """
+        run, config, done = self._run, self._run.config, step + 1
+        train, pipe, optimizer = config.train, run.pipe, run.optimizer
+        scale = 1.0 if optimizer.scaler is None else optimizer.scaler.scale
         started = perf_counter()
-        earlier, self._unread = self._unread, None
+        event: StepEvent | None = None
+        in_pipe = 0.0
         with run.profiles.of(done):
-            self._unread = self._launch(step)
-            if earlier is not None:
-                self._announce(self._read(earlier))
-        self._progress = replace(self._progress, done=done)
+            try:
+                # 1. Forwards and backwards of the batches whose gradients make the update.
+                results: list[StepResult] = []
+                for number in range(train.accumulate):
+                    if number:
+                        optimizer.step()  # counts the batch before
+                    pipe.steps = step * train.accumulate + number  # data and dropout depend on it
+                    batch = training_batch(run.data, config, run.model, pipe.steps)
+                    before = perf_counter()
+                    results.append(pipe.step(batch.x, batch.y, **batch.named))
+                    in_pipe = perf_counter() - before
+                pipe.steps = done  # between steps, and so in checkpoints, it is the number of updates
+                # 2. The update, clipped, while the processes count which of them were asked to stop.
+                self._vote = self._begin_vote()
+                update = optimizer.step()
+                # 3. What came of it.
+                if update.skipped:
+                    self._overflow(done, scale)
+                else:
+                    losses = [mean_loss(pipe, result) for result in results]
+                    event = self._applied(done, sum(losses) / len(losses), update)
+            except NonFiniteError as error:
+                pipe.steps = done  # a skipped step counts as well
+                optimizer.zero_grad()
+                self._skip(done, error)
+        # 4. Logs, traces, evaluation and checkpoints that are due.
         last = done == train.steps
-        logs, evaluates = done % train.log_every == 0 or last, done % train.eval_every == 0 or last
-        saves = run.checkpointer.saves(done)
-        launched = self._unread
-        measured = None
-        if not self._flows or logs or evaluates or saves:
-            measured = self._read_last()
         self._taken += 1
         self._taken_since_log += 1
         self._since_log += perf_counter() - started
-        if measured is not None and logs:
-            self._log(measured)
-        else:
-            self._announce(measured)
-        if measured is not None or (self._flows and launched is not None):
-            run.traces.after(done, run.pipe)
-        if evaluates:
+        if event is not None:
+            if done % train.log_every == 0 or last:
+                self._log(event, in_pipe)
+            elif run.callbacks:
+                run.callbacks.on_step(event)
+            run.traces.after(done, pipe)
+        if done % train.eval_every == 0 or last:
             self._evaluate()
         run.checkpointer.after_step(self._progress)
 
-    def _launch(self, step: int) -> _Launched | None:
-        """Do a step and its update; None if it was skipped."""
-        run, accumulate = self._run, self._run.config.train.accumulate
-        results: list[StepResult] = []
-        scale = 1.0 if run.optimizer.scaler is None else run.optimizer.scaler.scale
-        try:
-            while True:
-                # Data and dropout depend on the number of the batch.
-                run.pipe.steps = step * accumulate + len(results)
-                batch = training_batch(run.data, run.config, run.model, run.pipe.steps)
-                before = perf_counter()
-                results.append(run.pipe.step(batch.x, batch.y, **batch.named))
-                in_pipe = perf_counter() - before
-                if len(results) == accumulate:
-                    break
-                run.optimizer.step()
-            # Between steps, and so in checkpoints, it is the number of steps.
-            run.pipe.steps = step + 1
-            self._votes.append(self._begin_vote())
-            return _Launched(step + 1, tuple(results), run.optimizer.step(), in_pipe, scale)
-        except NonFiniteError as error:
-            # A skipped step counts as well.
-            run.pipe.steps = step + 1
-            run.optimizer.zero_grad()
-            self._skip(step + 1, error)
-            return None
-
-    def _read_last(self) -> _Measured | None:
-        """Read the result of the last step, if that has not been done; None if it was skipped."""
-        last, self._unread = self._unread, None
-        return None if last is None else self._read(last)
-
-    def _read(self, launched: _Launched) -> _Measured | None:
-        """Read the result of a step; None if it was skipped. Where steps flow, this waits for the other processes."""
-        update = launched.update
-        if self._run.optimizer.scaler is not None and update.skipped:
-            self._overflow(launched)
-            return None
-        try:
-            losses = [mean_loss(self._run.pipe, result) for result in launched.results]
-        except NonFiniteError as error:
-            self._skip(launched.done, error)
-            return None
-        loss = sum(losses) / len(losses)
-        assert update.grad_norm is not None, "every step is applied, and measured"
-        self._progress = RunProgress(max(self._progress.done, launched.done), loss)
-        self._run.heartbeat.step = launched.done
-        self._run.reporter.step(launched.done, loss)
-        return _Measured(launched.done, loss, update.lr[0], float(update.grad_norm), launched.in_pipe)
-
-    def _event(self, measured: _Measured) -> StepEvent:
-        """Return a step's event with what is known without messages between the ranks."""
-        samples = self._run.config.train.batch * measured.done
+    def _applied(self, done: int, loss: float, update: OptimizerStep) -> StepEvent:
+        """Note an update, and return its event with what is known without messages between the ranks."""
+        assert update.grad_norm is not None, "every update is measured"
+        run = self._run
+        self._progress = RunProgress(done, loss)
+        run.heartbeat.step = done
+        run.reporter.step(done, loss)
+        samples = run.config.train.batch * done
         return StepEvent(
-            measured.done, measured.loss, measured.lr, measured.grad_norm,
-            samples=samples, tokens=samples * self._run.config.data.sequence, logged=False,
+            done, loss, update.lr[0], float(update.grad_norm),
+            samples=samples, tokens=samples * run.config.data.sequence, logged=False,
         )  # fmt: skip
 
-    def _announce(self, measured: _Measured | None) -> None:
-        """Give the callbacks a step that is not logged; None for one that was skipped, or is not read yet."""
-        if measured is not None and self._run.callbacks:
-            self._run.callbacks.on_step(self._event(measured))
-
-    def _overflow(self, launched: _Launched) -> None:
+    def _overflow(self, done: int, scale: float) -> None:
         """Note a step that is skipped since a gradient overflowed at this loss scale; the next step has a smaller one.
 
         At a scale of 1 or less the scale is not the cause, and the step counts as one that is not finite.
         """
-        run, done, scaler = self._run, launched.done, self._run.optimizer.scaler
+        run, scaler = self._run, self._run.optimizer.scaler
         assert scaler is not None, "it has skipped the step"
-        if launched.scale <= 1:
-            self._skip(done, NonFiniteError("", what=f"a gradient, at a loss scale of {launched.scale:g},"))
+        if scale <= 1:
+            self._skip(done, NonFiniteError("", what=f"a gradient, at a loss scale of {scale:g},"))
             return
-        self._progress = replace(self._progress, done=max(self._progress.done, done))
+        self._progress = replace(self._progress, done=done)
         run.reporter.step(done, self._progress.loss)
         run.reporter.say(
-            f"step {done}: a gradient overflowed at a loss scale of {launched.scale:g}; the step is skipped, and the scale "
+            f"step {done}: a gradient overflowed at a loss scale of {scale:g}; the step is skipped, and the scale "
             f"is now {scaler.scale:g}"
         )
-        run.metrics.write("skipped", step=done, loss_scale=launched.scale, seconds=self._seconds())
+        run.metrics.write("skipped", step=done, loss_scale=scale, seconds=self._seconds())
 
     def _skip(self, done: int, error: NonFiniteError) -> None:
         """Skip a step that is not finite on some rank: no weight changes, and the next step takes the next batch."""
@@ -280,9 +215,7 @@ class Trainer:
                 error.microbatch,
                 error.what,
             ) from error
-        self._progress = replace(
-            self._progress, done=max(self._progress.done, done), skipped_in_a_row=in_a_row
-        )
+        self._progress = replace(self._progress, done=done, skipped_in_a_row=in_a_row)
         run.reporter.step(done, self._progress.loss)
         run.reporter.say(f"{where}. The step is skipped, number {in_a_row} in a row of at most {allowed}")
         run.heartbeat.step = done
@@ -296,15 +229,17 @@ class Trainer:
             seconds=self._seconds(),
         )
 
-    def _log(self, measured: _Measured) -> None:
+    def _log(self, event: StepEvent, in_pipe: float) -> None:
+        loss = event.loss
+        assert loss is not None, "the step was not skipped"
         run, taken, device = self._run, self._taken_since_log, self._run.pipe.device
         seconds, self._since_log, self._taken_since_log = self._since_log, 0.0, 0
         self._stepping += seconds
-        bubble = measured_bubble(run.pipe, run.run_group, measured.in_pipe)
+        bubble = measured_bubble(run.pipe, run.run_group, in_pipe)
         memory = run.run_group.each(lambda: memory_use(device))
         rss, rss_peak, allocated, peak = (tuple(column) for column in zip(*memory, strict=True))
         event = replace(
-            self._event(measured),
+            event,
             logged=True,
             tokens_per_second=self._tokens(taken, seconds),
             step_seconds=seconds / taken,
@@ -315,7 +250,7 @@ class Trainer:
             cuda_peak=peak if on_gpu(device) else (),
             seconds=self._seconds(),
         )
-        run.reporter.measured(event.step, measured.loss, self._tokens(taken, seconds), bubble)
+        run.reporter.measured(event.step, loss, self._tokens(taken, seconds), bubble)
         run.metrics.write("train", **values_of(event))
         run.callbacks.on_step(event)
 

@@ -124,14 +124,11 @@ def in_a_process(rank: int, config: Config) -> list[tuple[int, tuple[int, ...]]]
     return [(event.step, event.rss) for event in kept.of(StepEvent)]
 
 
-@pytest.mark.parametrize("flow", [pytest.param("on", marks=pytest.mark.slow), "off"])
 def test_in_processes_rank_0_alone_calls_them_with_the_memory_of_all(
-    tmp_path: Path, processes: LocalProcesses, flow: str
+    tmp_path: Path, processes: LocalProcesses
 ):
     told = {"steps": 5, "log_every": 2, "checkpoint_every": 0}
-    config = tiny(
-        tmp_path, text_folder(tmp_path), train=told, runtime={"threads": 1}, schedule={"flow": flow}
-    )
+    config = tiny(tmp_path, text_folder(tmp_path), train=told, runtime={"threads": 1})
     leader, other = processes.run(2, in_a_process, config)
     assert other == []
     assert [(step, len(rss)) for step, rss in leader] == [(1, 0), (2, 2), (3, 0), (4, 2), (5, 2)]

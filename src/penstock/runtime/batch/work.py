@@ -80,18 +80,7 @@ class Work:
     grads: dict[int, Message] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Drop all results, before the step runs again."""
-        self.has_graph, self.outputs, self.grads = False, {}, {}
         self.losses = Losses(rows_in=self.batch.rows_in, rows_out=self.batch.rows_out)
-
-    def without_batch(self) -> Work:
-        """Return the results alone."""
-        results = Work()
-        results.losses, results.outputs, results.grads = self.losses, self.outputs, self.grads
-        return results
 
     def input(self, microbatch: int) -> Message:
         """Return a microbatch as the first stage takes it."""

@@ -48,11 +48,7 @@ class PipelineModel:
             raise
 
     def wait(self) -> None:
-        """Wait until the weights are final, since with ``flow=True`` the last update may still be undone.
-
-        Raises:
-            PenstockError: if a rank failed; the weights are those after the last step that all ranks completed.
-        """
+        """Wait until the weights are final: with ``zero="overlap"`` they may still be arriving."""
         self._wait()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

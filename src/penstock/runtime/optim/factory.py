@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import ConfigError, nearest
 from penstock.parallel.data.zero import NOT_ELEMENTWISE
-from penstock.runtime.flow.conditions import flow_problem
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
 
@@ -118,20 +117,6 @@ def require_zero(pipe: Pipeline, zero: object) -> None:
         raise ConfigError(
             f"zero={zero!r} keeps the buckets that it begins with, since parameters live in them; give bucket_bytes a "
             "number instead of 'auto'"
-        )
-
-
-def require_flow(pipe: Pipeline, flow: bool, *, accumulate: int, scaler: bool, zero: bool) -> None:
-    """Check the option `flow` of `PipelineOptimizer`.
-
-    Raises:
-        ConfigError: if the steps of this pipeline cannot flow into each other; says why.
-    """
-    if not flow:
-        return
-    if problem := flow_problem(pipe, accumulate=accumulate, scaler=scaler, zero=zero):
-        raise ConfigError(
-            f"flow=True cannot be used: {problem}; use flow=False, or in penstock train schedule.flow=off"
         )
 
 

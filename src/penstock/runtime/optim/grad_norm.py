@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.encoding import sendable
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.dtensor import full_tensor, is_sharded, local, real_values
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
-
-
-@sendable
-class LocalNorms(NamedTuple):
-    """Norms of one rank's gradients, of those that count.
-
-    Attributes:
-        position: positions of the parameters in the whole model, int64.
-        norm: 2-norms of their gradients, float64.
-        dtype: dtypes of the gradients, as indices in a fixed list, int64.
-    """
-
-    position: Tensor
-    norm: Tensor
-    dtype: Tensor
 
 
 class CountedGradient(NamedTuple):
@@ -65,10 +48,6 @@ class GlobalNorm:
     @cached_property
     def _positions(self) -> tuple[dict[str, int], int]:
         return self._parameters.positions(self._world)
-
-    def agree(self) -> None:
-        """Agree on the parameters' positions, if that has not been done; every process calls it."""
-        self._positions  # noqa: B018 - computed once, together
 
     def gradients(self, shards: Shards | None) -> list[CountedGradient]:
         """Return the parameters that may have gradients on this process.
@@ -123,41 +102,9 @@ class GlobalNorm:
                 world.all_reduce(column)
         norms += (tensor_squares + zero_squares).sqrt()
         total = _total(norms, present)
-        scale_gradients([g.parameter for g in gradients], max_norm, total)
+        clipped = [_Gradient(real_values(local(p.grad))) for _, p, *_ in gradients if p.grad is not None]
+        nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]
         return total
-
-    def local(self) -> LocalNorms:
-        """Return the norms of this rank's gradients; without ZeRO and tensor parallelism."""
-        found = [
-            (g.position, *_norm_of(g.parameter, g.parameter.grad, is_shard=False))
-            for g in self.gradients(None)
-            if g.counts and g.parameter.grad is not None
-        ]
-        position, norm, dtype = zip(*found, strict=True) if found else ((), (), ())
-        norms = torch.stack(norm) if norm else torch.zeros(0, dtype=torch.float64)
-        return LocalNorms(
-            torch.tensor(position, dtype=torch.int64), norms, torch.tensor(dtype, dtype=torch.int64)
-        )
-
-    def join(self, parts: Iterable[LocalNorms]) -> Tensor:
-        """Return the norm over several ranks, with the bits of `clip_`; 0-d tensor."""
-        norms = torch.zeros(self._positions[1], dtype=torch.float64)
-        present = torch.zeros(len(_DTYPES), len(norms), dtype=torch.float64)
-        for part in parts:
-            norms[part.position] = part.norm
-            present[part.dtype, part.position] = 1.0
-        return _total(norms, present)
-
-
-def scale_gradients(parameters: Sequence[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    """Scale gradients in place, as clipping to `max_norm` does if their global norm is `total`."""
-    clipped = [_Gradient(real_values(local(p.grad))) for p in parameters if p.grad is not None]
-    nn.utils.clip_grads_with_norm_(clipped, max_norm, total)  # type: ignore[arg-type]
-
-
-def is_clipped(max_norm: float, total: Tensor) -> bool:
-    """Return whether clipping to `max_norm` changes gradients of this global norm, or the norm is not finite."""
-    return not bool(max_norm / (total + 1e-6) >= 1.0)  # the factor, as torch computes it
 
 
 def _norm_of(parameter: nn.Parameter, grad: Tensor, is_shard: bool) -> tuple[Tensor, int]:

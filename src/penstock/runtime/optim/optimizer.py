@@ -19,8 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.counts import require_count
 from penstock.errors import ConfigError, NonFiniteError, PenstockError
 from penstock.parallel.dtensor import local
-from penstock.runtime.flow.reports import Verdict
-from penstock.runtime.flow.step_flow import StepFlow
 from penstock.runtime.optim import state as optimizer_state
 from penstock.runtime.optim.factory import (
     MakeOptimizer,
@@ -28,11 +26,9 @@ from penstock.runtime.optim.factory import (
     build,
     build_scheduler,
     require_elementwise,
-    require_flow,
     require_no_fp16,
     require_zero,
 )
-from penstock.runtime.optim.flowing_update import FlowingUpdate
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.groups import Named, assign
 from penstock.runtime.optim.main_weights import MainWeights, keep_gradients_in_float32
@@ -56,39 +52,6 @@ class OptimizerStep:
     skipped: bool
     grad_norm: Tensor | None
     lr: tuple[float, ...]
-
-
-class FlowingOptimizerStep(OptimizerStep):
-    """Result of `PipelineOptimizer.step` with ``flow=True``: reading all but `lr` waits until the update is certain.
-
-    Args:
-        read: function that waits for the verdict on the step.
-        lr: learning rate of each group in this step.
-    """
-
-    def __init__(self, read: Callable[[], Verdict], lr: tuple[float, ...]) -> None:
-        object.__setattr__(self, "lr", lr)
-        object.__setattr__(self, "_verdict", read)
-
-    @property
-    def _known(self) -> Verdict:
-        verdict: Verdict = self.__dict__["_verdict"]()
-        return verdict
-
-    @property
-    def applied(self) -> bool:
-        """True if the weights were updated."""
-        return self._known.error is None
-
-    @property
-    def skipped(self) -> bool:
-        """True if the update was left out because a loss or a gradient is not finite."""
-        return self._known.skips
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """0-d tensor, the gradients' global 2-norm before clipping; None if nothing was applied or `clip` is None."""
-        return self._known.norm if self.applied else None
 
 
 class PipelineOptimizer:
@@ -117,11 +80,6 @@ class PipelineOptimizer:
             all have arrived. "overlap": they arrive while the next step's first forwards run, and each layer waits for its
             parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
             ``pipe.state_dict()``), which waits. Replicas in threads always share one state and do the work once.
-        flow: let steps flow into each other (default False): ``pipe.step`` and `step` return when this rank is done, and the
-            rank begins the next step. Reading a result waits; so do ``pipe.parameters()``, ``pipe.state_dict()`` and
-            ``pipe.evaluate``. Before you touch weights in another way, call ``pipe.wait()``. A step that is not finite is
-            skipped, and reading its result raises `NonFiniteError`. The numbers are those of ``flow=False``. It needs a
-            process per rank; see `penstock.runtime.flow.conditions.flow_problem` for the other conditions.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
@@ -147,14 +105,10 @@ class PipelineOptimizer:
         scaler: GradScaler | None = None,
         main_weights: bool = False,
         zero: bool | Literal["overlap"] = False,
-        flow: bool = False,
         **defaults: Any,
     ) -> None:
         require_count("accumulate", accumulate)
         require_zero(pipe, zero)
-        require_flow(
-            pipe, flow, accumulate=accumulate, scaler=scaler is not None and scaler.enabled, zero=bool(zero)
-        )
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):
             raise ConfigError(f"clip must be a positive number or None, got {clip!r}")
         if lr_factor is not None and lr_scheduler is not None:
@@ -194,19 +148,6 @@ class PipelineOptimizer:
         require_elementwise(pipe, next(iter(self.optimizers.values())), self.shards is not None)
         pipe.scaler = self.scaler
         self._set_accumulated(0)
-        self._flow = pipe.set_flow(self._flowing_update() if flow else None)
-
-    def _flowing_update(self) -> FlowingUpdate:
-        (rank,) = self.optimizers
-        return FlowingUpdate(
-            self.optimizers[rank],
-            self.main_weights[rank],
-            self.schedulers[0] if self.schedulers else None,
-            self.clip,
-            self.pipe.global_norm,
-            [p for group in self._groups[rank] for _, p in group],
-            self,
-        )
 
     def _updated(self, group: Named) -> Named:
         """Return the parameters of a group that are updated here, or with ZeRO their shards."""
@@ -227,12 +168,10 @@ class PipelineOptimizer:
                 weights are unchanged, and the gradients are dropped.
             PenstockError: if another PipelineOptimizer was made for the pipeline since.
         """
-        if self.pipe.shards is not self.shards or self.pipe.flow is not self._flow:
+        if self.pipe.shards is not self.shards:
             raise PenstockError(
                 "a later PipelineOptimizer was made for this pipeline and gets its gradients; use that one"
             )
-        if self._flow is not None:
-            return self._flow_on(self._flow)
         rates = self._rates()
         self._set_accumulated(self._accumulated + 1)
         if self._accumulated < self.accumulate:
@@ -248,10 +187,6 @@ class PipelineOptimizer:
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in next(iter(self.optimizers.values())).param_groups)
-
-    def _flow_on(self, flow: StepFlow) -> OptimizerStep:
-        rates = self._rates()
-        return FlowingOptimizerStep(partial(flow.read, flow.make_update()), rates)
 
     def _update(self) -> Tensor | None:
         if self.accumulate > 1:

@@ -7,7 +7,7 @@ that is awaited is kept until its turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.encoding import sendable
@@ -23,13 +23,11 @@ class Failure(NamedTuple):
         rank: rank that failed first.
         step: number of the step.
         message: text of its error, with stage, op and microbatch.
-        refused: whether the rank refused the step before it ran any of it (default False).
     """
 
     rank: int
     step: int
     message: str
-    refused: bool = False
 
 
 class Channel(Protocol):
@@ -54,17 +52,13 @@ class Channel(Protocol):
             patience: seconds to keep checking (default 0).
         """
 
-    def open(self, step: int, attempt: int = 0, trains: bool = True) -> None:
+    def open(self, step: int, trains: bool = True) -> None:
         """Begin a step, and drop the messages that a failed step left.
 
         Args:
             step: number of the step.
-            attempt: 1 if the step begins again after forwards that do not count, else 0 (default).
             trains: True for a training step (default), False for an evaluation; all ranks must run the same.
         """
-
-    def restart(self, peers: Iterable[int]) -> None:
-        """Tell ranks that this one has begun its step again, so that they do not wait for messages of the first attempt."""
 
     def send(self, peer: int, tag: int, message: Message) -> None:
         """Send a message to a rank; waits only while as many as the edge's capacity are under way.

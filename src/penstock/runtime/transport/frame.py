@@ -2,7 +2,7 @@
 
 A frame is a header, the layout of the value if the receiver does not know it yet, and the value itself if it is small:
 
-    bytes 0-63   magic, flags, attempt, tag, layout number, bytes of layout, bytes of payload
+    bytes 0-63   magic, flags, step, tag, layout number, bytes of layout, bytes of payload
     then         the layout as JSON, if flag LAYOUT is set
     then         the payload, if flag INLINE is set; every tensor starts at a multiple of 64
 
@@ -36,10 +36,10 @@ _MAGIC = b"PNS1"
 
 
 class Header(NamedTuple):
-    """The first bytes of a frame; all sizes in bytes. Attempts at steps are numbered, two for each step."""
+    """The first bytes of a frame; all sizes in bytes."""
 
     flags: int
-    attempt: int
+    step: int
     tag: int
     layout: int
     layout_bytes: int
@@ -69,27 +69,23 @@ def aligned(size: int) -> int:
     return (size + 63) & ~63
 
 
-def write_notice(buffer: memoryview, attempt: int, failure: Failure | None) -> int:
+def write_notice(buffer: memoryview, step: int, failure: Failure) -> int:
     """Write a frame with a notice, and return its size in bytes.
 
     Args:
         buffer: memory of the frame.
-        attempt: number of the attempt at a step, as in messages.
-        failure: the failure, whose text is cut off at the frame's end; None says that the sender began the step again.
+        step: number of the step, as in messages.
+        failure: the failure, whose text is cut off at the frame's end.
     """
-    rank, message = (-1, "") if failure is None else (failure.rank, failure.message)
-    text = message.encode()[: FRAME_BYTES - HEADER_BYTES]
-    refused = int(failure is not None and failure.refused)
-    Header(NOTICE, attempt, rank, refused, len(text), 0).write(buffer, text)
+    text = failure.message.encode()[: FRAME_BYTES - HEADER_BYTES]
+    Header(NOTICE, step, failure.rank, 0, len(text), 0).write(buffer, text)
     return HEADER_BYTES + len(text)
 
 
-def read_notice(header: Header, buffer: memoryview) -> Failure | None:
-    """Read a notice from a frame; None if the sender began the step again."""
-    if header.tag < 0:
-        return None
+def read_notice(header: Header, buffer: memoryview) -> Failure:
+    """Read a notice from a frame."""
     text = bytes(buffer[HEADER_BYTES : HEADER_BYTES + header.layout_bytes])
-    return Failure(header.tag, header.attempt // 2, text.decode(errors="replace"), bool(header.layout))
+    return Failure(header.tag, header.step, text.decode(errors="replace"))
 
 
 def require_fits(peer: int, layout_bytes: int, available: int) -> None:

@@ -144,7 +144,7 @@ class GroupOutgoing:
         self._largest = 0
         self._filler = torch.zeros(1, dtype=torch.uint8)
 
-    def send(self, attempt: int, tag: int, message: Message) -> None:
+    def send(self, step: int, tag: int, message: Message) -> None:
         number, layout, encoded = self._layouts.enter(message)
         require_fits(self.peer, len(encoded), FRAME_BYTES - HEADER_BYTES)
         tensors = layout.sent_tensors(message)
@@ -157,7 +157,7 @@ class GroupOutgoing:
         if not (inline or bulk) and size > posted:
             flags |= OVERSIZE
         frame = self._free_frame()
-        Header(flags, attempt, tag, number, len(encoded), size).write(frame.memory, encoded)
+        Header(flags, step, tag, number, len(encoded), size).write(frame.memory, encoded)
         if inline:
             for view, tensor in zip(frame.views.of(start, layout), tensors, strict=True):
                 view.copy_(tensor)
@@ -167,10 +167,10 @@ class GroupOutgoing:
             on_device = _begin(bulk.group.send, payload, bulk.peer, _PAYLOAD, self.peer)
         self._pending.append(_Sent(works, on_device, frame, payload))
 
-    def notify(self, attempt: int, failure: Failure | None) -> None:
+    def notify(self, step: int, failure: Failure) -> None:
         posted = self._next_posted(0)
         frame = _Frame()
-        size = write_notice(frame.memory, attempt, failure)
+        size = write_notice(frame.memory, step, failure)
         works = self._begin_all(frame.bytes[:size], posted, self._filler, NOTICE)
         self._pending.append(_Sent(works, None, frame, self._filler))
 
@@ -270,18 +270,15 @@ class GroupIncoming:
             payload_work = self._begin(payload, _PAYLOAD)
         self._posted.append(_Posted(frame, work, payload, payload_work))
 
-    def next(self) -> tuple[int, int, Message | Failure | None]:
-        """Wait for the next message on the edge, and return (attempt, tag, content).
-
-        The content is None if the sender began its step again.
-        """
+    def next(self) -> tuple[int, int, Message | Failure]:
+        """Wait for the next message on the edge, and return (step, tag, content)."""
         frame, work, payload, payload_work = self._posted[0]
         self._wait(work, "send")
         header = Header.read(frame.memory)
         if payload_work is not None:
             self._wait(payload_work, "send the rest of a message")
         self._posted.popleft()
-        content: Message | Failure | None
+        content: Message | Failure
         if header.flags & NOTICE:
             content = read_notice(header, frame.memory)
         else:
@@ -289,7 +286,7 @@ class GroupIncoming:
             content = layout.join(self._tensors(header, layout, frame, payload))
         if len(self._posted) < self._posted_receives(self._largest):
             self._post(frame)
-        return header.attempt, header.tag, content
+        return header.step, header.tag, content
 
     def _tensors(
         self, header: Header, layout: MessageLayout, frame: _Frame, payload: Tensor | None

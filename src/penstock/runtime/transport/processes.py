@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import distributed as dist
@@ -27,14 +27,14 @@ _EVALUATION = 1 << 40
 
 
 class _Sender(Protocol):
-    def send(self, attempt: int, tag: int, message: Message) -> None: ...
-    def notify(self, attempt: int, failure: Failure | None) -> None: ...
+    def send(self, step: int, tag: int, message: Message) -> None: ...
+    def notify(self, step: int, failure: Failure) -> None: ...
     def wait_sent(self) -> None: ...
     def close(self) -> None: ...
 
 
 class _Receiver(Protocol):
-    def next(self) -> tuple[int, int, Message | Failure | None]: ...
+    def next(self) -> tuple[int, int, Message | Failure]: ...
     def close(self) -> None: ...
 
 
@@ -48,10 +48,6 @@ class ProcessChannel:
         timeout: timeout of every wait.
         bulk: communicators for values on a device by (sender, receiver); None if stages are on the CPU (default).
         peer_registry: registry of the processes of this machine (default: a new one).
-
-    Attributes:
-        steps_flow: whether ranks may be one step apart, so that a failure in the step before counts, too.
-        on_restart: function to call when another rank has begun the step again; it raises if this rank must, too.
     """
 
     one_process = False
@@ -88,13 +84,9 @@ class ProcessChannel:
                     group, peer, slots, capacity, timeout, communicators.get((peer, rank))
                 )
         self._rank = rank
-        self.steps_flow = False
-        self._forgiven = 0
-        self.on_restart: Callable[[], None] = lambda: None
-        self._attempt = 0  # two for each step; the second begins it again
+        self._step = 0
         self._kind = 0  # the bits that tags have besides the row
         self._aside: dict[tuple[int, int], Message] = {}  # by peer and tag
-        self._ahead: dict[tuple[int, int], Message] = {}  # the same, of the step's second attempt
 
     def _open_shared(
         self,
@@ -139,23 +131,18 @@ class ProcessChannel:
             for peer, edge in self._out.items()
         }
 
-    def open(self, step: int, attempt: int = 0, trains: bool = True) -> None:
-        before, self._attempt = self._attempt, 2 * step + attempt
+    def open(self, step: int, trains: bool = True) -> None:
+        self._step = step
         self._kind = 0 if trains else _EVALUATION
-        self._aside = self._ahead if attempt and before + 1 == self._attempt else {}
-        self._ahead = {}
+        self._aside.clear()
         self._peer_registry.report_error("")
-
-    def restart(self, peers: Iterable[int]) -> None:
-        for peer in peers:
-            self._out[peer].notify(self._attempt, None)
 
     def find_failed(self, patience: float = 0.0) -> str | None:
         return self._peer_registry.find_failed(patience)
 
     def send(self, peer: int, tag: int, message: Message) -> None:
         self.progress[WAITS] = peer + 1
-        self._out[peer].send(self._attempt, tag | self._kind, message)
+        self._out[peer].send(self._step, tag | self._kind, message)
         self.progress[WAITS] = 0
 
     def recv(self, peer: int, tag: int) -> Message:
@@ -164,23 +151,17 @@ class ProcessChannel:
             return self._aside.pop((peer, tag))
         self.progress[WAITS] = peer + 1
         while True:
-            attempt, arrived, content = self._in[peer].next()
+            step, arrived, content = self._in[peer].next()
+            if step < self._step:
+                continue  # left by a step that failed
             if isinstance(content, Failure):
-                if attempt >= self._oldest_failure:
-                    raise PeerError(content.message, content)
-            elif attempt < self._attempt:
-                continue  # a message of a step that failed, or of forwards that do not count
-            elif attempt > self._attempt:
-                if content is not None:
-                    self._ahead[peer, arrived] = content
-                self.on_restart()
-            elif content is not None and arrived & _EVALUATION != self._kind:
+                raise PeerError(content.message, content)
+            if arrived & _EVALUATION != self._kind:
                 raise self._other_call(peer)
-            elif arrived == tag and content is not None:
+            if arrived == tag:
                 self.progress[WAITS] = 0
                 return content
-            elif content is not None:
-                self._aside[peer, arrived] = content
+            self._aside[peer, arrived] = content
 
     def _other_call(self, peer: int) -> CallOrderError:
         here, there = ("a training step", "an evaluation")[:: -1 if self._kind else 1]
@@ -189,22 +170,12 @@ class ProcessChannel:
             "the same order, not within `if rank == 0:`"
         )
 
-    @property
-    def _oldest_failure(self) -> int:
-        """The first attempt whose failures still count."""
-        oldest = self._attempt // 2 * 2 - 2 if self.steps_flow else self._attempt
-        return max(oldest, self._forgiven)
-
-    def forgive(self, step: int) -> None:
-        """Ignore failures of a step and of those before it from now on, since all ranks know of them."""
-        self._forgiven = 2 * step + 2
-
     def fail(self, failure: Failure) -> None:
         self._peer_registry.report_error(failure.message)
         for edge in self._out.values():
             # A peer that is gone must not keep the notice from the other ranks.
             with contextlib.suppress(TransportError, RuntimeError):
-                edge.notify(self._attempt, failure)
+                edge.notify(self._step, failure)
 
     def finish(self) -> None:
         assert not self._aside, f"messages that were never taken: {sorted(self._aside)}"
@@ -213,7 +184,6 @@ class ProcessChannel:
 
     def close(self) -> None:
         self._aside.clear()
-        self._ahead.clear()
         for receiver in self._in.values():
             receiver.close()
         for sender in self._out.values():

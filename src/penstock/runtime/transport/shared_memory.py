@@ -265,7 +265,7 @@ class SharedOutgoing:
         """Return (descriptor, slots), by which the receiver opens the ring."""
         return self.ring.descriptor, self.ring.slots
 
-    def send(self, attempt: int, tag: int, message: Message) -> None:
+    def send(self, step: int, tag: int, message: Message) -> None:
         number, layout, encoded = self._layouts.enter(message)
         require_fits(self.peer, len(encoded), FRAME_BYTES - 2 * HEADER_BYTES)
         start, size = aligned(HEADER_BYTES + len(encoded)), layout.payload_bytes
@@ -273,7 +273,7 @@ class SharedOutgoing:
         slot = self._wait_slot()
         frame = self.ring.frames[slot]
         flags = (INLINE if inline else 0) | (LAYOUT if encoded else 0)
-        Header(flags, attempt, tag, number, len(encoded), size).write(frame, encoded)
+        Header(flags, step, tag, number, len(encoded), size).write(frame, encoded)
         if inline:
             views = self.ring.views[slot].of(start, layout)
         else:
@@ -285,12 +285,12 @@ class SharedOutgoing:
             view.copy_(tensor)
         self._publish(slot)
 
-    def notify(self, attempt: int, failure: Failure | None) -> None:
+    def notify(self, step: int, failure: Failure) -> None:
         ring = self.ring
         if self._sent - ring.counters[_TAKEN] >= ring.slots:
             return  # the receiver has not read the last notice yet
         slot = self._sent % ring.slots
-        write_notice(ring.frames[slot], attempt, failure)
+        write_notice(ring.frames[slot], step, failure)
         self._publish(slot)
 
     def wait_sent(self) -> None:
@@ -340,15 +340,12 @@ class SharedIncoming:
         self._layouts = ReceivedLayouts()
         self._segments: dict[int, _Segment] = {}
 
-    def next(self) -> tuple[int, int, Message | Failure | None]:
-        """Wait for the next message on the edge, and return (attempt, tag, content).
-
-        The content is None if the sender began its step again.
-        """
+    def next(self) -> tuple[int, int, Message | Failure]:
+        """Wait for the next message on the edge, and return (step, tag, content)."""
         slot = self._wait_slot()
         frame = self.ring.frames[slot]
         header = Header.read(frame)
-        content: Message | Failure | None
+        content: Message | Failure
         if header.flags & NOTICE:
             content = read_notice(header, frame)
         else:
@@ -360,7 +357,7 @@ class SharedIncoming:
                 tensors = layout.views(self._segment(frame, start).lend())
             content = layout.join(tensors)
         self._release()
-        return header.attempt, header.tag, content
+        return header.step, header.tag, content
 
     def close(self) -> None:
         self.ring.close()

@@ -11,7 +11,7 @@ for the value (see `streams`).
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from penstock.errors import PeerError, WaitTimeoutError
 from penstock.runtime.health.rank_progress import WAITS, RankProgress, new_progress
@@ -46,11 +46,8 @@ class ThreadChannel:
         """Return None, since threads end only with their process."""
         return None
 
-    def open(self, step: int, attempt: int = 0, trains: bool = True) -> None:
+    def open(self, step: int, trains: bool = True) -> None:
         self._aside.clear()
-
-    def restart(self, peers: Iterable[int]) -> None:
-        raise AssertionError("steps of threads do not flow")
 
     def send(self, peer: int, tag: int, message: Message) -> None:
         messages, places = self._out[peer]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.errors import PeerError, TransportError, WaitTimeoutError, first_line, is_gloo_timeout
+from penstock.errors import PeerError, WaitTimeoutError, first_line, is_gloo_timeout
 from penstock.parallel.data.attendance import Attendance, Visit
 from penstock.parallel.data.exchange import gather_values
 from penstock.runtime.health.hang import POLL_INTERVAL, dump_stacks
@@ -60,7 +60,6 @@ class Collectives:
         group: dist.ProcessGroup | None,
         action: str,
         patient: bool = False,
-        stopped: Callable[[], bool] | None = None,
     ) -> list[Any]:
         """Return the values of all processes of a group, by rank; every process of the group calls it.
 
@@ -69,17 +68,16 @@ class Collectives:
             group: process group, or None for all processes.
             action: purpose of the collective, as an infinitive, for the error.
             patient: whether to wait as long as for a first step, since some processes write files first (default False).
-            stopped: function that returns True once the wait shall be given up (default None, never).
 
         Raises:
-            PeerError, WaitTimeoutError, TransportError: as `finish`.
+            PeerError, WaitTimeoutError: as `finish`.
             TypeError: if the value cannot be encoded; nothing has been sent then.
         """
         members = group or self.everyone
         if "cpu:" not in dist.get_backend_config(members):
             return gather_values(value, members)
         return gather_values(
-            value, members, lambda work: self.finish(work, action, patient, self.enter(group), stopped)
+            value, members, lambda work: self.finish(work, action, patient, self.enter(group))
         )
 
     def all_reduce(self, values: Tensor, group: dist.ProcessGroup | None, action: str) -> None:
@@ -118,7 +116,6 @@ class Collectives:
         action: str,
         patient: bool = False,
         visit: Visit | None = None,
-        stopped: Callable[[], bool] | None = None,
     ) -> None:
         """Wait for a collective on the CPU.
 
@@ -127,10 +124,8 @@ class Collectives:
             action: purpose of the collective, as an infinitive, for the error.
             patient: whether to wait as long as for a first step (default False).
             visit: return value of `enter` for this collective (default None).
-            stopped: function that returns True once the wait shall be given up (default None, never).
 
         Raises:
-            TransportError: if the wait is given up.
             PeerError: if a process has ended; names it.
             WaitTimeoutError: if the timeout is exceeded; names the processes that are stopped or missing, where known.
         """
@@ -146,8 +141,6 @@ class Collectives:
                         raise self._connection_error(action, error, visit) from error
                     if monotonic() > deadline:
                         raise self._timeout_error(action, seconds, visit) from error
-                if stopped is not None and stopped():
-                    raise TransportError(f"this process ended while the processes were to {action}")
                 self.peer_registry.require_all()
                 if visit is not None:
                     visit.waits(seconds)

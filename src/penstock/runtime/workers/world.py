@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -281,14 +281,6 @@ class World:
         return self.collectives.all_gather(
             value, self._reductions, "exchange values over the pipeline's ranks"
         )
-
-    def reports(self) -> Callable[[Any, Callable[[], bool]], list[Any]]:
-        """Return an exchange of values over the pipeline's ranks for another thread; every process of the run calls this."""
-        group = self._group(self._pipelines, "gloo")
-        assert group is not None, "this process is in a pipeline"
-        self._more_groups.append(group)
-        action = "report the end of a step"
-        return lambda value, stopped: self.collectives.all_gather(value, group, action, stopped=stopped)
 
     def separate_group(self, timeout: float) -> dist.ProcessGroup:
         """Return one more group of all processes of the run, which the caller destroys; every process calls it.

@@ -166,7 +166,7 @@ class Callback:
         """Prepare: the first event."""
 
     def on_step(self, event: StepEvent) -> None:
-        """Receive a step. If steps flow into each other, it comes while the next one runs."""
+        """Receive a step."""
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
         """Receive an evaluation."""

@@ -94,7 +94,6 @@ Recompute = Literal["none", "full", "auto"] | Count
 Split = Literal["even", "measured"] | list[Count]
 Precision = Literal["fp32", "bf16", "bf16-weights", "fp16"]
 Compile = Literal["none", "block", "stage"]
-Flow = Literal["auto", "on", "off"]
 LrSchedule = Literal["cosine", "linear", "constant"]
 Reduction = Literal["auto", "mean", "sum", "valid_tokens"]
 Buffers = Literal["refuse", "mean", "first"]

@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.flow.conditions import flow_problem
 from penstock.runtime.optim.grad_scaler import GradScaler
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
-from penstock.simulate.costs import Costs
-from penstock.simulate.steps import simulate_steps
 from penstock.train.config.config import Config
 from penstock.train.config.optimizers import has_weight_decay, keywords, optimizer_class
 from penstock.train.config.sections.optim_section import OptimConfig
-
-MIN_GAIN = 0.005
-"""Least share of a step that flowing has to save; less does not pay for the copies of the weights."""
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
@@ -32,20 +26,17 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
 def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
     """Return the optimizer of a run, with one group of parameters that decay and one of those that do not.
 
-    With ``parallel.zero``, parameters must then be read through `pipe`. Steps flow into each other if ``schedule.flow`` is
-    "on", or if it is "auto" and that is possible and saves time.
+    With ``parallel.zero``, parameters must then be read through `pipe`.
 
     Args:
         pipe: pipeline whose parameters to train.
         config: a resolved config, with the number of steps.
     """
     optim, train, precision = config.optim, config.train, config.runtime.precision
-    zero, flow = config.parallel.zero, config.schedule.flow
     scaler = None
     if precision == "fp16":
         scaler = GradScaler(init_scale=optim.loss_scale, growth_interval=optim.loss_scale_interval)
     decay: dict[str, Any] = {"weight_decay": 0.0} if has_weight_decay(optim.name) else {}
-    possible = train.accumulate == 1 and scaler is None
     return PipelineOptimizer(
         pipe,
         optimizer_class(optim.name),
@@ -55,18 +46,10 @@ def build_optimizer(pipe: Pipeline, config: Config) -> PipelineOptimizer:
         lr_factor=lambda step: lr_factor(step, train.steps, optim),
         scaler=scaler,
         main_weights=precision == "bf16-weights",
-        zero="overlap" if zero else False,
-        flow=flow == "on" or (flow == "auto" and possible and gains_by_flow(pipe, zero)),
+        zero="overlap" if config.parallel.zero else False,
         **keywords(optim),
         **decay,
     )
-
-
-def gains_by_flow(pipe: Pipeline, zero: bool) -> bool:
-    """Return whether the steps of a pipeline can flow, and would take less time, by a simulation with equal costs."""
-    if flow_problem(pipe, zero=zero):
-        return False
-    return simulate_steps(pipe.schedule, Costs.of(pipe.schedule.placement, 1, 1, 1), 3).gain >= MIN_GAIN
 
 
 def lr_factor(step: int, steps: int, config: OptimConfig) -> float:

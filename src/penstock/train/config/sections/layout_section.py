@@ -10,7 +10,6 @@ from penstock.train.config.fields import (
     Buffers,
     Count,
     Flag,
-    Flow,
     NotNegative,
     Split,
     Table,
@@ -28,14 +27,11 @@ class ScheduleConfig(Table):
             the largest number below it that ``train.batch`` allows).
         split: ``even``; ``measured`` for stages of equal time, measured before the first step; or a list with the number of
             blocks of every stage.
-        flow: ``on`` lets a rank begin the next step while others end this one, with the same numbers; ``off`` does not, and
-            ``auto`` does if the run has a process per rank, nothing forbids it, and the schedule gains by it.
     """
 
     name: Text = "1f1b"
     microbatches: Count = 8
     split: Split = "even"
-    flow: Flow = "auto"
 
 
 @dataclass(frozen=True)
