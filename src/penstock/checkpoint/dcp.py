@@ -54,7 +54,7 @@ class _Unpickler(pickle.Unpickler):
         if _PATHS.fullmatch(module) and name in ("PosixPath", "WindowsPath"):
             return PurePath  # where the folder was written; a path of another system cannot be made here
         if (module, name) not in _CLASSES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no class of DCP")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not among the classes of DCP")
         return super().find_class(module, name)
 
 
