@@ -13,6 +13,7 @@ backward. The part that can be hidden is what a link that never idles would hide
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -47,14 +48,32 @@ def timed(step: Callable[[], object]) -> float:
     return seconds.item()
 
 
-def reduced(net: nn.Module, buckets: GradientBuckets, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """Run a step with our reduction."""
+class Blocking(GroupReducer):
+    """Waits for each reduction where it begins."""
+
+    def all_reduce(self, flat: Tensor) -> Handle:
+        handle = super().all_reduce(flat)
+        handle.wait()
+        return handle
+
+
+def reduced(
+    net: nn.Module, reducer: GroupReducer, bucket_bytes: int, loss: Callable[[], Tensor]
+) -> Callable[[], None]:
+    """Run a step with our reduction, as a pipeline of one rank and one microbatch does."""
+    buckets = GradientBuckets(net.named_parameters(), reducer, bucket_bytes=bucket_bytes)
     buckets.attach()
+    once = {e.parameter: 1 for e in buckets.entries}
+    numbers = itertools.count(1)
 
     def step() -> None:
         net.zero_grad()
-        with buckets.step():
-            loss().backward()
+        number = next(numbers)
+        buckets.begin(once, number)
+        (loss() / RANKS).backward()
+        buckets.finish()
+        if number == 1:
+            buckets.rebuild()
 
     return step
 
@@ -67,9 +86,8 @@ def contest(rank: int, rounds: int, mib: float, sequence: int) -> dict[str, list
     runs: dict[str, Callable[[], None]] = {}
     for name in ("ours", "blocking"):
         net = job.model()
-        reducer = GroupReducer(dist.new_group(), blocking=name == "blocking")
-        buckets = GradientBuckets(net, reducer, bucket_bytes=size)
-        runs[name] = reduced(net, buckets, lambda net=net: nn.functional.mse_loss(net(x), y))
+        reducer = (Blocking if name == "blocking" else GroupReducer)(dist.new_group(), 60.0)
+        runs[name] = reduced(net, reducer, size, lambda net=net: nn.functional.mse_loss(net(x), y))
     for name in ("ddp", "without"):
         net = job.model()
         if name == "ddp":
@@ -100,7 +118,7 @@ class SlowLink(GroupReducer):
     """A link that carries one reduction after another, each for a time proportional to its bytes."""
 
     def __init__(self, seconds_per_byte: float, group: dist.ProcessGroup, blocking: bool) -> None:
-        super().__init__(group)
+        super().__init__(group, 60.0)
         self.seconds_per_byte = seconds_per_byte
         self.waits = blocking
         self.free_at = 0.0
@@ -158,8 +176,7 @@ def sleeping(rank: int, share: float, rounds: int) -> dict[str, list[float]]:
             runs[name] = step
             continue
         link = SlowLink(share * BACKWARD / total, dist.new_group(), blocking=name == "blocking")
-        buckets = GradientBuckets(net, link, bucket_bytes=total // LAYERS)
-        runs[name] = reduced(net, buckets, lambda net=net: net(x).sum())
+        runs[name] = reduced(net, link, total // LAYERS, lambda net=net: net(x).sum())
     return alternate({name: (lambda run=run: timed(run)) for name, run in runs.items()}, rounds)
 
 

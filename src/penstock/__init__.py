@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from penstock.huggingface.loss import causal_lm_loss as causal_lm_loss
     from penstock.huggingface.loss import valid_tokens as valid_tokens
     from penstock.huggingface.save import save_transformers as save_transformers
-    from penstock.parallel.data.buckets import GradientBuckets as GradientBuckets
-    from penstock.parallel.data.gradient_order import parameter_order as parameter_order
-    from penstock.parallel.data.reducer import GroupReducer as GroupReducer
-    from penstock.parallel.data.thread_reducer import thread_reducers as thread_reducers
-    from penstock.parallel.data.zero import ShardedOptimizer as ShardedOptimizer
     from penstock.parallel.mesh import MeshShape as MeshShape
     from penstock.parallel.mesh import make_mesh as make_mesh
     from penstock.parallel.tensor.plan import tensor_parallel as tensor_parallel
@@ -95,8 +90,6 @@ _HOME = {
     "EvaluateEvent": "penstock.train.callbacks.callback",
     "ExecutionOptions": "penstock.runtime.options",
     "GradScaler": "penstock.runtime.optim.grad_scaler",
-    "GradientBuckets": "penstock.parallel.data.buckets",
-    "GroupReducer": "penstock.parallel.data.reducer",
     "HangError": "penstock.errors",
     "Kind": "penstock.schedule.ops",
     "Layer": "penstock.stage.layers",
@@ -118,7 +111,6 @@ _HOME = {
     "SaveEvent": "penstock.train.callbacks.callback",
     "Schedule": "penstock.schedule.schedule",
     "ScheduleError": "penstock.errors",
-    "ShardedOptimizer": "penstock.parallel.data.zero",
     "SplitBackwardError": "penstock.errors",
     "SplitError": "penstock.errors",
     "StageError": "penstock.errors",
@@ -139,7 +131,6 @@ _HOME = {
     "give": "penstock.stage.named",
     "lower": "penstock.schedule.program",
     "make_mesh": "penstock.parallel.mesh",
-    "parameter_order": "penstock.parallel.data.gradient_order",
     "profile_layers": "penstock.runtime.measuring.calibration",
     "read_csv": "penstock.schedule.text",
     "read_dcp": "penstock.checkpoint.dcp",
@@ -148,7 +139,6 @@ _HOME = {
     "save_transformers": "penstock.huggingface.save",
     "split": "penstock.stage.own_model.own_layers",
     "tensor_parallel": "penstock.parallel.tensor.plan",
-    "thread_reducers": "penstock.parallel.data.thread_reducer",
     "valid_tokens": "penstock.huggingface.loss",
     "write_csv": "penstock.schedule.text",
 }

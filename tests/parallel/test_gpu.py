@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
-from penstock.parallel.data.buckets import GradientBuckets
 from penstock.parallel.data.reducer import GroupReducer
-from penstock.parallel.data.zero import ShardedOptimizer
-from tests.support.replicas import WIDTH, gradients, loss_of, model, share, together
+from penstock.parallel.mesh import MeshShape
+from penstock.runtime.optim.optimizer import PipelineOptimizer
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.groups import run_cases
+from tests.support.replicas import batch, buckets_of, gradients, loss_of, model, share, step
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
-SMALL = {"bucket_bytes": 400, "first_bucket_bytes": 100}
-ROWS = 12
 
 
 class _Late(torch.autograd.Function):
@@ -48,16 +50,9 @@ def on_device(late: bool = True) -> nn.Module:
     return net.cuda()
 
 
-def shares(n: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = share(n, ROWS, rank, size)
+def shares(n: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = share(n, rank)
     return x.cuda(), y.cuda()
-
-
-def expected(n: int, size: int) -> dict[str, torch.Tensor]:
-    net = on_device(late=False)
-    for rank in range(size):
-        (loss_of(net, *shares(n, rank, size)) / size).backward()
-    return gradients(net)
 
 
 def assert_close(actual: dict, other: dict) -> None:
@@ -65,102 +60,69 @@ def assert_close(actual: dict, other: dict) -> None:
         assert torch.allclose(actual[name].cpu(), grad.cpu(), rtol=1e-4, atol=1e-6), name
 
 
-def test_replicas_in_threads_wait_for_each_others_streams():
-    def body(reducer):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            net = on_device()
-            buckets = GradientBuckets(net, reducer, **SMALL)
-            buckets.attach()
-            for n in range(4):
-                net.zero_grad(set_to_none=n % 2 == 0)
-                with buckets.step():
-                    loss_of(net, *shares(n, reducer.rank, 2)).backward()
-                actual = gradients(net)
-            torch.cuda.synchronize()
-            return actual
+def reduces(rank: int) -> dict[str, torch.Tensor]:
+    """Replicas that share a device, or have one each, and reduce through gloo."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        net = on_device()
+        buckets = buckets_of(net)
+        for n in range(4):
+            net.zero_grad(set_to_none=n % 2 == 0)
+            with step(buckets, n):
+                loss_of(net, *shares(n, rank)).backward()
+        actual = gradients(net)
+        torch.cuda.synchronize()
+    return {name: grad.cpu() for name, grad in actual.items()}
 
-    first, second = together(2, body)
-    assert_close(first, expected(3, 2))
+
+def test_replicas_wait_for_the_streams_that_fill_the_buckets(processes: LocalProcesses):
+    net = on_device(late=False)
+    for rank in range(2):
+        loss_of(net, *shares(3, rank)).backward()
+    first, second = processes.run(2, reduces, timeout=300)
+    assert_close(first, gradients(net))
     for name in first:
         assert torch.equal(first[name], second[name])
 
 
-def test_the_host_does_not_wait_for_the_device():
-    (reducer,) = together(1, lambda r: r)
+def stays_on_the_device(rank: int) -> dict[str, torch.Tensor]:
     net = on_device()
-    buckets = GradientBuckets(net, reducer, **SMALL)
-    buckets.attach()
-    batches = [shares(n, 0, 1) for n in range(3)]
+    group = dist.new_group([0], backend="cpu:gloo,cuda:nccl")
+    buckets = buckets_of(net, GroupReducer(group, 300.0))
+    batches = [shares(n, rank) for n in range(3)]
     for n in range(3):
         net.zero_grad()
         if n == 2:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            with buckets.step():
+            with step(buckets, n):
                 loss_of(net, *batches[n]).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert_close(gradients(net), expected(2, 1))
-
-
-def test_bfloat16_gradients_are_added_in_float32():
-    def body(reducer):
-        net = nn.Linear(WIDTH, WIDTH).cuda().bfloat16()
-        with torch.no_grad():
-            for p in net.parameters():
-                p.fill_(0.5)
-        buckets = GradientBuckets(net, reducer, reduce_dtype=torch.float32)
-        for p in net.parameters():
-            p.grad = torch.full_like(p, 1.0 + reducer.rank / 128)
-        buckets.begin()
-        for p in net.parameters():
-            buckets.ready(p)
-        buckets.finish()
-        torch.cuda.synchronize()
-        return gradients(net)
-
-    for actual in together(2, body):
-        for grad in actual.values():
-            assert torch.equal(grad, torch.full_like(grad, 1.0 + 1 / 256))
-
-
-def test_a_divided_optimizer_collects_its_parameters_in_time():
-    def body(reducer):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            net = on_device()
-            optimizer = ShardedOptimizer(net, torch.optim.AdamW, reducer, layers=net, lr=1e-2, **SMALL)
-            for n in range(4):
-                with optimizer.reducing():
-                    loss_of(net, *shares(n, reducer.rank, 2)).backward()
-                optimizer.step()
-            optimizer.wait_all()
-            torch.cuda.synchronize()
-            return {name: p.detach().clone() for name, p in net.named_parameters()}
-
-    net = on_device(late=False)
-    plain_optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    for n in range(4):
-        plain_optimizer.zero_grad()
-        for rank in range(2):
-            (loss_of(net, *shares(n, rank, 2)) / 2).backward()
-        plain_optimizer.step()
-    for actual in together(2, body):
-        for name, p in net.named_parameters():
-            assert torch.allclose(actual[name], p, rtol=1e-3, atol=1e-4), name
-
-
-def over_gloo(rank: int) -> dict[str, torch.Tensor]:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    net = on_device()
-    buckets = GradientBuckets(net, GroupReducer(timeout=300), **SMALL)
-    buckets.attach()
-    for n in range(3):
-        net.zero_grad()
-        with buckets.step():
-            loss_of(net, *shares(n, rank, 2)).backward()
     return {name: grad.cpu() for name, grad in gradients(net).items()}
 
 
-def test_processes_that_share_a_device_reduce_through_gloo(processes):
-    for actual in processes.run(2, over_gloo, timeout=300):
-        assert_close(actual, expected(2, 2))
+def test_the_host_does_not_wait_for_the_device(processes: LocalProcesses):
+    net = on_device(late=False)
+    loss_of(net, *shares(2, 0)).backward()
+    (actual,) = processes.run(1, stays_on_the_device, timeout=300)
+    assert_close(actual, gradients(net))
+
+
+def trains(rank: int, zero: bool) -> dict[str, torch.Tensor]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with Pipeline(
+        on_device(), nn.functional.mse_loss, microbatches=1, mesh=MeshShape(dp=2), timeout=300, device=torch.device("cuda")
+    ) as pipe:  # fmt: skip
+        optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-2, zero=zero and "overlap")
+        for n in range(4):
+            pipe.step(*batch(n))
+            optimizer.step()
+        return {name: p.detach().cpu() for name, p in pipe.named_parameters()}
+
+
+def test_a_divided_optimizer_collects_its_parameters_in_time(processes: LocalProcesses):
+    whole, divided = run_cases(processes, 2, trains, [(False,), (True,)])
+    for actual in divided:
+        for name, p in whole[0].items():
+            assert torch.allclose(actual[name], p, rtol=1e-3, atol=1e-4), name

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from penstock.errors import StageError
-from penstock.parallel.mesh import MeshShape
 from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
@@ -44,17 +43,16 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(8, 4), torch.zeros(8, 4)
 
 
-@pytest.mark.parametrize("mesh", [None, MeshShape(2, 2, 1)])
 @pytest.mark.parametrize("stepped", [False, True])
-def test_its_threads_end_and_the_model_may_stay(mesh: MeshShape | None, stepped: bool):
+def test_its_threads_end_and_the_model_may_stay(stepped: bool):
     before, model = set(ours()), layers()
-    pipe = Pipeline(model, nn.functional.mse_loss, ranks=2, microbatches=2, mesh=mesh)
+    pipe = Pipeline(model, nn.functional.mse_loss, ranks=2, microbatches=2)
     optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1)
     if stepped:
         pipe.step(*batch())
         optimizer.step()
     threads = [thread for thread in ours() if thread not in before]
-    assert len(threads) == (4 if mesh else 2)
+    assert len(threads) == 2
     gone = weakref.ref(pipe)
     del pipe, optimizer
     gc.collect()

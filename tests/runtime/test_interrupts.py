@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from penstock.errors import PenstockError
-from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers import rank_threads
 from tests.support import plain
@@ -115,12 +114,11 @@ class Scaled(nn.Module):
         return x * SCALE.get()
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_ranks_see_the_context_variables_of_the_caller_as_they_are_in_each_step(dp: int):
+def test_ranks_see_the_context_variables_of_the_caller_as_they_are_in_each_step():
     net = nn.Sequential(*[nn.Sequential(nn.Linear(plain.WIDTH, plain.WIDTH), Scaled()) for _ in range(2)])
     reference = copy.deepcopy(net)
     x, y = plain.batch(0, 4)
-    with Pipeline(net, nn.functional.mse_loss, mesh=MeshShape(2, dp), microbatches=4 // dp) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, ranks=2, microbatches=4) as pipe:
         for scale in (3.0, 0.5):
             token = SCALE.set(scale)
             found = [pipe.step(x, y).losses, pipe.evaluate(x, y).losses]

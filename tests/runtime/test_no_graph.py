@@ -112,19 +112,6 @@ def test_losses_without_a_graph_in_some_microbatches_are_not_refused():
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize(("constant", "refuses"), [([0, 1], False), ([0, 1, 2, 3], True)])
-def test_of_two_replicas_one_may_be_without_a_graph(constant, refuses):
-    x, y = numbered(4)
-    net = plain.model(2)
-    with Pipeline(net, Constant(constant), microbatches=2, mesh=MeshShape(pp=2, dp=2)) as pipe:
-        if refuses:
-            with pytest.raises(StageError, match="no microbatch's loss has a graph"):
-                pipe.step(x, y)
-        else:
-            pipe.step(x, y)
-            assert all(p.grad is not None for p in net.parameters())
-
-
 def of_processes(rank: int, constant: list[int]) -> str:
     with Pipeline(
         plain.model(2), Constant(constant), microbatches=2, mesh=MeshShape(pp=2, dp=2), timeout=300
@@ -136,24 +123,27 @@ def of_processes(rank: int, constant: list[int]) -> str:
         return "trained" if all(p.grad is not None for p in pipe.parameters()) else "not trained"
 
 
-def test_replicas_in_processes_decide_together(processes: LocalProcesses):
+def test_of_two_replicas_one_may_be_without_a_graph(processes: LocalProcesses):
     assert processes.run(4, of_processes, [0, 1]) == ["trained"] * 4
     assert processes.run(4, of_processes, [0, 1, 2, 3]) == ["step 1: no microbatch's loss has a graph"] * 4
 
 
-def test_what_does_not_count_may_be_the_only_loss_with_a_graph_of_a_replica():
-    x, y = numbered(4)
+def of_those_that_count(rank: int) -> bool:
     counts = {0: 0.0, 1: 0.0, 2: 1.0, 3: 1.0}
-    net = plain.model(2)
     with Pipeline(
-        net,
+        plain.model(2),
         Constant([0, 1]),
         microbatches=2,
         mesh=MeshShape(pp=2, dp=2),
         reduction=lambda target: counts[int(target[0, 0])],
+        timeout=300,
     ) as pipe:
-        pipe.step(x, y)
-    assert all(p.grad is not None for p in net.parameters())
+        pipe.step(*numbered(4))
+        return all(p.grad is not None for p in pipe.parameters())
+
+
+def test_what_does_not_count_may_be_the_only_loss_with_a_graph_of_a_replica(processes: LocalProcesses):
+    assert processes.run(4, of_those_that_count) == [True] * 4
 
 
 def test_a_model_that_is_frozen_as_a_whole_may_take_a_step():

@@ -26,8 +26,8 @@ def test_execution_options_are_checked_where_they_are_made(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bucket_bytes": 0}, "bucket_bytes must be a positive number of bytes or 'auto', got 0"),
-        ({"bucket_bytes": "all"}, "bucket_bytes must be a positive number of bytes or 'auto', got 'all'"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be a positive number of bytes, got 0"),
+        ({"bucket_bytes": "all"}, "bucket_bytes must be a positive number of bytes, got 'all'"),
         ({"buffers": "last"}, "buffers must be"),
         ({"check_replicas": True}, "check_replicas must be a number of steps, or 0 for never, got True"),
         ({"check_replicas": -1}, "check_replicas must be a number of steps, or 0 for never, got -1"),

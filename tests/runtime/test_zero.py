@@ -289,14 +289,68 @@ def test_an_inf_in_one_replica_skips_the_update_in_all(processes: LocalProcesses
             torch.testing.assert_close(ours[2], theirs[2])
 
 
-@pytest.mark.parametrize("mesh", [None, MeshShape(1, 2, 1)], ids=["alone", "threads"])
-def test_where_one_process_has_all_there_is_nothing_to_divide(mesh):
-    with pair(mesh) as pipe:
+def test_where_one_process_has_all_there_is_nothing_to_divide():
+    with pair(None) as pipe:
         optimizer = PipelineOptimizer(pipe, torch.optim.AdamW, lr=0.01, zero=True)
         pipe.step(*plain.batch(0, 8))
         assert optimizer.step().applied
         assert optimizer.shards is None
         assert sorted(optimizer.state_dict()["state"]) == [n for n, _ in sorted(pipe.named_parameters())]
+
+
+KINDS = {
+    torch.optim.AdamW: {"amsgrad": True},
+    torch.optim.Adagrad: {},
+    torch.optim.ASGD: {},
+    torch.optim.NAdam: {},
+    torch.optim.RMSprop: {"momentum": 0.9},
+    torch.optim.SGD: {"momentum": 0.9, "nesterov": True},
+}
+
+
+def of_a_kind(rank: int, kind: type[torch.optim.Optimizer], zero: Any) -> tuple:
+    with Pipeline(
+        plain.model(4), nn.functional.mse_loss, microbatches=2, mesh=MeshShape(1, 2, 1), timeout=300,
+        parallel=ParallelOptions(bucket_bytes=512),
+    ) as pipe:  # fmt: skip
+        optimizer = PipelineOptimizer(pipe, kind, lr=1e-2, zero=zero, **KINDS[kind])
+        for n in range(6):
+            pipe.step(*plain.batch(n, 8))
+            optimizer.step()
+        return copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
+
+
+def test_every_elementwise_optimizer_takes_the_steps_of_the_whole_one_bit_for_bit(processes: LocalProcesses):
+    cases = [(kind, zero) for kind in KINDS for zero in (False, "overlap")]
+    told = dict(zip(cases, run_cases(processes, 2, of_a_kind, cases), strict=True))
+    for kind in KINDS:
+        (weights, state), _ = told[kind, False]
+        for divided, divided_state in told[kind, "overlap"]:
+            assert_equal(dict(divided), dict(weights))
+            assert_equal(divided_state, state)
+
+
+def waits(rank: int) -> None:
+    """Each layer waits for its own parameters; `Pipeline.parameters` for all of them."""
+    with Pipeline(
+        plain.model(3), nn.functional.mse_loss, microbatches=2, mesh=MeshShape(1, 2, 1), timeout=300,
+        parallel=ParallelOptions(bucket_bytes=1),
+    ) as pipe:  # fmt: skip
+        optimizer = PipelineOptimizer(pipe, torch.optim.SGD, lr=0.1, zero="overlap")
+        pipe.step(*plain.batch(0, 8))
+        optimizer.step()
+        shards = optimizer.shards
+        (module,) = pipe.stage_modules()
+        numbers = [{shards.find(p).entry.bucket for p in layer.parameters()} for layer in module.layers]
+        assert set(shards._coming) == set.union(*numbers)
+        module.before[1]()
+        assert set(shards._coming) == numbers[0] | numbers[2]
+        pipe.parameters()
+        assert not shards._coming
+
+
+def test_layers_wait_for_their_own_parameters_only(processes: LocalProcesses):
+    processes.run(2, waits)
 
 
 def half_by_half(rank: int, mesh: MeshShape, case: str, zero: bool, weights: dict | None, state: dict | None):

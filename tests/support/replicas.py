@@ -1,52 +1,54 @@
-"""Replicas for tests: a function run in threads, and models and batches that all of them make alike."""
+"""Replicas for tests: models and batches that all processes make alike, and their buckets, step by step."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
-from penstock.parallel.data.thread_reducer import ThreadReducer, thread_reducers
+from penstock.parallel.data.buckets import GradientBuckets
+from penstock.parallel.data.reducer import GroupReducer
 
-WIDTH = 6
-
-
-def each(count: int, body: Callable[[ThreadReducer], Any], timeout: float = 20.0) -> list[Any]:
-    """What `body` returned on each replica, or the error it raised."""
-    found: list[Any] = [None] * count
-
-    def run(reducer: ThreadReducer) -> None:
-        try:
-            found[reducer.rank] = body(reducer)
-        except Exception as error:
-            found[reducer.rank] = error
-
-    threads = [
-        threading.Thread(target=run, args=(reducer,), daemon=True)
-        for reducer in thread_reducers(count, timeout)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-        assert not thread.is_alive(), "a replica was left waiting"
-    return found
+WIDTH, ROWS = 6, 12
 
 
-def together(count: int, body: Callable[[ThreadReducer], Any]) -> list[Any]:
-    """As `each`; the first error is raised."""
-    found = each(count, body)
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-    return found
+def reducer_of_all(timeout: float = 300.0) -> GroupReducer:
+    """The communicator of all processes."""
+    group = dist.group.WORLD
+    assert group is not None, "a process of a group"
+    return GroupReducer(group, timeout)
+
+
+def buckets_of(net: nn.Module, reducer: GroupReducer | None = None, **options: Any) -> GradientBuckets:
+    """Attached buckets of a model; small by default, so that there are many."""
+    small = {"bucket_bytes": 400, "first_bucket_bytes": 100}
+    buckets = GradientBuckets(net.named_parameters(), reducer or reducer_of_all(), **{**small, **options})
+    buckets.attach()
+    return buckets
+
+
+@contextmanager
+def step(
+    buckets: GradientBuckets, number: int = 1, contributions: int | Mapping[torch.Tensor, int] = 1
+) -> Iterator[None]:
+    """One step, as a pipeline takes it: every gradient is complete after as many contributions."""
+    if isinstance(contributions, int):
+        contributions = dict.fromkeys((e.parameter for e in buckets.entries), contributions)
+    buckets.begin(contributions, number)
+    try:
+        yield
+    except Exception as error:
+        buckets.abandon(error)
+        raise
+    buckets.finish()
 
 
 def model(seed: int = 0, layers: int = 4) -> nn.Sequential:
-    """Linear layers with norms between; the same for the same seed, also in threads."""
+    """Linear layers with norms between; the same for the same seed."""
     net = nn.Sequential(
         *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(layers)]
     )
@@ -57,15 +59,15 @@ def model(seed: int = 0, layers: int = 4) -> nn.Sequential:
     return net
 
 
-def batch(step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The global batch of a step."""
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+    generator = torch.Generator().manual_seed(100 + number)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
 
 
-def share(step: int, rows: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def share(number: int, rank: int, size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """A replica's rows of the global batch."""
-    x, y = batch(step, rows)
+    x, y = batch(number)
     return x.chunk(size)[rank], y.chunk(size)[rank]
 
 
@@ -79,9 +81,9 @@ def gradients(net: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: p.grad.clone() if p.grad is not None else None for name, p in net.named_parameters()}
 
 
-def plain(step: int, rows: int, size: int) -> dict[str, torch.Tensor | None]:
-    """Gradients of one process that runs every replica's share, in order, and divides the sum."""
+def plain(number: int, size: int = 2) -> dict[str, torch.Tensor]:
+    """Gradients of one process that runs every replica's share, in order."""
     net = model()
     for rank in range(size):
-        loss_of(net, *share(step, rows, rank, size)).backward()
-    return {name: grad / size for name, grad in gradients(net).items() if grad is not None}
+        loss_of(net, *share(number, rank, size)).backward()
+    return {name: grad for name, grad in gradients(net).items() if grad is not None}

@@ -58,7 +58,6 @@ def in_a_process(rank: int, config: Config, bad: Collection[int]) -> list[str]:
     [
         "pp2",
         "pp2 of two batches",
-        "pp2 dp2 in threads",
         "pp2 dp2 in processes",
         pytest.param("pp2 dp2 of two batches in processes", marks=pytest.mark.slow),
     ],

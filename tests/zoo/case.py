@@ -115,7 +115,7 @@ def draw(seed: int, names: tuple[str, ...] | None = None, transport: str | None 
     Args:
         seed: any number of at least 0.
         names: the kinds to draw from; all by default.
-        transport: instead of the drawn one.
+        transport: instead of the drawn one; in threads there are no replicas.
     """
     chance = random.Random(f"zoo {seed}")
     names = tuple(KINDS) if names is None else names
@@ -153,7 +153,9 @@ def draw(seed: int, names: tuple[str, ...] | None = None, transport: str | None 
         form=chance.choice([form for form in FORMS if form != "builders" or not tied]),
         steps=chance.choice([3, 3, 4]),
     )
-    return case if transport is None else replace(case, transport=transport)
+    if transport == "threads":
+        return replace(case, transport="threads", dp=1)
+    return replace(case, transport="processes") if transport or case.dp > 1 else case
 
 
 def draw_schedule(chance: random.Random, copies: bool) -> dict[str, Any]:

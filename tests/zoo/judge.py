@@ -116,7 +116,7 @@ def allowed(case: Case) -> list[str]:
     """Regular expressions of the refusals that a case may end in."""
     there = {"always", "split"} | ({"copies"} if case.copies else set())
     there |= {"recompute"} if case.recompute != "none" else set()
-    there |= {"threads"} if case.transport == "threads" and case.ranks * case.dp > 1 else set()
+    there |= {"threads"} if case.transport == "threads" and case.ranks > 1 else set()
     found = [kind.refused for kind in case.entries if there & set(kind.when.split(" or "))]
     return [text for text in (*found, HABITS[case.habit].refused, LOSSES[case.loss].refused) if text]
 

@@ -56,6 +56,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 60) -> Case:
         for smaller in simpler(case):
             try:
                 fits = smaller.stages >= 1 and smaller.processes <= 4
+                fits = fits and (smaller.dp == 1 or smaller.transport == "processes")
             except ScheduleError:
                 continue
             if not fits:

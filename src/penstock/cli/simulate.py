@@ -115,18 +115,21 @@ def command(
         click.echo(f"\ndrawn to {figure.path}")
 
 
+_BUCKETS = 16
+"""Number of buckets of a stage that stands for many: what they expose is hardly more than one bucket's reduction."""
+
+
 def _exposed(step: PlannedStep, seconds: float) -> dict[str, object]:
-    """Return how much of the reduction of gradients is exposed, in one bucket per stage and in as many as it takes."""
-    from penstock.simulate.reduction import fewest_buckets, reduce_gradients
+    """Return how much of the reduction of gradients is exposed, in one bucket per stage and in many."""
+    from penstock.simulate.reduction import reduce_gradients
 
     program, trace, schedule = step.program, step.trace, step.program.schedule
     each = [seconds * schedule.ranks / schedule.stages] * schedule.stages
-    counts = fewest_buckets(program, trace, each)
     return {
         "seconds": seconds,
         "exposed_in_one_bucket": [float(t) for t in reduce_gradients(program, trace, each).exposed],
-        "exposed": [float(t) for t in reduce_gradients(program, trace, each, counts).exposed],
-        "buckets": [counts[stage] for stage in range(schedule.stages)],
+        "exposed": [float(t) for t in reduce_gradients(program, trace, each, _BUCKETS).exposed],
+        "buckets": _BUCKETS,
     }
 
 
@@ -137,8 +140,7 @@ def _show_exposed(reduction: Mapping[str, Any]) -> None:
     click.echo(
         f"\nreduction     {reduction['seconds']:.6g} per rank; {worst('exposed_in_one_bucket')} exposed after the last op "
         "with one bucket per stage\n"
-        f"              {worst('exposed')} exposed with {', '.join(map(str, reduction['buckets']))} buckets, stage by stage "
-        "(1: one bucket is enough)"
+        f"              {worst('exposed')} exposed with {reduction['buckets']} buckets per stage"
     )
 
 

@@ -176,3 +176,20 @@ def require_fit(shape: MeshShape, processes: int) -> None:
     raise ConfigError(
         f"a mesh of {shape} has {plural(shape.ranks, 'rank')}, but the launch has {plural(processes, 'process')}; {advice}"
     )
+
+
+def require_threads(shape: MeshShape, program: str) -> None:
+    """Check that the ranks of a mesh can be threads of one process: those of one pipeline with whole matrices.
+
+    Args:
+        shape: the mesh.
+        program: end of the command that starts its processes.
+
+    Raises:
+        ConfigError: if there are replicas or tensor parallelism; gives the command.
+    """
+    if shape.dp * shape.tp > 1:
+        raise ConfigError(
+            f"a mesh of {shape} needs {plural(shape.ranks, 'process')}, one for each rank, and this is one process; start "
+            f"them with  torchrun --nproc-per-node {shape.ranks} {program}"
+        )

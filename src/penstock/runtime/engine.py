@@ -11,12 +11,12 @@ from typing import Literal, TypeVar
 
 import torch
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.runtime.batch.work import LocalBatch, StepOptions, Work
 from penstock.runtime.consensus import require_graph
-from penstock.runtime.copies.copies import Copies, copy_gradients
+from penstock.runtime.copies.copies import Copies
 from penstock.runtime.executor import Executor
 from penstock.runtime.health.hang import HangDetector
 from penstock.runtime.health.late import LateRanks
@@ -27,7 +27,6 @@ from penstock.runtime.tracing.gather import gather_trace
 from penstock.runtime.tracing.recorder import measured_trace
 from penstock.runtime.transport.channel import Channel, Failure
 from penstock.runtime.transport.threads import thread_channels
-from penstock.runtime.weights.making_buckets import make_thread_buckets, no_job, tune_buckets
 from penstock.runtime.weights.shared import broadcast_shared
 from penstock.runtime.workers.rank_threads import RankThreads
 from penstock.runtime.workers.streams import Streams
@@ -48,12 +47,9 @@ class Engine:
         timeout: longest wait between threads; between processes the timeout of `world` counts.
         world: the pipeline's processes; None if its ranks are threads of one process.
         device: device of the stages; None for the CPU.
-        replicas: number of replicas of the pipeline; without other processes, they are threads of this one.
+        replicas: number of replicas of the pipeline.
         options: options that say how copies of the model are kept the same.
         threads: CPU threads of each rank that is a thread.
-
-    Raises:
-        ConfigError: if several pipelines of threads would use a GPU.
     """
 
     def __init__(
@@ -68,8 +64,6 @@ class Engine:
         threads: int,
     ) -> None:
         self.local_stages = local_stages
-        others = range(replicas - 1) if world is None else ()
-        self.thread_replicas = [local_stages.thread_replica() for _ in others]
         self.local_ranks = local_ranks
         self.timeout = world.timeout if world is not None else timeout
         self.closed = False
@@ -78,28 +72,22 @@ class Engine:
         self._watch: Watchdog | None = None
         self._streams: Streams | None = None
         self._executors: dict[bool, list[Executor]] = {}
-        self._reduced = False
-        self._reductions = self._step = 0
+        self._step = 0
         self._status: Literal["idle", "stepping", "failed"] = "idle"
         self._works: list[Work] | None = None
         self._late = LateRanks()
         self._traced: list[Executor] | None = None
         if world is not None:
             self._connect(world, device)
-        elif local_stages.schedule.ranks > 1 or self.thread_replicas:
+        elif local_stages.schedule.ranks > 1:
             self._start_threads(threads)
-        self._copies = Copies(local_stages, self.thread_replicas, world, replicas, options)
-        for replica in self._all_replicas:
-            replica.watch_copies(replicas)
+        self._copies = Copies(local_stages, world, replicas, options)
+        local_stages.watch_copies(replicas)
         self._fixed = local_stages.fixed_modules(replicas)
-
-    @property
-    def _all_replicas(self) -> list[LocalStages]:
-        return [self.local_stages, *self.thread_replicas]
 
     def stage_modules(self) -> list[StageModule]:
         """Return the modules of all stages of this process, copies included."""
-        return [stage.module for local in self._all_replicas for stage in local.stages.values()]
+        return list(self.local_stages.modules.values())
 
     def _connect(self, world: World, device: torch.device | None) -> None:
         local_stages, rank = self.local_stages, world.rank
@@ -117,17 +105,9 @@ class Engine:
         self._streams = Streams.of(
             [[local_stages.modules[rank, s] for s in stages_of[rank]] for rank in self.local_ranks]
         )
-        if self._streams is not None and self.thread_replicas:
-            raise ConfigError("several pipelines on GPUs need a process per rank; start them with torchrun")
-        ranks = len(self.local_ranks) * (1 + len(self.thread_replicas))
-        self._rank_threads = RankThreads(ranks, self.timeout, self._streams, threads)
+        self._rank_threads = RankThreads(len(self.local_ranks), self.timeout, self._streams, threads)
         if local_stages.random is not None:
             local_stages.random.in_threads = True
-        if self.thread_replicas:
-            self._make_thread_buckets(self._rank_threads)
-
-    def _make_thread_buckets(self, rank_threads: RankThreads) -> None:
-        make_thread_buckets(self._all_replicas, self.local_ranks, self.timeout.seconds, rank_threads)
 
     @contextmanager
     def step(self, trains: bool) -> Iterator[None]:
@@ -142,8 +122,7 @@ class Engine:
             StageError: if no loss has a graph although there is something to train.
         """
         self._require_idle(trains)
-        if self._copies.sync_parameters():
-            self.make_buckets()
+        self._copies.sync_parameters()
         self._step += 1
         self._status = "stepping"
         self._works = None
@@ -169,40 +148,32 @@ class Engine:
         finally:
             self._status = "failed"  # a step that succeeded continues with the next line
         self._status = "idle"
-        self._conclude(trains, executors)
+        self._conclude(executors)
 
-    def run(self, batches: Sequence[LocalBatch], options: StepOptions) -> list[Work]:
+    def run(self, batch: LocalBatch, options: StepOptions) -> list[Work]:
         """Run the step whose context is open; raises what `Executor.run` raises.
 
         Args:
-            batches: batch of each replica of this process.
+            batch: batch of this pipeline.
             options: options of the step.
 
         Returns:
-            The work of each rank of each replica, with its results.
+            The work of each rank of this process, with its results.
 
         Raises:
             PenstockError: if the step fails on any rank; see `Executor.run`.
         """
         executors = self._executors[options.trains]
-        self._works = works = [Work(batch, options) for batch in batches for _ in self.local_ranks]
-        if options.trains:
-            if self._reduced:
-                copy_gradients(self.local_stages, self.thread_replicas)
-            self._reduced = options.reduces
+        self._works = works = [Work(batch, options) for _ in self.local_ranks]
         self._run_step(executors, works)
         self._copies.after_step(options.trains)
         return works
 
-    def _conclude(self, trains: bool, executors: list[Executor]) -> None:
+    def _conclude(self, executors: list[Executor]) -> None:
         assert self._works is not None
         works, self._works = self._works, None
         require_graph(reduce(or_, (work.flags for work in works)), self._step)
-        self._traced = executors[: len(self.local_ranks)]
-        if trains and works[0].options.reduces:
-            self._reductions += 1
-            if self._reductions == 2:
-                tune_buckets(executors, self._rank_threads if self.thread_replicas else None)
+        self._traced = executors
 
     def _require_idle(self, trains: bool) -> None:
         if self._status == "stepping":
@@ -227,9 +198,7 @@ class Engine:
                 if executor.channel is not None:
                     executor.channel.fail(Failure(executor.rank, self._step, why))
 
-        ranks = len(self.local_ranks)
-        of_replica = " of replica {}" if self.thread_replicas else ""
-        names = [f"rank {e.rank}{of_replica.format(n // ranks)}" for n, e in enumerate(executors)]
+        names = [f"rank {e.rank}" for e in executors]
         detector = HangDetector(self.timeout, [e.progress for e in executors], names, executors[0].program)
         jobs = [partial(e.run, self._step, w) for e, w in zip(executors, works, strict=True)]
         try:
@@ -253,23 +222,19 @@ class Engine:
     def _apply_timeout(self) -> None:
         if self._world is not None:
             self._world.apply_timeout()
-        for local_stages in self._all_replicas:
-            for reduction in local_stages.replica_reductions.values():
-                reduction.set_timeout(self.timeout.seconds)
+        if self.local_stages.replica_reduction is not None:
+            self.local_stages.replica_reduction.set_timeout(self.timeout.seconds)
 
     def _prepare(self, trains: bool) -> list[Executor]:
         if trains not in self._executors:
-            self._executors[trains] = [
-                executor
-                for local_stages in self._all_replicas
-                for executor in self._executors_of(local_stages, trains)
-            ]
+            self._executors[trains] = self._make_executors(trains)
         executors = self._executors[trains]
         if self._watch is not None:
             self._watch.detector.program = executors[0].program
         return executors
 
-    def _executors_of(self, local_stages: LocalStages, trains: bool) -> list[Executor]:
+    def _make_executors(self, trains: bool) -> list[Executor]:
+        local_stages = self.local_stages
         channels: Sequence[Channel | None] = [None]
         if self._world is not None:
             channels = [self._world.channel]
@@ -284,20 +249,14 @@ class Engine:
 
     def make_buckets(self, zero: bool = False) -> None:
         """Make the gradient buckets, or make them again; see `Pipeline.make_buckets`."""
-        self._reductions = 0
-        world = self._world
-        if world is not None and world.mesh is not None:
+        if self._world is not None and self._world.mesh is not None:
             self._executors.clear()
-            self.local_stages.make_buckets(world.rank, world.replicas(), world.all_gather_same_rank, zero)
-        elif self.thread_replicas and self._rank_threads is not None:
-            self._executors.clear()
-            self._make_thread_buckets(self._rank_threads)
+            self.local_stages.make_buckets(self._world, zero)
 
     @property
     def shards(self) -> Shards | None:
         """Shards of the parameters that this process updates, if replicas divide the update; otherwise None."""
-        world = self._world
-        reduction = self.local_stages.replica_reductions.get(world.rank) if world is not None else None
+        reduction = self.local_stages.replica_reduction
         return reduction.shards if reduction is not None else None
 
     def wait_for_parameters(self) -> None:
@@ -314,9 +273,7 @@ class Engine:
         def run(rank: int) -> None:
             results[rank] = job(rank)
 
-        jobs = [partial(run, rank) for rank in self.local_ranks]
-        idle = len(self.local_ranks) * len(self.thread_replicas)
-        self._rank_threads.run([*jobs, *[no_job] * idle], no_job)
+        self._rank_threads.run([partial(run, rank) for rank in self.local_ranks], lambda why: None)
         return [results[rank] for rank in self.local_ranks]
 
     def wrap_ops(self, wrap: Callable[[int, Callable[[], None]], Callable[[], None]]) -> None:
@@ -330,12 +287,7 @@ class Engine:
         Raises:
             ConfigError: on every process, if a rank's activations do not fit with every layer recomputed.
         """
-
-        def choose() -> None:
-            for local_stages in self._all_replicas:
-                local_stages.choose_recompute(memory)
-
-        world = self._world
+        choose, world = partial(self.local_stages.choose_recompute, memory), self._world
         run_each(choose, partial(world.all_gather_run, action="choose what to recompute") if world else None)
 
     def trace(self) -> Trace | None:
@@ -364,9 +316,8 @@ class Engine:
         self._executors.clear()
         self.local_stages.undo()
         # Hooks on the parameters would keep the reducers, and with them the communicators, as long as the model.
-        for local_stages in self._all_replicas:
-            for reduction in local_stages.replica_reductions.values():
-                reduction.detach(wait=self._world is None or self._status == "idle")
+        if self.local_stages.replica_reduction is not None:
+            self.local_stages.replica_reduction.detach(wait=self._status == "idle")
         if self._rank_threads is not None:
             self._rank_threads.close()
         if self._watch is not None:

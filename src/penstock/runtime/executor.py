@@ -82,9 +82,7 @@ class Executor:
         count = rows.stop - rows.start
         self.trains = bool((program.schedule.kind != Kind.F).any())
         in_processes = channel is not None and not channel.one_process
-        if self.trains and (
-            in_processes or (replica_reduction is not None and replica_reduction.exchange is not None)
-        ):
+        if self.trains and (in_processes or replica_reduction is not None):
             self._scale = GradientScale(p for stage in stages.values() for p in stage.module.parameters())
         self.device = device_of([stage.module for stage in stages.values()])
         self.records = OpRecords(count, clock(self.device, 2 * count))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.parallel.data.exchange import run_each
-from penstock.parallel.data.reducer import Reducer
 from penstock.parallel.dtensor import is_dtensor
 from penstock.parallel.tensor.plan import tensor_parallel
 from penstock.runtime.copies.fixed import FixedModules
@@ -23,7 +20,7 @@ from penstock.runtime.options import ParallelOptions
 from penstock.runtime.routing import ValueRoutes, gathered, names_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.weights.recompute_choice import choose_recompute
-from penstock.runtime.weights.replicas import Exchange, ReplicaReduction
+from penstock.runtime.weights.replicas import ReplicaReduction
 from penstock.runtime.weights.shared import SharedGradients, SharedGroup, group_holders, shared_groups
 from penstock.runtime.weights.ties import Ties
 from penstock.runtime.workers.world import World
@@ -66,7 +63,7 @@ class LocalStages:
         modules: stage modules by (rank, stage).
         stages: stages by (rank, stage).
         shared_groups: parameters that other ranks hold, too, by local rank.
-        replica_reductions: reduction of the gradients over replicas, by local rank.
+        replica_reduction: reduction of the gradients over replicas, or of shards; None if this process has neither.
     """
 
     def __init__(
@@ -98,7 +95,7 @@ class LocalStages:
             require_own_axes(modules, world, self.schedule)
 
         run_each(build, world.all_gather if world is not None else None)
-        self._isolations = Isolations(layers_of_stages, placement)
+        isolation = Isolations(layers_of_stages, placement)
         self._separate = SeparateModules(modules)
         self.ties.apply(modules)
         if world is not None and world.shards_matrices:
@@ -111,44 +108,28 @@ class LocalStages:
         names = {s: names_of(module) for (_, s), module in modules.items()}
         self.routes = ValueRoutes(gathered(world.gather_dict(names) if world else names))
         self.program = replace(program, skips=self.routes.skips)
-        self._make_stages(modules)
-
-    def _make_stages(self, modules: Modules) -> None:
         last = self.schedule.stages - 1
         self.modules = modules
-        isolations = self._isolations.of(modules)
+        isolations = isolation.of(modules)
         self.stages = {
             (rank, s): Stage(
                 s,
                 module,
-                self._loss_fn if s == last else None,
-                self._settings,
+                loss_fn if s == last else None,
+                settings,
                 self.routes.stages[s],
                 isolations[rank, s],
             )
             for (rank, s), module in modules.items()
         }
         self.shared_groups: dict[int, list[SharedGroup]] = {
-            rank: shared_groups(self.schedule.placement, self.ties, self._of_rank(rank), rank)
+            rank: shared_groups(placement, self.ties, self._of_rank(rank), rank)
             for rank in dict.fromkeys(rank for rank, _ in modules)
         }
-        self.replica_reductions: dict[int, ReplicaReduction] = {}
+        self.replica_reduction: ReplicaReduction | None = None
 
     def _of_rank(self, rank: int) -> dict[int, StageModule]:
         return {s: module for (r, s), module in self.modules.items() if r == rank}
-
-    def thread_replica(self) -> LocalStages:
-        """Return a replica for other threads of this process; it shares the parameters' memory, but not their gradients."""
-        replica = copy.copy(self)
-        replica.__dict__.pop("stages_by_number", None)
-        memos: dict[int, dict[int, Any]] = {}
-        replica._make_stages(
-            {
-                (rank, s): alias(module, memos.setdefault(rank, {}))
-                for (rank, s), module in self.modules.items()
-            }
-        )
-        return replica
 
     @property
     def random(self) -> RandomState | None:
@@ -189,35 +170,25 @@ class LocalStages:
         self.ties.undo()
         self._separate.undo()
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of all stages of all local ranks, in a fixed order."""
-        return [p for module in self.modules.values() for p in module.parameters()]
-
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name in the whole model, parameter) pairs; copies and tied weights have the same name."""
         named = [pair for module in self.modules.values() for pair in module.whole_model_parameters()]
         return [(self.ties.first.get(name, name), p) for name, p in named]
 
-    def make_buckets(
-        self, rank: int, reducer: Reducer | None, exchange: Exchange | None, zero: bool = False
-    ) -> None:
-        """Make the buckets of a rank's gradients, or make them again.
+    def make_buckets(self, world: World, zero: bool) -> None:
+        """Make the buckets of this process's gradients, or make them again; every replica calls it.
 
         Args:
-            rank: rank of this process.
-            reducer, exchange, zero: arguments of `ReplicaReduction`.
+            world: the pipeline's processes.
+            zero: divide the update of the parameters among the replicas.
         """
-        if rank in self.replica_reductions:
-            self.replica_reductions.pop(rank).detach()
-        groups = self.shared_groups[rank]
-        # In threads, which share memory, only the first holder of a parameter has its gradient in the end.
-        elsewhere = [p for group in groups for p in group.parameters if group.holders[0] != rank]
-        self.replica_reductions[rank] = ReplicaReduction(
-            reducer,
-            exchange,
-            self._of_rank(rank),
-            {group.number: group.parameters for group in groups},
-            elsewhere if self._world is None else [],
+        if self.replica_reduction is not None:
+            self.replica_reduction.detach()
+        self.replica_reduction = ReplicaReduction(
+            world.replicas(),
+            world.all_gather_same_rank,
+            self._of_rank(world.rank),
+            {group.number: group.parameters for group in self.shared_groups[world.rank]},
             self._options.bucket_bytes,
             zero,
         )
@@ -273,7 +244,7 @@ class LocalStages:
             tags = program.tags + 1  # the tag before belongs to the end of the step
             one_memory = self._world is None
             shared = SharedGradients(self.shared_groups[rank], rank, tags, channel, one_memory)
-        return Executor(program, rank, stages, channel, shared, self.replica_reductions.get(rank), fixed)
+        return Executor(program, rank, stages, channel, shared, self.replica_reduction, fixed)
 
 
 def build_modules(

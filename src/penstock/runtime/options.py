@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from penstock.counts import is_count
 from penstock.errors import ConfigError
@@ -19,9 +18,8 @@ class ParallelOptions:
     """Options of replicas and tensor parallelism.
 
     Args:
-        bucket_bytes: bytes in a gradient bucket (default 25 MiB); buckets are reduced over replicas while the backward
-            runs. "auto" chooses for each stage after the second step: one bucket if its reduction hides behind the
-            backward, more if it does not.
+        bucket_bytes: maximum bytes in a gradient bucket (default 25 MiB); buckets are reduced over replicas while the
+            backward runs.
         buffers: what to do if copies of a stage change a persistent buffer differently: "refuse" the step (default), or
             take the "mean" or the "first". Statistics of batch normalization are always joined. See
             `penstock.runtime.copies.buffers.BufferCopies`.
@@ -35,17 +33,15 @@ class ParallelOptions:
         ConfigError: if a value is not allowed.
     """
 
-    bucket_bytes: int | Literal["auto"] = BUCKET_BYTES
+    bucket_bytes: int = BUCKET_BYTES
     buffers: Rule = "refuse"
     check_replicas: int = 100
     family: str = "penstock"
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes != "auto" and not is_count(self.bucket_bytes):
-            raise ConfigError(
-                f"bucket_bytes must be a positive number of bytes or 'auto', got {self.bucket_bytes!r}"
-            )
+        if not is_count(self.bucket_bytes):
+            raise ConfigError(f"bucket_bytes must be a positive number of bytes, got {self.bucket_bytes!r}")
         require_rule(self.buffers)
         if not is_count(self.check_replicas, 0):
             raise ConfigError(

@@ -75,9 +75,10 @@ class Pipeline(PipelineModel):
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
             LOCAL_RANK.
         timeout: longest wait between ranks in seconds, after which a rank counts as hung (default 60).
-        mesh: sizes of the axes: ``dp`` pipelines side by side, each with matrices sharded over ``tp`` processes. A step
-            then takes the global batch, ``dp * microbatches`` microbatches, on every process. A `MeshShape`; or torch's mesh
-            with dimensions called pp, dp and tp, which may be a slice, or have some of the processes only.
+        mesh: sizes of the axes: ``dp`` pipelines side by side, each with matrices sharded over ``tp`` processes; each rank
+            is then a process. A step takes the global batch, ``dp * microbatches`` microbatches, on every process. A
+            `MeshShape`; or torch's mesh with dimensions called pp, dp and tp, which may be a slice, or have some of the
+            processes only.
         recompute: layers that keep only their inputs and run again before their backward: "none", "full" (every layer), an
             integer k (every k-th layer of a stage), or "auto" (as few as ``execution.memory`` allows, measured in the first
             step).
@@ -164,7 +165,7 @@ class Pipeline(PipelineModel):
             self.replica = self.world.mesh.coordinate("dp")
         self.is_first = self.world is None or self.world.is_first
         gather = None if self.world is None else partial(self.world.all_gather_run, action="share the cores")
-        self.threads = cpu_threads(gather, self.ranks * self.replicas, execution.threads)
+        self.threads = cpu_threads(gather, self.ranks, execution.threads)
         self._local = LocalStages(
             program,
             layers_of_stages,
@@ -192,11 +193,18 @@ class Pipeline(PipelineModel):
             parallel,
             self.threads,
         )
-        local_replicas = [self.replica] if self.in_processes else range(self.replicas)
         ends = self.holds_first, self.holds_last
         alone = all(ends) and self.replicas * self.tensor_ranks == 1  # takes only its own batch
-        common = (self.device, self.reduction, self._local.routes, *ends, self.in_processes and not alone)
-        self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
+        self._splitter = BatchSplitter(
+            microbatches,
+            self.replicas,
+            self.replica,
+            self.device,
+            self.reduction,
+            self._local.routes,
+            *ends,
+            self.in_processes and not alone,
+        )
         self._container = given.container
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
@@ -265,7 +273,7 @@ class Pipeline(PipelineModel):
         """Make the gradient buckets again, after a change of gradient dtypes; every process calls it.
 
         Args:
-            zero: divide the update of the parameters among the replicas that are processes (default False).
+            zero: divide the update of the parameters among the replicas (default False).
         """
         self._engine.make_buckets(zero)
 
@@ -367,8 +375,7 @@ class Pipeline(PipelineModel):
             if trains:
                 self._container.require_unchanged()
                 require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
-            batches = [splitter.split(x, y, named, options) for splitter in self._splitters]
-            works = self._engine.run(batches, options)
+            works = self._engine.run(self._splitter.split(x, y, named, options), options)
         self.steps += trains
         if trains:
             self._mark_trained()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, ScheduleError, first_line
-from penstock.parallel.mesh import Mesh, MeshShape, require_fit
+from penstock.parallel.mesh import Mesh, MeshShape, require_fit, require_threads
 from penstock.plural import plural
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.start.launch_environment import own_device
@@ -104,7 +104,7 @@ def resolve_mesh(
 
     Raises:
         ConfigError: if the mesh has another number of pipeline ranks than `ranks`, does not fit the processes, or has
-            tensor parallelism in one process.
+            replicas or tensor parallelism in one process.
     """
     processes = world.size if world is not None and world.size > 1 else None
     if mesh is None:
@@ -117,10 +117,7 @@ def resolve_mesh(
     if processes is not None:
         require_fit(mesh, processes)
         return mesh.pp, mesh.pp
-    if mesh.tp > 1:
-        raise ConfigError(
-            f"a mesh of {mesh} needs {plural(mesh.ranks, 'process')}; start them with torchrun --nproc-per-node {mesh.ranks}"
-        )
+    require_threads(mesh, "SCRIPT")
     return mesh.pp, None
 
 

@@ -78,32 +78,6 @@ def reduce_gradients(
     return Reductions(_merged(trace, rows), tuple(exposed), tuple(total))
 
 
-def fewest_buckets(
-    program: Program, trace: Trace, seconds: Sequence[Any], max_buckets: int = 16
-) -> dict[int, int]:
-    """Return the fewest buckets of each stage that expose no more than `max_buckets` for every stage.
-
-    Args:
-        program: program of the step.
-        trace: trace of the step from `simulate`.
-        seconds: time to reduce the gradients of each stage.
-        max_buckets: largest number of buckets of a stage (default 16).
-
-    Returns:
-        Number of buckets (1, 2, 4 ... `max_buckets`) by stage.
-    """
-    counts = dict.fromkeys(range(program.schedule.stages), max_buckets)
-    least = reduce_gradients(program, trace, seconds, counts).exposed
-    for stage in range(program.schedule.stages):
-        for count in (2**n for n in range(max_buckets.bit_length())):
-            fewer = {**counts, stage: count}
-            exposed = reduce_gradients(program, trace, seconds, fewer).exposed
-            if all(a <= b * (1 + 1e-9) for a, b in zip(exposed, least, strict=True)):
-                counts = fewer
-                break
-    return counts
-
-
 def _last_gradients(local: Trace) -> dict[int, tuple[Any, Any]]:
     """Return stage → (start, end) of its last B or W on one rank."""
     last: dict[int, tuple[Any, Any]] = {}

@@ -345,7 +345,7 @@ def build_pipeline(
         timeout=runtime.timeout,
         mesh=shape_of(parallel),
         parallel=ParallelOptions(
-            bucket_bytes=parallel.bucket_bytes or "auto",
+            bucket_bytes=parallel.bucket_bytes,
             buffers=parallel.buffers,
             check_replicas=parallel.check_replicas,
             family=model.family,

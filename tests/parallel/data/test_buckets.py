@@ -9,19 +9,26 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PeerError, PenstockError, WaitTimeoutError
-from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.gradient_order import parameter_order
-from penstock.parallel.data.reducer import GroupReducer
+from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.runtime.workers.pool import LocalProcesses
 from penstock.stage.compute.runner import LossInputs, LossWeight
 from penstock.stage.compute.stage import Stage
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 from penstock.stage.values import Message
-from tests.support.replicas import WIDTH, batch, each, gradients, loss_of, model, plain, share, together
-
-ROWS = 12
-SMALL = {"bucket_bytes": 400, "first_bucket_bytes": 100}  # many buckets of a small model
+from tests.support.groups import run_cases
+from tests.support.replicas import (
+    WIDTH,
+    batch,
+    buckets_of,
+    gradients,
+    loss_of,
+    model,
+    plain,
+    reducer_of_all,
+    share,
+    step,
+)
 
 
 def assert_equal(one: dict, other: dict) -> None:
@@ -37,179 +44,135 @@ def assert_close(one: dict, other: dict, scale: float = 64.0) -> None:
         assert float((one[name] - other[name]).abs().max()) <= bound, name
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_threads_get_the_sum_in_the_order_of_replicas_bit_for_bit(size):
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer, **SMALL)
-        buckets.attach()
-        seen = []
-        for n in range(3):
-            with buckets.step():
-                loss_of(net, *share(n, ROWS, reducer.rank, size)).backward()
-            seen.append(gradients(net))
-            net.zero_grad(set_to_none=n % 2 == 0)
-        return seen
-
-    for seen in together(size, body):
-        for n in range(3):
-            assert_equal(seen[n], plain(n, ROWS, size))
+def three_steps(rank: int, bucket: int, first: int) -> list[dict]:
+    """Gradients of three steps; they are zeroed after one, and dropped after the others."""
+    net = model()
+    buckets = buckets_of(net, bucket_bytes=bucket, first_bucket_bytes=first)
+    seen = []
+    for n in range(3):
+        with step(buckets, n):
+            loss_of(net, *share(n, rank)).backward()
+        storages = {b.flat.untyped_storage().data_ptr() for b in buckets.buckets}
+        assert all(p.grad.untyped_storage().data_ptr() in storages for p in net.parameters())
+        seen.append(gradients(net))
+        net.zero_grad(set_to_none=n != 1)
+        if n == 1:
+            assert not any(b.flat.any() for b in buckets.buckets)
+    return seen
 
 
-def train_in_a_group(rank: int, size: int, blocking: bool) -> dict[str, torch.Tensor]:
+def test_every_size_of_buckets_gives_the_sum_in_the_order_of_replicas_bit_for_bit(
+    processes: LocalProcesses,
+):
+    cases = list(itertools.product((1, 400, 1 << 20), (1, 100, 1 << 20)))
+    for told in run_cases(processes, 2, three_steps, cases):
+        for seen in told:
+            for n in range(3):
+                assert_equal(seen[n], plain(n))
+
+
+def train(rank: int, size: int) -> dict[str, torch.Tensor]:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    buckets = GradientBuckets(net, GroupReducer(blocking=blocking, timeout=300), **SMALL)
-    buckets.attach()
+    buckets = buckets_of(net)
     for n in range(20):
-        loss_of(net, *share(n, ROWS, rank, size)).backward()
-        buckets.finish()
+        with step(buckets, n):
+            (loss_of(net, *share(n, rank, size)) / size).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize(("size", "blocking"), [(2, False), (4, False), (2, True)])
-def test_processes_train_as_one_process_does_and_stay_bit_identical(
-    processes: LocalProcesses, size, blocking
-):
-    results = processes.run(size, train_in_a_group, size, blocking)
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_train_as_one_process_does_and_stay_bit_identical(processes: LocalProcesses, size):
+    results = processes.run(size, train, size)
     for other in results[1:]:
         assert_equal(results[0], other)
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for n in range(20):
-        loss_of(net, *batch(n, ROWS)).backward()
+        loss_of(net, *batch(n)).backward()
         optimizer.step()
         optimizer.zero_grad()
     for name, parameter in net.named_parameters():
         assert torch.allclose(results[0][name], parameter, rtol=0, atol=2e-4), name
 
 
-def test_gradients_live_in_the_buffer_and_stay_there():
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer, **SMALL)
-        buckets.attach()
-        for n, to_none in enumerate([True, False, False, True]):
-            loss_of(net, *share(n, ROWS, reducer.rank, 2)).backward()
-            buckets.finish()
-            storages = {b.flat.untyped_storage().data_ptr() for b in buckets.buckets}
-            if n:  # the first step's buckets are still the ones before the order was seen
-                assert all(p.grad.untyped_storage().data_ptr() in storages for p in net.parameters())
-            actual = gradients(net)
-            net.zero_grad(set_to_none=to_none)
-            if not to_none:
-                assert not any(b.flat.any() for b in buckets.buckets)
-        return actual
+class Counting(GroupReducer):
+    """Counts the collectives that it has begun."""
 
-    for actual in together(2, body):
-        assert_equal(actual, plain(3, ROWS, 2))
+    begun = 0
+
+    def all_reduce(self, flat: torch.Tensor) -> Handle:
+        self.begun += 1
+        return super().all_reduce(flat)
 
 
-def test_zero_clears_the_buffers_and_keeps_the_views():
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer, **SMALL)
-        buckets.attach()
-        for n in range(2):
-            loss_of(net, *share(n, ROWS, reducer.rank, 2)).backward()
-            buckets.finish()
-        buckets.zero()
-        assert not any(p.grad.any() for p in net.parameters())
-        loss_of(net, *share(2, ROWS, reducer.rank, 2)).backward()
-        buckets.finish()
-        return gradients(net)
-
-    for actual in together(2, body):
-        assert_equal(actual, plain(2, ROWS, 2))
-
-
-@pytest.mark.parametrize("divisor", [None, 1.0])
-def test_gradients_accumulate_over_steps_that_are_not_zeroed(divisor):
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer, divisor=divisor, **SMALL)
-        buckets.attach()
-        for n in range(3):
-            with buckets.step():
-                loss_of(net, *share(n, ROWS, reducer.rank, 2)).backward()
-        return gradients(net)
-
-    expected = {}
-    for n in range(3):
-        for name, grad in plain(n, ROWS, 2).items():
-            expected[name] = expected.get(name, 0) + grad * (1 if divisor is None else 2)
-    for actual in together(2, body):
-        assert_close(actual, expected)
+def accumulates(rank: int, microbatches: int) -> dict:
+    """Two steps that are not zeroed, each with microbatches that are reduced with the last one."""
+    net = model()
+    reducer = Counting(reducer_of_all().group, 300.0)
+    buckets = buckets_of(net, reducer)
+    for n in range(2):
+        x, y = share(n, rank)
+        parts = list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
+        begun = reducer.begun
+        with buckets.accumulating():
+            for a, b in parts[:-1]:
+                (loss_of(net, a, b) / microbatches).backward()
+        assert reducer.begun == begun
+        with step(buckets, n):
+            (loss_of(net, *parts[-1]) / microbatches).backward()
+        assert reducer.begun > begun
+    return gradients(net)
 
 
-@pytest.mark.parametrize("divisor", [None, 1.0])
-def test_nothing_starts_while_accumulating(divisor):
-    microbatches = 3
-
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer, divisor=divisor, **SMALL)
-        buckets.attach()
-        for n in range(2):
-            x, y = share(n, ROWS, reducer.rank, 2)
-            parts = list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
-            calls = reducer._count
-            with buckets.accumulating():
-                for a, b in parts[:-1]:
-                    (loss_of(net, a, b) / microbatches).backward()
-            assert reducer._count == calls
-            with buckets.step():
-                (loss_of(net, *parts[-1]) / microbatches).backward()
-            actual = gradients(net)
-            net.zero_grad()
-        return actual
-
-    for actual in together(2, body):
-        times = 1 if divisor is None else 2
-        assert_close(actual, {name: grad * times for name, grad in plain(1, ROWS, 2).items()})
+def test_gradients_accumulate_over_steps_and_nothing_starts_before_the_last_microbatch(
+    processes: LocalProcesses,
+):
+    expected = {name: grad + plain(1)[name] for name, grad in plain(0).items()}
+    for told in run_cases(processes, 2, accumulates, [(1,), (3,)]):
+        for actual in told:
+            assert_close(actual, expected)
 
 
-def test_a_parameter_is_ready_after_the_contributions_announced_for_it():
-    def body(reducer):
-        net = model()
-        first = list(net[0].parameters())
-        buckets = GradientBuckets(net, reducer, bucket_bytes=1, first_bucket_bytes=1, rebuild=False)
-        buckets.attach()
-        x, y = share(0, ROWS, reducer.rank, 2)
-        counts = {p: 2 if any(p is q for q in first) else 1 for p in net.parameters()}
-        with buckets.step(counts):
-            hidden = net[0](x[:3])
-            rest = hidden.detach().requires_grad_()
-            loss = nn.functional.mse_loss(net[1:](rest), y[:3])
-            loss.backward()
-            started = buckets._started
-            hidden.backward(rest.grad)
-            assert buckets._started == started  # one contribution of two
-            net[0](x[3:]).sum().backward()
-            assert buckets._started == len(buckets.buckets)
-        return started, len(list(net.parameters())) - len(first)
+def counts_contributions(rank: int) -> tuple[int, int]:
+    net = model()
+    first = list(net[0].parameters())
+    buckets = buckets_of(net, bucket_bytes=1, first_bucket_bytes=1)
+    x, y = share(0, rank)
+    counts = {p: 2 if any(p is q for q in first) else 1 for p in net.parameters()}
+    with step(buckets, contributions=counts):
+        hidden = net[0](x[:3])
+        rest = hidden.detach().requires_grad_()
+        nn.functional.mse_loss(net[1:](rest), y[:3]).backward()
+        started = buckets._started
+        hidden.backward(rest.grad)
+        assert buckets._started == started  # one contribution of two
+        net[0](x[3:]).sum().backward()
+        assert buckets._started == len(buckets.buckets)
+    return started, len(list(net.parameters())) - len(first)
 
-    for started, expected in together(2, body):
+
+def test_a_parameter_is_ready_after_the_contributions_announced_for_it(processes: LocalProcesses):
+    for started, expected in processes.run(2, counts_contributions):
         assert started == expected
 
 
-def split_backwards(reducer, spread: bool):
+def split_backwards(rank: int, spread: bool) -> dict:
     """Run two stages on a replica, with three microbatches; the weight halves come last, in another order."""
     net = model()
     stages = [Stage(0, StageModule([Layer("0", lambda: net[:2])]))]
     stages.append(Stage(1, StageModule([Layer("1", lambda: net[2:])]), nn.functional.mse_loss))
-    x, y = share(0, ROWS, reducer.rank, 2)  # a first microbatch, which checks that the backwards can be split
+    x, y = share(0, rank)  # a first microbatch, which checks that the backwards can be split
     middle = stages[0].forward(0, (Message((x,)),), split=True)
     stages[1].forward_with_loss(0, middle, LossInputs(y, LossWeight()), split=True)
     stages[0].backward(0, stages[1].backward(0, None))
-    buckets = GradientBuckets(net, reducer, **SMALL)
-    buckets.attach()
+    buckets = buckets_of(net)
     for n in range(2):
         net.zero_grad()
-        x, y = share(n, ROWS, reducer.rank, 2)
-        with buckets.step(contributions=3):
+        x, y = share(n, rank)
+        with step(buckets, n, contributions=3):
             grads = {}
             for m, (a, b) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True)):
                 middle = stages[0].forward(m, (Message((a,)),), split=True)
@@ -225,363 +188,305 @@ def split_backwards(reducer, spread: bool):
     return gradients(net)
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_split_backward_reduces_after_the_last_w_wherever_it_is(spread):
-    first, second = together(2, lambda r: split_backwards(r, spread))
-    assert_equal(first, second)
+def test_a_split_backward_reduces_after_the_last_w_wherever_it_is(processes: LocalProcesses):
     expected: dict[str, torch.Tensor] = {}
     for rank in range(2):
         net = model()
-        x, y = share(1, ROWS, rank, 2)
+        x, y = share(1, rank)
         for a, b in zip(x.chunk(3), y.chunk(3), strict=True):
             (loss_of(net, a, b) / 3).backward()
         for name, grad in gradients(net).items():
             expected[name] = expected[name] + grad if name in expected else grad
-    assert_equal(first, {name: grad / 2 for name, grad in expected.items()})
+    for told in run_cases(processes, 2, split_backwards, [(False,), (True,)]):
+        for actual in told:
+            assert_equal(actual, expected)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-        with torch.no_grad():
-            for n, parameter in enumerate(self.parameters()):
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) / (n + 1))
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
-
-
-def test_a_tied_weight_counts_once():
-    def body(reducer):
-        net = Tied()
-        buckets = GradientBuckets(net, reducer)
-        buckets.attach()
-        loss_of(net, *share(0, ROWS, reducer.rank, 2)).backward()
-        buckets.finish()
-        return len(buckets.entries), gradients(net)
-
-    net = Tied()
-    loss_of(net, *batch(0, ROWS)).backward()
-    for count, actual in together(2, body):
-        assert count == 3
-        assert_close(actual, gradients(net))
-
-
-def test_buckets_start_in_their_order_whatever_the_order_of_readiness():
-    def body(reducer):
-        net = model()
-        parameters = list(net.parameters())
-        buckets = GradientBuckets(net, reducer, bucket_bytes=1, order=parameters, rebuild=False)
-        for p in parameters:
-            p.grad = torch.full_like(p, reducer.rank + 1.0)
-        turn = parameters if reducer.rank else parameters[::-1]
-        buckets.begin()
-        started = []
-        for p in turn:
+def in_two_orders(rank: int) -> list[int]:
+    net = model()
+    parameters = list(net.parameters())
+    buckets = buckets_of(net, bucket_bytes=1)  # of one parameter each, in reverse
+    started = []
+    with step(buckets):
+        for p in parameters[::-1] if rank else parameters:
+            p.grad = torch.full_like(p, rank + 1.0)
             buckets.ready(p)
             started.append(buckets._started)
-        buckets.finish()
-        assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in parameters)
-        return started
+    assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in parameters)
+    return started
 
-    backwards, forwards = together(2, body)
+
+def test_buckets_start_in_their_order_whatever_the_order_of_readiness(processes: LocalProcesses):
+    backwards, forwards = processes.run(2, in_two_orders)
     count = len(forwards)
     assert forwards == list(range(1, count + 1))
     assert backwards == [0] * (count - 1) + [count]
 
 
-def test_the_order_seen_by_replica_0_makes_the_buckets_of_all_once():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(model(layers=3))
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(model(layers=3))
 
-        def forward(self, x, turn):
-            return sum(self.parts[n](x) for n in turn)
+    def forward(self, x, turn):
+        return sum(self.parts[n](x) for n in turn)
 
-    def body(reducer):
-        net = Branches()
-        buckets = GradientBuckets(net, reducer, bucket_bytes=1)
-        buckets.attach()
-        orders = []
-        for turn in ([[1, 0, 2], [0, 1, 2]][reducer.rank], [2, 1, 0], [0, 1, 2]):
-            loss = net(share(0, ROWS, reducer.rank, 2)[0], turn).square().sum()
-            seen = [id(p) for p in parameter_order(loss)]
-            with buckets.step():
-                orders.append([e.name for b in buckets.buckets for e in [buckets.entries[b.plan.members[0]]]])
-                loss.backward()
-            if len(orders) == 1:
-                first = [e.name for p in seen for e in buckets.entries if id(e.parameter) == p]
-        return first, orders, gradients(net)
 
-    (first, orders, one), (other_first, other_orders, two) = together(2, body)
+def rebuilt(rank: int) -> tuple[list[str], list[list[str]], dict]:
+    """The layers in the order in which replica 0 has seen them complete, and the buckets' orders."""
+    net = Branches()
+    buckets = buckets_of(net, bucket_bytes=1)
+    orders = []
+    for n, turn in enumerate(([[1, 0, 2], [0, 1, 2]][rank], [2, 1, 0], [0, 1, 2])):
+        net.zero_grad()
+        with step(buckets, n):
+            orders.append([buckets.entries[b.plan.members[0]].name for b in buckets.buckets])
+            net(share(0, rank)[0], turn).square().sum().backward()
+        if n == 0:
+            seen = [buckets.entries[number].name for number in buckets._seen_order]
+            buckets.rebuild()
+    return seen, orders, gradients(net)
+
+
+def test_buckets_are_rebuilt_in_the_order_that_replica_0_has_seen(processes: LocalProcesses):
+    (first, orders, one), (other_first, other_orders, two) = processes.run(2, rebuilt)
     assert first != other_first
     assert orders == other_orders
     assert orders[1] == orders[2] == first != orders[0]
     assert_equal(one, two)
 
 
-def test_dtypes_never_share_a_bucket_and_bfloat16_can_be_added_in_float32():
-    def body(reducer, reduce_dtype):
-        net = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH)
-        )
-        with torch.no_grad():
-            for p in net.parameters():
-                p.fill_(0.5)
-        buckets = GradientBuckets(net, reducer, reduce_dtype=reduce_dtype)
-        generator = torch.Generator().manual_seed(reducer.rank)
+def of_several_dtypes(rank: int) -> tuple[dict, dict]:
+    net = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH)
+    )
+    with torch.no_grad():
         for p in net.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        before = gradients(net)
-        buckets.begin()
-        for p in net.parameters():
+            p.fill_(0.5)
+    buckets = buckets_of(net, bucket_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    generator = torch.Generator().manual_seed(rank)
+    before = {n: torch.randn(p.shape, generator=generator).to(p.dtype) for n, p in net.named_parameters()}
+    kinds = [{buckets.entries[m].parameter.dtype for m in b.plan.members} for b in buckets.buckets]
+    assert sorted(map(len, kinds)) == [1, 1]
+    with step(buckets):
+        for name, p in net.named_parameters():
+            p.grad = before[name].clone()
             buckets.ready(p)
-        assert {
-            len({buckets.entries[m].parameter.dtype for m in b.plan.members}) for b in buckets.buckets
-        } == {1}
-        buckets.finish()
-        return before, gradients(net)
+    return before, gradients(net)
 
-    for dtype in (None, torch.float32):
-        (first, actual), (second, _), (third, _) = together(3, lambda r, dtype=dtype: body(r, dtype))
-        for name, grad in actual.items():
-            wide = dtype if dtype and grad.dtype == torch.bfloat16 else grad.dtype
-            total = (first[name].to(wide) + second[name].to(wide)) + third[name].to(wide)
-            assert torch.equal(grad, (total / 3).to(grad.dtype)), (dtype, name)
+
+def test_dtypes_never_share_a_bucket(processes: LocalProcesses):
+    (first, actual), (second, other) = processes.run(2, of_several_dtypes)
+    assert_equal(actual, other)
+    assert_equal(actual, {name: grad + second[name] for name, grad in first.items()})
+
+
+def in_float32(rank: int) -> dict:
+    net = model().bfloat16()
+    for p in net.parameters():
+        p.grad_dtype = torch.float32
+    buckets = buckets_of(net)
+    x, y = share(0, rank)
+    for n in range(2):
+        net.zero_grad()
+        with step(buckets, n):
+            loss_of(net, x.bfloat16(), y.bfloat16()).backward()
+    return gradients(net)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="grad_dtype came with torch 2.10")
-def test_gradients_of_another_dtype_than_their_parameter():
-    def body(reducer):
-        net = model().bfloat16()
-        for p in net.parameters():
-            p.grad_dtype = torch.float32
-        buckets = GradientBuckets(net, reducer, **SMALL)
-        buckets.attach()
-        x, y = share(0, ROWS, reducer.rank, 2)
-        for _ in range(2):
-            net.zero_grad()
-            loss_of(net, x.bfloat16(), y.bfloat16()).backward()
-            local = gradients(net)
-            buckets.finish()
-        return local, gradients(net)
-
-    (_, actual), (_, other) = together(2, body)
-    for name, grad in actual.items():
-        assert grad.dtype == torch.float32
-        assert torch.equal(grad, other[name])
+def test_gradients_of_another_dtype_than_their_parameter(processes: LocalProcesses):
+    one, other = processes.run(2, in_float32)
+    assert {grad.dtype for grad in one.values()} == {torch.float32}
+    assert_equal(one, other)
 
 
-def half_used(reducer, missing: str, uses: tuple[bool, bool]):
-    net = model()
-    extra = nn.Linear(WIDTH, WIDTH)
-    never = nn.Linear(WIDTH, WIDTH, bias=False)
+def extended() -> nn.ModuleList:
+    """A model, a layer after it, and one that is never used."""
+    whole = nn.ModuleList([model(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)])
     with torch.no_grad():
-        for p in (*extra.parameters(), *never.parameters()):
+        for p in (*whole[1].parameters(), *whole[2].parameters()):
             p.fill_(0.25)
-    whole = nn.ModuleList([net, extra, never])
-    buckets = GradientBuckets(whole, reducer, missing=missing, **SMALL)
-    buckets.attach()
+    return whole
+
+
+def half_used(rank: int) -> dict:
+    whole = extended()
+    buckets = buckets_of(whole)
     for n in range(3):
         whole.zero_grad()
-        x, y = share(n, ROWS, reducer.rank, 2)
-        out = net(x)
-        if uses[reducer.rank]:
-            out = extra(out)
-        with buckets.step():
+        x, y = share(n, rank)
+        out = whole[0](x)
+        if rank == 0:
+            out = whole[1](out)
+        with step(buckets, n):
             nn.functional.mse_loss(out, y).backward()
     return gradients(whole)
 
 
-def test_zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one_that_none_has():
-    first, second = together(2, lambda r: half_used(r, "zeros", (True, False)))
+def test_zeros_stand_for_a_gradient_that_one_replica_has_not_and_nothing_for_one_that_none_has(
+    processes: LocalProcesses,
+):
+    first, second = processes.run(2, half_used)
     for actual in (first, second):
         assert actual.pop("2.weight") is None
     assert_equal(first, second)
-    x, y = share(2, ROWS, 0, 2)
-    net, extra = model(), nn.Linear(WIDTH, WIDTH)
-    with torch.no_grad():
-        for p in extra.parameters():
-            p.fill_(0.25)
-    (nn.functional.mse_loss(extra(net(x)), y) / 2).backward()
-    assert_close({n: first[f"1.{n}"] for n in ("weight", "bias")}, gradients(extra))
+    whole = extended()
+    x, y = share(2, 0)
+    nn.functional.mse_loss(whole[1](whole[0](x)), y).backward()
+    assert_close({n: first[f"1.{n}"] for n in ("weight", "bias")}, gradients(whole[1]))
 
 
-def test_a_missing_gradient_is_an_error_on_every_replica_that_names_it_and_the_replica():
-    actual = each(2, lambda r: half_used(r, "error", (True, False)))
-    for error in actual:
-        assert type(error) is PenstockError
-        assert "'1.weight'" in str(error)
-        assert "replica(s) [1]" in str(error)
-        assert "'2.weight'" in str(error)
-
-
-def one_fails(reducer, how: str):
+def gets_one_more(rank: int) -> dict:
     net = model()
-    buckets = GradientBuckets(net, reducer, **SMALL)
-    buckets.attach()
-    with buckets.step():
-        loss = loss_of(net, *share(0, ROWS, reducer.rank, 2))
-        if reducer.rank == 1 and how == "raises":
-            raise ArithmeticError("a bad batch")
-        loss.backward()
-        if reducer.rank == 1 and how == "twice":
-            net[0](torch.ones(1, WIDTH)).sum().backward()
-        if reducer.rank == 1 and how == "twice by hand":
-            buckets.ready(net[0][0].weight)
+    buckets = buckets_of(net)
+    x, y = share(0, rank)
+    with step(buckets):
+        loss_of(net, x, y).backward()
+        assert buckets._started == len(buckets.buckets)
+        if rank == 1:
+            net[0](x).sum().backward()
+    return gradients(net)
 
 
-@pytest.mark.parametrize(
-    ("how", "kind", "words"),
-    [
-        ("raises", ArithmeticError, ["a bad batch"]),
-        ("twice", PenstockError, ["'0.0.bias'", "(bucket ", "after it was ready"]),
-        ("twice by hand", PenstockError, ["'0.0.weight'", "(bucket ", "after it was ready"]),
-    ],
-)
-def test_a_replica_that_fails_tells_the_others_and_nobody_waits(how, kind, words):
-    good, bad = each(2, lambda r: one_fails(r, how))
-    assert type(bad) is kind
-    assert type(good) is PeerError
-    assert "replica 1 failed" in str(good)
-    for word in words[1:] if how == "twice" else words:
-        assert word in str(bad)
-        assert word in str(good)
-
-
-def step_after_failure(rank: int) -> tuple[str, dict[str, torch.Tensor]]:
+def test_a_gradient_that_comes_after_its_bucket_has_started_is_added_to_the_sum(
+    processes: LocalProcesses,
+):
     net = model()
-    buckets = GradientBuckets(net, GroupReducer(timeout=300), **SMALL)
-    buckets.attach()
+    for rank in range(2):
+        loss_of(net, *share(0, rank)).backward()
+    net[0](share(0, 1)[0]).sum().backward()
+    for actual in processes.run(2, gets_one_more):
+        assert_close(actual, gradients(net))
+
+
+def told(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def fails_once(rank: int) -> tuple[tuple[str, str], dict]:
+    net = model()
+    buckets = buckets_of(net)
     try:
-        with buckets.step():
+        with step(buckets):
             if rank == 1:
                 raise ArithmeticError("a bad batch")
-            loss_of(net, *share(0, ROWS, rank, 2)).backward()
+            loss_of(net, *share(0, rank)).backward()
     except (ArithmeticError, PeerError) as error:
-        said = str(error)
+        said = told(error)
     net.zero_grad()
-    with buckets.step():
-        loss_of(net, *share(1, ROWS, rank, 2)).backward()
+    with step(buckets, 2):
+        loss_of(net, *share(1, rank)).backward()
     return said, gradients(net)
 
 
-def test_after_a_failed_step_processes_take_the_next_one(processes: LocalProcesses):
-    (message, first), (_, second) = processes.run(2, step_after_failure)
-    assert "replica 1 failed: ArithmeticError: a bad batch" in message
+def test_a_replica_that_fails_tells_the_others_and_the_next_step_is_sound(processes: LocalProcesses):
+    (good, first), (bad, second) = processes.run(2, fails_once)
+    assert bad == (ArithmeticError.__name__, "a bad batch")
+    assert good == (PeerError.__name__, "replica 1 failed: ArithmeticError: a bad batch")
     assert_equal(first, second)
-    assert_close(first, plain(1, ROWS, 2))
+    assert_equal(first, plain(1))
 
 
-def changed(reducer, how: str):
+def changed(rank: int, how: str) -> tuple[str, str]:
     net = model()
-    buckets = GradientBuckets(net, reducer, **SMALL)
-    buckets.attach()
-    if reducer.rank == 1:
-        if how == "dtype":
-            net.double()
-        elif how == "sparse":
-            weight = net[1][0].weight
-            weight.grad = torch.zeros(weight.shape).to_sparse()
-            with buckets.step():
+    buckets = buckets_of(net)
+    if rank == 1 and how == "dtype":
+        net.double()
+    elif rank == 1 and how == "shape":
+        net[1][0].weight.data = torch.ones(2 * WIDTH, WIDTH)
+        net[1][0].bias.data = torch.ones(2 * WIDTH)
+        net[1][1] = nn.Identity()
+    x, _ = share(0, rank)
+    try:
+        with step(buckets):
+            if rank == 1 and how == "sparse":
+                weight = net[1][0].weight
+                weight.grad = torch.zeros(weight.shape).to_sparse()
                 buckets.ready(weight)
-        else:
-            net[1][0].weight.data = torch.ones(2 * WIDTH, WIDTH)
-            net[1][0].bias.data = torch.ones(2 * WIDTH)
-            net[1][1] = nn.Identity()
-    x, _ = share(0, ROWS, reducer.rank, 2)
-    dtype = net[0][0].weight.dtype
-    with buckets.step():
-        net[:2](x.to(dtype)).sum().backward()
+            net[:2](x.to(net[0][0].weight.dtype)).sum().backward()
+    except PenstockError as error:
+        return told(error)
+    return "", ""
 
 
-@pytest.mark.parametrize(("how", "word"), [("dtype", "float64"), ("shape", "(12"), ("sparse", "sparse")])
-def test_a_gradient_of_another_kind_than_laid_out_is_an_error_that_names_parameter_and_bucket(how, word):
-    good, bad = each(2, lambda r: changed(r, how))
-    assert type(bad) is PenstockError
-    assert "parameter '1." in str(bad)
-    assert "(bucket " in str(bad)
-    assert word in str(bad)
-    assert type(good) is PeerError
+def test_a_gradient_of_another_kind_than_laid_out_is_an_error_that_names_parameter_and_bucket(
+    processes: LocalProcesses,
+):
+    words = {"dtype": "float64", "shape": "(12", "sparse": "sparse"}
+    answers = run_cases(processes, 2, changed, [(how,) for how in words])
+    for (good, (kind, bad)), word in zip(answers, words.values(), strict=True):
+        assert kind == PenstockError.__name__
+        assert "parameter '1." in bad
+        assert "(bucket " in bad
+        assert word in bad
+        assert good[0] == PeerError.__name__
 
 
-def test_a_model_moved_between_steps_gets_its_gradients_back_into_the_buffer():
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer, **SMALL)
-        buckets.attach()
-        for n in range(2):
-            loss_of(net, *share(n, ROWS, reducer.rank, 2)).backward()
-            buckets.finish()
-        net.zero_grad(set_to_none=False)
-        for p in net.parameters():
-            p.grad.data = p.grad.data.clone()  # what nn.Module.to does
-        loss_of(net, *share(2, ROWS, reducer.rank, 2)).backward()
-        buckets.finish()
-        return gradients(net)
-
-    for actual in together(2, body):
-        assert_equal(actual, plain(2, ROWS, 2))
+def moved(rank: int) -> dict:
+    net = model()
+    buckets = buckets_of(net)
+    for n in range(3):
+        if n == 2:
+            net.zero_grad(set_to_none=False)
+            for p in net.parameters():
+                p.grad.data = p.grad.data.clone()  # what nn.Module.to does
+        with step(buckets, n):
+            loss_of(net, *share(n, rank)).backward()
+    return gradients(net)
 
 
-@pytest.mark.parametrize(
-    ("different", "words"),
-    [
-        (lambda: model(layers=3), ["number of parameters", "replica 0 has 16, replica 1 has 12"]),
-        (lambda: model(seed=1), ["initial values", "replica 1 from replica 0", "'0.0.weight'"]),
-        (lambda: nn.ModuleDict({"x": model()}), ["name, shape or dtype", "parameter 0"]),
-        (lambda: model().double(), ["name, shape or dtype", "'0.0.weight'"]),
-    ],
-)
-def test_replicas_whose_models_differ_are_told_so_everywhere(different, words):
-    errors = each(2, lambda r: GradientBuckets(different() if r.rank else model(), r))
-    for error in errors:
-        assert type(error) is ConfigError
-        for word in words:
-            if word not in str(error):
-                assert word.startswith("'"), error  # the name is each replica's own
+def test_a_model_moved_between_steps_gets_its_gradients_back_into_the_buffer(processes: LocalProcesses):
+    for actual in processes.run(2, moved):
+        assert_equal(actual, plain(2))
 
 
-def test_steps_with_different_numbers_are_an_error_on_every_replica():
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer)
-        buckets.attach()
-        with buckets.step(step=7 - reducer.rank):
-            loss_of(net, *share(0, ROWS, 0, 1)).backward()
-
-    for error in each(2, body):
-        assert type(error) is PenstockError
-        assert "replica 0 is at step 7, replica 1 is at step 6" in str(error)
+DIFFERENT = {
+    "count": (lambda: model(layers=3), ["number of parameters", "replica 0 has 16, replica 1 has 12"]),
+    "values": (lambda: model(seed=1), ["initial values", "replica 1 from replica 0", "'0.0.weight'"]),
+    "names": (lambda: nn.ModuleDict({"x": model()}), ["name, shape or dtype", "parameter 0"]),
+    "dtypes": (lambda: model().double(), ["name, shape or dtype", "'0.0.weight'"]),
+}
 
 
-def test_a_replica_that_leaves_out_a_step_leaves_nobody_waiting():
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer)
-        buckets.attach()
-        for n in range(2 - reducer.rank):
-            with buckets.step():
-                loss_of(net, *share(n, ROWS, 0, 1)).backward()
+def differs(rank: int, how: str) -> tuple[str, str]:
+    try:
+        buckets_of(DIFFERENT[how][0]() if rank else model())
+    except PenstockError as error:
+        return told(error)
+    return "", ""
 
-    late, done = each(2, body, timeout=3.0)
-    assert type(late) is WaitTimeoutError
-    assert "left out a step" in str(late)
-    assert done is None
+
+def test_replicas_whose_models_differ_are_told_so_everywhere(processes: LocalProcesses):
+    answers = run_cases(processes, 2, differs, [(how,) for how in DIFFERENT])
+    for errors, (_, words) in zip(answers, DIFFERENT.values(), strict=True):
+        for kind, text in errors:
+            assert kind == ConfigError.__name__
+            for word in words:
+                assert word in text or word.startswith("'"), text  # the name is each replica's own
+
+
+def at_another_step(rank: int) -> str:
+    net = model()
+    buckets = buckets_of(net)
+    with pytest.raises(PenstockError) as caught, step(buckets, 7 - rank):
+        loss_of(net, *share(0, rank)).backward()
+    return str(caught.value)
+
+
+def test_steps_with_different_numbers_are_an_error_on_every_replica(processes: LocalProcesses):
+    for error in processes.run(2, at_another_step):
+        assert "replica 0 is at step 7, replica 1 is at step 6" in error
 
 
 def leaves_out_a_step(rank: int) -> str:
     net = model()
-    reducer = GroupReducer(timeout=60.0)
-    buckets = GradientBuckets(net, reducer)
-    buckets.attach()
+    reducer = reducer_of_all()
+    buckets = buckets_of(net, reducer)
     try:
         for n in range(2 - rank):
-            with buckets.step():
-                loss_of(net, *share(n, ROWS, 0, 1)).backward()
+            with step(buckets, n):
+                loss_of(net, *share(n, rank)).backward()
             reducer.set_timeout(1.0)
     except (WaitTimeoutError, PeerError) as error:
         return str(error)
@@ -594,90 +499,44 @@ def test_a_process_that_leaves_out_a_step_leaves_nobody_waiting(processes: Local
     assert nothing == ""
 
 
-def test_a_replica_that_runs_no_backward_is_named_by_all():
-    def body(reducer):
-        net = model()
-        buckets = GradientBuckets(net, reducer)
-        buckets.attach()
-        if reducer.rank == 0:
-            loss_of(net, *share(0, ROWS, 0, 1)).backward()
-        buckets.finish()
-
-    for error in each(2, body):
-        assert "no gradient in step 1 for parameter '0.0.weight'" in str(error)
-        assert "on replica(s) [1]" in str(error)
-
-
-def test_options_that_cannot_be_used_are_refused():
-    (reducer,) = together(1, lambda r: r)
-    frozen = model().requires_grad_(False)
-    with pytest.raises(ConfigError, match="nothing to reduce"):
-        GradientBuckets(frozen, reducer)
-    for options, words in (
-        ({"missing": "ignore"}, 'must be "error" or "zeros"'),
-        ({"divisor": 0}, "positive"),
-        ({"reduce_dtype": torch.int64}, "floating-point"),
-        ({"bucket_bytes": 0}, "positive number of bytes"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            GradientBuckets(model(), reducer, **options)
-
-
-def test_misuse_of_a_step_is_an_error():
-    (reducer,) = together(1, lambda r: r)
+def backward_of_their_own(rank: int) -> tuple[str, bool, dict]:
     net = model()
-    buckets = GradientBuckets(net, reducer)
-    buckets.begin()
-    with pytest.raises(PenstockError, match="has not been finished"):
-        buckets.begin()
-    buckets.reset()
-    with pytest.raises(PenstockError, match="no gradient"):
-        buckets.ready(net[0][0].weight)
-    buckets.reset()
-    buckets.ready(nn.Parameter(torch.zeros(1)))  # not ours: ignored
-    sums = GradientBuckets(net, reducer, divisor=2.0)
-    sums.attach()
-    with pytest.raises(PenstockError, match="need begin"):
-        loss_of(net, *batch(0, ROWS)).backward()
-
-
-def test_detached_buckets_leave_gradients_alone():
-    (reducer,) = together(1, lambda r: r)
-    net = model()
-    buckets = GradientBuckets(net, reducer)
-    buckets.attach()
-    buckets.attach()
+    buckets = buckets_of(net)
+    with pytest.raises(PenstockError) as caught:
+        loss_of(net, *share(0, rank)).backward()
+    net.zero_grad()
+    with step(buckets):
+        loss_of(net, *share(0, rank)).backward()
+    actual = gradients(net)
+    buckets.attach()  # a second time changes nothing
     buckets.detach()
-    loss_of(net, *batch(0, ROWS)).backward()
-    assert not any(b.flat.any() for b in buckets.buckets)
-    assert not buckets._active
+    net.zero_grad()
+    loss_of(net, *share(0, rank)).backward()
+    return str(caught.value), buckets._active, actual
 
 
-def test_channels_last_gradients_keep_their_strides():
-    (reducer,) = together(1, lambda r: r)
+def test_a_gradient_outside_of_a_step_is_refused_while_the_buckets_are_attached(processes: LocalProcesses):
+    for text, active, actual in processes.run(2, backward_of_their_own):
+        assert "parameter '3." in text
+        assert "outside of Pipeline.step" in text
+        assert not active
+        assert_equal(actual, plain(0))
+
+
+def channels_last(rank: int) -> torch.Tensor:
+    torch.manual_seed(0)
     net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    buckets = GradientBuckets(net, reducer)
-    buckets.attach()
-    net(torch.ones(1, 3, 5, 5)).sum().backward()
-    buckets.finish()
+    buckets = buckets_of(net)
+    with step(buckets):
+        net(torch.ones(1, 3, 5, 5) * (rank + 1)).sum().backward()
     assert net.weight.grad.stride() == net.weight.stride()
-    reference = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    reference.load_state_dict(net.state_dict())
-    reference(torch.ones(1, 3, 5, 5)).sum().backward()
-    assert torch.equal(net.weight.grad, reference.weight.grad)
+    return net.weight.grad
 
 
-def test_every_combination_of_sizes_and_dtypes_reduces_alike():
-    expected = plain(0, ROWS, 2)
-    for bucket, first in itertools.product((1, 200, 1 << 20), (1, 300, 1 << 20)):
-
-        def body(reducer, bucket=bucket, first=first):
-            net = model()
-            buckets = GradientBuckets(net, reducer, bucket_bytes=bucket, first_bucket_bytes=first)
-            buckets.attach()
-            loss_of(net, *share(0, ROWS, reducer.rank, 2)).backward()
-            buckets.finish()
-            return gradients(net)
-
-        for actual in together(2, body):
-            assert_equal(actual, expected)
+def test_channels_last_gradients_keep_their_strides(processes: LocalProcesses):
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    for rank in range(2):
+        net(torch.ones(1, 3, 5, 5) * (rank + 1)).sum().backward()
+    for grad in processes.run(2, channels_last):
+        assert torch.equal(grad, net.weight.grad)

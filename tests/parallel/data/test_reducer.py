@@ -1,4 +1,4 @@
-"""Replicas in processes: errors when one of them is gone."""
+"""Replicas in processes: sums, parts, numbers, and errors when one of them is gone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,44 @@ import torch
 from torch import distributed as dist
 
 from penstock.errors import PeerError
-from penstock.parallel.data.reducer import GroupReducer
+from penstock.parallel.data.reducer import part_of
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.replicas import reducer_of_all
 
 
-def broken(rank: int, blocking: bool) -> list[str]:
-    reducer = GroupReducer(timeout=300, blocking=blocking)
+def values(number: int) -> torch.Tensor:
+    return torch.randn(12, generator=torch.Generator().manual_seed(number))
+
+
+def collectives(rank: int) -> tuple:
+    reducer = reducer_of_all()
+    sums = [values(rank + 10 * n) for n in range(5)]
+    for handle in [reducer.all_reduce(flat) for flat in sums]:  # several under way at once
+        handle.wait()
+    flat = values(rank)
+    reducer.reduce_scatter(flat).wait()
+    part = part_of(flat, rank, 2).clone()
+    full = torch.zeros(12)
+    part_of(full, rank, 2).copy_(part)
+    reducer.all_gather(full).wait()
+    return sums, part, full, reducer.exchange([rank, -7])(), reducer.all_gather_object({"rank": rank})
+
+
+def test_sums_and_parts_of_sums_are_bit_for_bit_those_of_both_and_values_are_exchanged(
+    processes: LocalProcesses,
+):
+    total = values(0) + values(1)
+    for rank, (sums, part, full, numbers, objects) in enumerate(processes.run(2, collectives)):
+        for n, flat in enumerate(sums):
+            assert torch.equal(flat, values(10 * n) + values(10 * n + 1))
+        assert torch.equal(part, part_of(total, rank, 2))
+        assert torch.equal(full, total)
+        assert numbers == [[0, -7], [1, -7]]
+        assert objects == [{"rank": 0}, {"rank": 1}]
+
+
+def broken(rank: int) -> list[str]:
+    reducer = reducer_of_all()
     reducer.all_reduce(torch.ones(4)).wait()
     if rank == 1:
         dist.destroy_process_group()
@@ -31,9 +63,8 @@ def broken(rank: int, blocking: bool) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("blocking", [False, True])
 def test_a_connection_that_is_broken_when_a_reduction_begins_is_anothers_failure(
-    processes: LocalProcesses, blocking: bool
+    processes: LocalProcesses,
 ):
-    messages, _ = processes.run(2, broken, blocking)
+    messages, _ = processes.run(2, broken)
     assert all(text.startswith("the connection to another replica broke: ") for text in messages), messages

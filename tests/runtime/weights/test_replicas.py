@@ -237,27 +237,20 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_process(processes: LocalPr
         assert "a mesh of pp 2 x dp 3 x tp 1 has 6 ranks, but the launch has 2 processes" in told[0]
         assert "the mesh has 2 pipeline ranks, but ranks=1" in told[1]
         assert "'penstok' (did you mean 'penstock'?)" in told[2]
-    with pytest.raises(ConfigError, match="needs 4 processes; start them with torchrun --nproc-per-node 4"):
-        penstock.Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, mesh=MeshShape(2, 1, 2))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe"])
-@pytest.mark.parametrize("mesh", [MeshShape(1, 2, 1), MeshShape(2, 2, 1)], ids=["dp2", "pp2 dp2"])
-def test_replicas_may_be_threads(name, mesh):
-    if mesh.pp == 1 and name == "dualpipe":
-        name = "gpipe"
-    want_losses, want_norms, want = alone(M * mesh.dp, 3)
-    losses, norms, state = trained(0, mesh, name, M, 3)
-    torch.testing.assert_close(losses, want_losses, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=1e-5)
-    for key, value in state.items():
-        torch.testing.assert_close(value, want[key], rtol=1e-3, atol=1e-5)
+@pytest.mark.parametrize("mesh", [MeshShape(2, 1, 2), MeshShape(2, 2, 1)], ids=["tp2", "dp2"])
+def test_replicas_and_shards_in_one_process_are_refused_with_the_command_that_starts_several(mesh):
+    with pytest.raises(
+        ConfigError, match=r"needs 4 processes, .* this is one process; .*torchrun --nproc-per-node 4 SCRIPT"
+    ):
+        penstock.Pipeline(plain.model(2), nn.functional.mse_loss, microbatches=2, mesh=mesh)
 
 
-def test_replicas_as_threads_accumulate_whether_gradients_are_zeroed_or_dropped_and_reduced_or_not():
+def accumulates(rank: int) -> None:
     net, other = plain.model(4), plain.model(4)
     x, y = plain.batch(0, 16)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=MeshShape(2, 2, 1), timeout=300) as pipe:
+    with Pipeline(net, nn.functional.mse_loss, microbatches=4, mesh=MeshShape(1, 2, 1), timeout=300) as pipe:
         for zero in (True, False):
             for reduces in (False, True, True):
                 pipe.reduce_gradients = reduces
@@ -271,23 +264,47 @@ def test_replicas_as_threads_accumulate_whether_gradients_are_zeroed_or_dropped_
                     parameter.grad.zero_()
                 else:
                     parameter.grad = None
-        assert len(result.outputs) == len(result.losses) == 8
+        assert (len(result.outputs), len(result.losses)) == (4, 8)
         evaluated = pipe.evaluate(x, y)
         torch.testing.assert_close(evaluated.loss, result.loss)
-        assert len(pipe.on_ranks(lambda rank: rank)) == 2
 
 
-def test_when_a_replica_of_threads_fails_the_next_step_is_sound():
-    torch.manual_seed(0)
-    net = nn.Sequential(Tired(), nn.Linear(plain.WIDTH, plain.WIDTH))
-    x, y = plain.batch(0, 8)
-    with Pipeline(net, nn.functional.mse_loss, microbatches=2, mesh=MeshShape(2, 2, 1), timeout=300) as pipe:
-        first = pipe.step(x, y).loss
-        marked = x.clone()
-        marked[5, 0] = 7.0
-        with pytest.raises(PenstockError, match="tired"):
-            pipe.step(marked, y)
-        assert torch.equal(pipe.step(x, y).loss, first)
+def test_gradients_accumulate_whether_they_are_zeroed_or_dropped_and_reduced_or_not(processes: LocalProcesses):
+    processes.run(2, accumulates)
+
+
+def bucket_order(rank: int) -> tuple[list[str], list[str]]:
+    """The parameters in the buckets' order, in the second step and in the third."""
+    net = nn.ModuleDict({"late": plain.model(1), "early": plain.model(1)})
+    mesh, small = MeshShape(1, 2, 1), ParallelOptions(bucket_bytes=1)
+    found = []
+    with Pipeline(
+        [("all", Backwards(net))], nn.functional.mse_loss, microbatches=4, mesh=mesh, parallel=small, timeout=300
+    ) as pipe:
+        for n in range(3):
+            pipe.step(*plain.batch(n, 16))
+            reduction = pipe._local.replica_reduction
+            buckets = reduction.buckets
+            found.append([buckets.entries[m].name for b in buckets.buckets for m in b.plan.members])
+    assert found[0] == found[1]
+    return found[1], found[2]
+
+
+class Backwards(nn.Module):
+    """Runs its parts in another order than they are registered."""
+
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts["late"](self.parts["early"](x))
+
+
+def test_buckets_are_made_again_in_the_order_of_the_second_backward(processes: LocalProcesses):
+    for before, after in processes.run(2, bucket_order):
+        assert [name.split(".")[2] for name in before] == ["early"] * 4 + ["late"] * 4
+        assert [name.split(".")[2] for name in after] == ["late"] * 4 + ["early"] * 4
 
 
 FOLLOWING = (MeshShape(2, 2, 1), MeshShape(1, 2, 2))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.parallel.data.layout import BucketPlan, Slot
-from penstock.parallel.data.reducer import Handle, Reducer, part_of
+from penstock.parallel.data.reducer import GroupReducer, Handle
 from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.dtensor import dense_strides, from_local_like, gradient_dtype, is_dtensor, local
 
@@ -67,8 +66,8 @@ class BucketEntry:
         if moves:
             self.parameter.grad = self.gradient
 
-    def place_grad(self, scale: float = 1.0) -> None:
-        """Put the gradient, times `scale`, into the buffer, and set ``.grad`` to its place there.
+    def place_grad(self) -> None:
+        """Put the gradient into the buffer, and set ``.grad`` to its place there.
 
         Raises:
             PenstockError: if there is no gradient, or it is sparse, or has another dtype or shape.
@@ -77,14 +76,8 @@ class BucketEntry:
         if grad is None:
             raise PenstockError(f"{self} is ready, but it has no gradient")
         if grad is self.gradient and self._in_place():
-            if scale != 1:
-                self.view.mul_(scale)
             return
-        shard = self.local_grad(grad)
-        if scale != 1:
-            torch.mul(shard, scale, out=self.view)
-        else:
-            self.view.copy_(shard)
+        self.view.copy_(self.local_grad(grad))
         self.set_grad()
 
     def local_grad(self, grad: Tensor) -> Tensor:
@@ -119,13 +112,6 @@ class BucketEntry:
             self.gradient = from_local_like(self.view.detach(), self.parameter)
         self.parameter.grad = self.gradient
 
-    def already_ready(self, step: int) -> PenstockError:
-        """Return the error for a gradient that comes after it was ready."""
-        return PenstockError(
-            f"{self} got a gradient after it was ready in step {step}; {self.expected} contribution(s) were announced. Say "
-            "how many there are in begin(), or accumulate the first ones inside accumulating()"
-        )
-
     def _in_place(self) -> bool:
         """Return whether `gradient` is still in the buffer; ``nn.Module.to`` gives it other memory."""
         assert self.gradient is not None
@@ -139,10 +125,10 @@ class BucketEntry:
         )
 
 
-def bucket_order(entries: Sequence[BucketEntry], first: Sequence[Tensor] | None) -> list[int]:
+def bucket_order(entries: Sequence[BucketEntry], first: Sequence[Tensor] = ()) -> list[int]:
     """Return the entries' numbers: the parameters in `first`, in their order, then all others in reverse."""
     index = {id(entry.parameter): entry.index for entry in entries}
-    leading = dict.fromkeys(index[id(p)] for p in first or () if id(p) in index)
+    leading = dict.fromkeys(index[id(p)] for p in first if id(p) in index)
     return [*leading, *(entry.index for entry in reversed(entries) if entry.index not in leading)]
 
 
@@ -150,11 +136,6 @@ def make_slot(parameter: Tensor, group: Hashable) -> Slot:
     """Return the slot of a parameter's gradient."""
     shard = local(parameter)
     return Slot(shard.numel(), gradient_dtype(parameter), shard.device, group)
-
-
-def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to sum gradients in; None for their own, unless `reduce_dtype` has more bits."""
-    return reduce_dtype if reduce_dtype is not None and reduce_dtype.itemsize > dtype.itemsize else None
 
 
 def require_dense(what: str, grad: Tensor) -> None:
@@ -170,16 +151,6 @@ def require_dense(what: str, grad: Tensor) -> None:
         )
 
 
-def no_gradient(step: int, holes: Mapping[BucketEntry, Sequence[int]]) -> PenstockError:
-    """Return the error for parameters without a gradient; `holes` are the replicas where each has none."""
-    places = [f"{entry} on replica(s) {replicas}" for entry, replicas in holes.items()]
-    more = f" and {len(places) - 5} more" if len(places) > 5 else ""
-    return PenstockError(
-        f"no gradient in step {step} for {'; '.join(places[:5])}{more}. Take unused parameters out of the model, or count "
-        'them as zeros (missing="zeros")'
-    )
-
-
 class Bucket:
     """A buffer of gradients and its reduction.
 
@@ -188,61 +159,38 @@ class Bucket:
         flat: 1-d buffer of all gradients.
         pending: number of gradients that are not ready yet in this step.
         streams: streams that have written to the buffer in this step.
-        scale: factor of each gradient before the reduction; where it changes no bit, it costs less than dividing the sum.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        stream: ReductionStream,
-        divisor: float,
-        reduce_dtype: torch.dtype | None,
-        sharded: bool,
-    ) -> None:
+    def __init__(self, plan: BucketPlan, stream: ReductionStream, sharded: bool) -> None:
         self.plan = plan
         self.flat = torch.zeros(plan.elements, dtype=plan.dtype, device=plan.device)
         self.pending = len(plan.members)
         self.streams: set[torch.cuda.Stream | None] = set()
         self._stream = stream
-        self._wire: Tensor | None = None
-        self._wire_dtype = wire_dtype(plan.dtype, reduce_dtype)
-        exact = math.frexp(divisor)[0] == 0.5 and self._wire_dtype is None
-        self.scale, self._divisor = (1 / divisor, 1.0) if exact else (1.0, divisor)
         self._sharded = sharded
         self._handle: Handle | None = None
 
-    def start(self, reducer: Reducer) -> None:
+    def start(self, reducer: GroupReducer) -> None:
         """Begin the reduction, after the work so far on the streams that filled the buffer."""
         self.streams.add(self._stream.compute_stream())
         self._stream.wait_for(self.flat, self.streams)
         self.streams.clear()
         with self._stream.use():
-            self._wire = self.flat if self._wire_dtype is None else self.flat.to(self._wire_dtype)
-            self._handle = (
-                reducer.reduce_scatter(self._wire) if self._sharded else reducer.all_reduce(self._wire)
-            )
+            reduce = reducer.reduce_scatter if self._sharded else reducer.all_reduce
+            self._handle = reduce(self.flat)
 
-    def wait(self, reducer: Reducer) -> None:
-        """Wait for the reduction; the sum, divided, is then in `flat` (or in this replica's part of it)."""
-        if self._handle is None or self._wire is None:
+    def wait(self) -> None:
+        """Wait for the reduction; the sum is then in `flat` (or in this replica's part of it)."""
+        if self._handle is None:
             return
         with self._stream.use():
             handle, self._handle = self._handle, None
             handle.wait()
-            wire, target = self._wire, self.flat
-            if self._sharded:
-                wire = part_of(wire, reducer.rank, reducer.size)
-                target = part_of(target, reducer.rank, reducer.size)
-            if self._divisor != 1:
-                wire.div_(self._divisor)
-            if self._wire_dtype is not None:
-                target.copy_(wire)
-            self._wire = None
         self._stream.join()
 
     def drop(self) -> None:
         """Drop a reduction without a wait on the host; the device's current stream still waits for it."""
-        self._handle = self._wire = None
+        self._handle = None
         self.streams.clear()
         self.pending = len(self.plan.members)
         self._stream.join()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.errors import PenstockError, ReplicaError
-from penstock.parallel.data.reducer import Reducer
+from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.replica_checks import digest
 
 
@@ -42,7 +42,7 @@ class Frozen:
         before, self._last_change = self._last_change, change
         return bool(change) and change == before
 
-    def require_same(self, reducer: Reducer, changes: Sequence[int], sharded: bool) -> None:
+    def require_same(self, reducer: GroupReducer, changes: Sequence[int], sharded: bool) -> None:
         """Check that all replicas report the same change; every replica calls it if any has reported one.
 
         Args:

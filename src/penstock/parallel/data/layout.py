@@ -5,12 +5,10 @@ Pure data: every replica makes the same plan from the same order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from penstock.errors import ConfigError
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -66,7 +64,6 @@ def plan_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     parts: int = 1,
-    limits: Mapping[Hashable, int] | None = None,
 ) -> list[BucketPlan]:
     """Divide slots into buckets, in the order in which the buckets will be full.
 
@@ -78,32 +75,22 @@ def plan_buckets(
         order: number of every slot, soonest ready first.
         bucket_bytes, first_bucket_bytes: maximum bytes of gradients in a bucket, and in the first one.
         parts: number of equal parts that each buffer must divide into (default 1).
-        limits: group → maximum bytes in each of its buckets, the first included; others have `bucket_bytes`.
-
-    Raises:
-        ConfigError: if a size is not positive, or the order does not name every slot once.
     """
-    for name, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a positive number of bytes, got {value!r}")
-    if sorted(order) != list(range(len(slots))):
-        raise ConfigError(f"the order must name each of the {len(slots)} gradients once; it is {list(order)}")
     place = {slot: n for n, slot in enumerate(order)}
     full: list[list[int]] = []
     open_: dict[tuple[Hashable, ...], list[int]] = {}
-    default_limit = min(first_bucket_bytes, bucket_bytes)
+    limit = min(first_bucket_bytes, bucket_bytes)
     for number in order:
         slot = slots[number]
-        limit = (limits or {}).get(slot.group, default_limit)
         key = (slot.dtype, slot.device, slot.group)
         if slot.bytes >= limit:
             full.append([number])
-            default_limit = bucket_bytes
+            limit = bucket_bytes
             continue
         members = open_.setdefault(key, [])
         if sum(slots[n].bytes for n in members) + slot.bytes > limit:
             full.append(members)
-            default_limit = bucket_bytes
+            limit = bucket_bytes
             members = open_[key] = []
         members.append(number)
     full += [members for members in open_.values() if members]

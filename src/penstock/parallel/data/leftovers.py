@@ -11,38 +11,25 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.parallel.data.bucket import BucketEntry, no_gradient, require_dense, wire_dtype
-from penstock.parallel.data.bucket_options import Missing
-from penstock.parallel.data.reducer import Reducer
+from penstock.parallel.data.bucket import BucketEntry, require_dense
+from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
 
 
 def resolve_absent(
-    reducer: Reducer,
-    entries: Sequence[BucketEntry],
-    absent: Sequence[BucketEntry],
-    missing: Missing,
-    step: int,
+    reducer: GroupReducer, entries: Sequence[BucketEntry], absent: Sequence[BucketEntry]
 ) -> None:
-    """Resolve absent gradients; every replica calls it if any has some.
+    """Give absent gradients the sum, if another replica had one; every replica calls it if any has absent ones.
 
     Args:
         reducer: this replica's end of the communicator.
         entries: bucket entries of all parameters.
         absent: entries that got no gradient on this replica, and contributed zeros.
-        missing: treatment of absent gradients; see `GradientBuckets`.
-        step: number of the step, for the error.
-
-    Raises:
-        PenstockError: on every replica, if `missing` is "error".
     """
     absent_here = {entry.index for entry in absent}
     table = reducer.exchange([int(e.index in absent_here) for e in entries])()
-    holes = {e.index: [r for r, row in enumerate(table) if row[e.index]] for e in entries}
-    if missing == "error":
-        raise no_gradient(step, {entries[n]: replicas for n, replicas in holes.items() if replicas})
     for entry in absent:
-        if len(holes[entry.index]) < reducer.size and entry.parameter.grad is None:
+        if entry.parameter.grad is None and not all(row[entry.index] for row in table):
             entry.set_grad()
 
 
@@ -73,12 +60,10 @@ def find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, Bucket
 
 @torch.no_grad()
 def add_late(
-    reducer: Reducer,
+    reducer: GroupReducer,
     known: Sequence[tuple[str, Tensor]],
     entry_of: Mapping[int, BucketEntry],
     late: Mapping[int, Tensor],
-    divisor: float,
-    reduce_dtype: torch.dtype | None,
 ) -> None:
     """Sum late gradients over the replicas and add them to the reduced ones; every replica calls it if any has some.
 
@@ -86,7 +71,6 @@ def add_late(
         reducer: this replica's end of the communicator.
         known, entry_of: parameters and bucket entries, as for `find_late`.
         late: late gradients of this replica, as `find_late` returns them.
-        divisor, reduce_dtype: divisor and dtype of the sums; see `GradientBuckets`.
     """
     table = reducer.exchange([int(n in late) for n in range(len(known))])()
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -96,16 +80,15 @@ def add_late(
     for (dtype, device), numbers in kinds.items():
         shapes = [local(known[n][1]).shape for n in numbers]
         sizes = [shape.numel() for shape in shapes]
-        flat = torch.zeros(sum(sizes), dtype=wire_dtype(dtype, reduce_dtype) or dtype, device=device)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         views = torch.split(flat, sizes)
         for n, view in zip(numbers, views, strict=True):
             if n in late:
                 view.copy_(late[n].reshape(-1))
         reducer.all_reduce(flat).wait()
-        flat.div_(divisor)
         for n, view, shape in zip(numbers, views, shapes, strict=True):
             parameter = known[n][1]
-            entry, total = entry_of.get(id(parameter)), view.view(shape).to(dtype)
+            entry, total = entry_of.get(id(parameter)), view.view(shape)
             if entry is None:
                 parameter.grad = from_local_like(total, parameter)
             else:

@@ -1,4 +1,4 @@
-"""The communicator interface of the buckets, and its implementation over ``torch.distributed``.
+"""The communicator of the buckets, over ``torch.distributed``.
 
 Every replica starts its collectives in the same order; several may be in progress at once. Small numbers (hashes, step
 counts) use the same collectives, as int64.
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from penstock.errors import (
-    ConfigError,
     PeerError,
     PenstockError,
     WaitTimeoutError,
@@ -39,40 +38,6 @@ class Handle(Protocol):
         """
 
 
-class Reducer(Protocol):
-    """One replica's end of a communicator.
-
-    Attributes:
-        rank, size: number of this replica, and number of replicas.
-    """
-
-    rank: int
-    size: int
-
-    def all_reduce(self, flat: Tensor) -> Handle:
-        """Start to sum a 1-d tensor over the replicas, in place."""
-
-    def reduce_scatter(self, flat: Tensor) -> Handle:
-        """Start to sum a 1-d tensor whose size is a multiple of `size`; replica r gets only the r-th part, in place."""
-
-    def all_gather(self, flat: Tensor) -> Handle:
-        """Start to fill in a 1-d tensor whose r-th part is on replica r, in place."""
-
-    def set_timeout(self, seconds: float) -> None:
-        """Set the timeout of the collectives that are started from now on."""
-
-    def exchange(self, numbers: list[int]) -> Callable[[], list[list[int]]]:
-        """Start to gather equally many numbers of every replica; return a function that waits for them, by replica."""
-
-    def all_gather_object(self, value: object) -> list[Any]:
-        """Gather a value of every replica, and return them by replica.
-
-        Raises:
-            PeerError: if another replica is gone.
-            WaitTimeoutError: if a replica did not come in time.
-        """
-
-
 def part_of(flat: Tensor, rank: int, size: int) -> Tensor:
     """Return a view of replica `rank`'s part of a buffer of `size` equal parts."""
     each = flat.numel() // size
@@ -80,61 +45,49 @@ def part_of(flat: Tensor, rank: int, size: int) -> Tensor:
 
 
 class GroupReducer:
-    """A communicator of replicas that are processes of a ``torch.distributed`` group, which nothing else may use.
+    """One replica's end of a communicator of replicas, the processes of a ``torch.distributed`` group of their own.
 
     Args:
-        group: group whose ranks are the replicas (default: all processes).
-        timeout: seconds that a wait may last (default 60).
-        blocking: whether each call completes before it returns, for backends that make no progress on their own (default
-            False).
+        group: group whose ranks are the replicas; this process is one of them.
+        timeout: seconds that a wait may last.
         require_all: function called repeatedly during waits; raises if any process is gone (default: no check).
         enter: function called as a reduction begins; returns a record that can name missing processes, or None (default).
 
-    Raises:
-        ConfigError: if this process is not in the group.
+    Attributes:
+        rank, size: number of this replica, and number of replicas.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
-        timeout: float = 60.0,
-        blocking: bool = False,
+        group: dist.ProcessGroup,
+        timeout: float,
         require_all: Callable[[], None] = lambda: None,
         enter: Callable[[], Visit | None] = lambda: None,
     ) -> None:
-        self.group = group if group is not None else dist.group.WORLD
-        if self.group is None or dist.get_rank(self.group) < 0:
-            raise ConfigError(
-                "this process belongs to no replica group: initialise torch.distributed and give a group it is in"
-            )
+        self.group = group
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.timeout = timedelta(seconds=timeout)
-        self.blocking = blocking
         self._require_all, self._enter = require_all, enter
         # Small numbers are exchanged in host memory where the group supports it, so that no process waits for the device.
         self._host = "cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"
 
     def all_reduce(self, flat: Tensor) -> Handle:
         """Start to sum the 1-d tensor `flat` over the replicas, in place."""
-        return self._begin(
-            flat, "all-reduce", lambda async_op: dist.all_reduce(flat, group=self.group, async_op=async_op)
-        )
+        return self._begin(flat, "all-reduce", lambda: dist.all_reduce(flat, group=self.group, async_op=True))
 
     def reduce_scatter(self, flat: Tensor) -> Handle:
-        """Start to sum the 1-d tensor `flat` in place; replica r gets only the r-th part."""
+        """Start to sum the 1-d tensor `flat`, whose size is a multiple of `size`, in place; replica r gets the r-th part."""
         part = part_of(flat, self.rank, self.size)
         return self._begin(
-            flat,
-            "reduce-scatter",
-            lambda async_op: _REDUCE_SCATTER(part, flat, group=self.group, async_op=async_op),
+            flat, "reduce-scatter", lambda: _REDUCE_SCATTER(part, flat, group=self.group, async_op=True)
         )
 
     def all_gather(self, flat: Tensor) -> Handle:
         """Start to fill in the 1-d tensor `flat`, whose r-th part is on replica r, in place."""
         part = part_of(flat, self.rank, self.size)
         return self._begin(
-            flat, "all-gather", lambda async_op: _ALL_GATHER(flat, part, group=self.group, async_op=async_op)
+            flat, "all-gather", lambda: _ALL_GATHER(flat, part, group=self.group, async_op=True)
         )
 
     def set_timeout(self, seconds: float) -> None:
@@ -156,32 +109,26 @@ class GroupReducer:
         return result
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Gather a value of every replica, and return them by replica."""
+        """Gather a value of every replica, and return them by replica.
+
+        Raises:
+            PeerError: if another replica is gone.
+            WaitTimeoutError: if a replica did not come in time.
+        """
         try:
             return gather_values(value, self.group)
         except RuntimeError as error:
             raise _failure(error, "share their values", self.timeout) from error
 
-    def _begin(self, flat: Tensor, what: str, start: Callable[[bool], Any]) -> Handle:
+    def _begin(self, flat: Tensor, what: str, start: Callable[[], Any]) -> Handle:
         visit = self._enter()
         try:
-            work = start(not self.blocking)
+            work = start()
         except RuntimeError as error:  # the connection was broken already
             raise _failure(error, what, self.timeout, visit) from error
-        if work is None:
-            return DONE
         # On CUDA no timeout is given, since the host would block; NCCL's own watchdog enforces the group's.
         timeout = None if flat.is_cuda else self.timeout
         return _Waiting(work, timeout, f"{what} {flat.numel()} values", self._require_all, visit)
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-DONE = _Done()
-"""Handle of a collective that is already done."""
 
 
 class _Waiting:

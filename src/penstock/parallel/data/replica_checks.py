@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, PeerError, PenstockError
-from penstock.parallel.data.reducer import Reducer
+from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.dtensor import local
 
 TEXT_BYTES = 1024
@@ -33,13 +33,13 @@ class StepReport(NamedTuple):
     frozen: int = 0
 
 
-def exchange_reports(reducer: Reducer, report: StepReport) -> Callable[[], list[StepReport]]:
+def exchange_reports(reducer: GroupReducer, report: StepReport) -> Callable[[], list[StepReport]]:
     """Begin to exchange reports; return a function that waits for those of all replicas."""
     rows = reducer.exchange(list(report))
     return lambda: [StepReport(*row) for row in rows()]
 
 
-def require_equal_models(reducer: Reducer, parameters: Sequence[tuple[str, Tensor]]) -> None:
+def require_equal_models(reducer: GroupReducer, parameters: Sequence[tuple[str, Tensor]]) -> None:
     """Compare names, shapes, dtypes and values of all replicas' parameters by hash; every replica calls it.
 
     Raises:
@@ -68,7 +68,7 @@ def require_equal_models(reducer: Reducer, parameters: Sequence[tuple[str, Tenso
             )
 
 
-def require_same_step(reducer: Reducer, reports: Sequence[StepReport]) -> None:
+def require_same_step(reducer: GroupReducer, reports: Sequence[StepReport]) -> None:
     """Check the replicas' reports at the end of a step.
 
     Raises:
@@ -83,12 +83,12 @@ def require_same_step(reducer: Reducer, reports: Sequence[StepReport]) -> None:
         raise PenstockError(f"the replicas do not take the same steps: {steps}; one of them left out a step")
 
 
-def first_replicas(reducer: Reducer, numbers: list[int]) -> list[int]:
+def first_replicas(reducer: GroupReducer, numbers: list[int]) -> list[int]:
     """Return the numbers of replica 0 on every replica; all call it with equally many numbers."""
     return reducer.exchange(numbers)()[0]
 
 
-def raise_failure(reducer: Reducer, failed: Sequence[int], message: str = "") -> None:
+def raise_failure(reducer: GroupReducer, failed: Sequence[int], message: str = "") -> None:
     """Raise on the replicas that have not failed, with the message of the first one that has; every replica calls it.
 
     Args:

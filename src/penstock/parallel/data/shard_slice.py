@@ -15,6 +15,10 @@ ONE_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 """State that torch's elementwise optimizers keep once for a whole parameter (torch/optim/nadam.py, asgd.py)."""
 
 
+NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+"""Optimizers whose update of an element depends on other elements, so that sharding would change their results."""
+
+
 @sendable
 @dataclass(frozen=True)
 class ShardSlice:

@@ -10,17 +10,16 @@ options, step counts and absent gradients remain those of the parameter it belon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.parallel.data.bucket import BucketEntry
-from penstock.parallel.data.bucket_options import BucketOptions
 from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.reducer import Handle, Reducer, part_of
+from penstock.parallel.data.reducer import GroupReducer, Handle, part_of
 from penstock.parallel.data.reduction_stream import ReductionStream
 from penstock.parallel.data.shard_slice import ShardSlice, join_shards
 from penstock.parallel.dtensor import gradient_dtype, local, set_local
@@ -48,7 +47,7 @@ class Shards:
     Args:
         parameters: (name, parameter) pairs; those that require no gradient are left out.
         reducer: this replica's end of the communicator.
-        options: options of `GradientBuckets`, except `rebuild` and `sharded`.
+        groups, options: options of `GradientBuckets`, except `sharded`.
 
     Attributes:
         buckets: buckets of the gradients.
@@ -61,15 +60,16 @@ class Shards:
     def __init__(
         self,
         parameters: Iterable[tuple[str, Tensor]],
-        reducer: Reducer,
-        **options: Unpack[BucketOptions],
+        reducer: GroupReducer,
+        *,
+        groups: Mapping[Tensor, Hashable],
+        **options: int,
     ) -> None:
         named = list(parameters)
         self.reducer = reducer
         # A parameter has the place of its gradient, so buckets have parameters of one dtype.
-        groups = options.get("groups") or {}
-        options["groups"] = {p: (p.dtype, groups.get(p)) for _, p in named}
-        self.buckets = GradientBuckets(named, reducer, rebuild=False, sharded=True, **options)
+        by_dtype = {p: (p.dtype, groups.get(p)) for _, p in named}
+        self.buckets = GradientBuckets(named, reducer, sharded=True, groups=by_dtype, **options)
         self._flats: list[Tensor] = []
         self._streams = [ReductionStream(b.plan.device) for b in self.buckets.buckets]
         self._coming: dict[int, Handle] = {}  # all-gathers in progress, by bucket
@@ -108,11 +108,6 @@ class Shards:
     def find(self, parameter: Tensor) -> ShardedParameter | None:
         """Return a parameter's entry in `sharded`; None if it has none."""
         return self._by_id.get(id(parameter))
-
-    @property
-    def has_unused_sums(self) -> bool:
-        """True if there are reduced gradients that have been neither used nor dropped."""
-        return self._unused_sums
 
     def owned(self) -> list[nn.Parameter]:
         """Return all shards of this replica."""
@@ -159,12 +154,6 @@ class Shards:
             stream.wait_for(flat, [stream.compute_stream()])
             with stream.use():
                 self._coming[number] = self.reducer.all_gather(flat)
-
-    def wait(self, parameter: Tensor) -> None:
-        """Wait until a parameter has its new value; parameters that are not sharded are ignored."""
-        sharded = self._by_id.get(id(parameter))
-        if sharded is not None:
-            self._wait(sharded.entry.bucket)
 
     def wait_all(self) -> None:
         """Wait until every parameter has its new value."""

@@ -1,4 +1,4 @@
-"""Parameters of one process that are one parameter to the user: copies of a stage, replicas, tied weights in threads.
+"""Parameters of one process that are one parameter to the user: copies of a stage, and tied weights, in threads.
 
 Autograd sees separate parameters; they share memory. A change to one applies to all: ``requires_grad``, new memory
 (``p.data = ...``, ``model.double()``), and hooks on the gradient.
@@ -41,8 +41,8 @@ class _Group:
         self._memory = _memory(members[0])
         self._hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
 
-    def sync(self) -> bool:
-        """Apply a change of one member to all; return whether dtype, shape or strides changed.
+    def sync(self) -> None:
+        """Apply a change of one member to all.
 
         Raises:
             ReplicaError: if members were given different values.
@@ -62,7 +62,8 @@ class _Group:
             self._copy_hooks(hooks)
         if getattr(first, "_post_accumulate_grad_hooks", None):
             require_no_late_hook(self.name, first)
-        return self._move() if moved else False
+        if moved:
+            self._move()
 
     def _copy_hooks(self, hooks: tuple[Callable[[Tensor], Tensor | None], ...]) -> None:
         for handle in self._handles:
@@ -74,7 +75,7 @@ class _Group:
             for hook in hooks
         ]
 
-    def _move(self) -> bool:
+    def _move(self) -> None:
         before = self._memory
         moved = [p for p in self.members if _memory(p) != before]
         source = moved[0]
@@ -88,7 +89,6 @@ class _Group:
             if p is not source:
                 _share(p, source)
         self._memory = _memory(source)
-        return self._memory[1:] != before[1:]
 
 
 class Aliases:
@@ -112,18 +112,15 @@ class Aliases:
             if not members[0].is_meta
         ]
 
-    def sync(self) -> bool:
+    def sync(self) -> None:
         """Apply changes made since the last step to all parameters of a group.
-
-        Returns:
-            True if dtype, shape or strides of some changed, so that gradient buckets must be made again.
 
         Raises:
             ReplicaError: if parameters of one group were given different values.
             ConfigError: if one has a hook that runs after its gradient was accumulated.
         """
-        changed = [group.sync() for group in self._groups]
-        return any(changed)
+        for group in self._groups:
+            group.sync()
 
 
 def require_no_late_hook(name: str, parameter: Tensor) -> None:

@@ -164,7 +164,7 @@ class BufferCopies:
     """Copies of a process's stages, whose buffers get the same values after every step.
 
     Args:
-        stages: copies of each stage in this process by stage number, those of the first replica first.
+        stages: copies of each stage in this process by stage number, those of the first holder first.
         rule: rule for buffers other than statistics of batch normalization, if copies differ. "refuse" ends the step;
             "mean" takes the mean over the copies that changed it (of integers the first); "first" takes the first.
         gather: exchange between processes; None if all copies are here.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 
 from penstock.parallel.dtensor import is_sharded
 from penstock.runtime.copies.aliases import Aliases
@@ -21,17 +20,15 @@ class Copies:
     """Copies in this process and in others.
 
     Args:
-        local_stages: stages of this process, of the first replica if there are several here.
-        thread_replicas: the other replicas, if they are threads of this process.
+        local_stages: stages of this process.
         world: the pipeline's processes; None if its ranks are threads.
-        replicas: number of replicas in all processes.
+        replicas: number of replicas.
         options: options that say how copies are kept the same.
     """
 
     def __init__(
         self,
         local_stages: LocalStages,
-        thread_replicas: Sequence[LocalStages],
         world: World | None,
         replicas: int,
         options: ParallelOptions,
@@ -41,25 +38,26 @@ class Copies:
         self._check_every = options.check_replicas
         self._trained = 0
         self._check: ReplicaCheck | None = None
-        all_replicas = [local_stages, *thread_replicas]
         if world is None:
-            self._init_threads(all_replicas, options.buffers)
+            self._init_threads(options.buffers)
         else:
             self._init_processes(world, replicas, options.buffers)
-        named = chain.from_iterable(each.named_parameters() for each in all_replicas)
-        self._aliases = Aliases(named if world is None else (), local_stages.ties.over_stages)
+        named = local_stages.named_parameters() if world is None else ()
+        self._aliases = Aliases(named, local_stages.ties.over_stages)
 
-    def _init_threads(self, all_replicas: Sequence[LocalStages], rule: Rule) -> None:
-        first = all_replicas[0]
+    def _init_threads(self, rule: Rule) -> None:
+        local_stages = self._local_stages
         modules = {
-            s: [replica.modules[rank, s] for replica in all_replicas for rank in ranks]
-            for s, ranks in enumerate(first.schedule.placement.holders)
+            s: [local_stages.modules[rank, s] for rank in ranks]
+            for s, ranks in enumerate(local_stages.schedule.placement.holders)
         }
         self._modules = {s: copies for s, copies in modules.items() if len(copies) > 1}
         # The user sees both modules of a separate pair, so changes go both ways.
-        pairs = [(one, [other]) for pair in first.separate_modules for one, other in (pair, pair[::-1])]
+        pairs = [
+            (one, [other]) for pair in local_stages.separate_modules for one, other in (pair, pair[::-1])
+        ]
         stages = [(one, others) for one, *others in self._modules.values()]
-        self._module_copies = ModuleCopies(first.modules.values(), [*pairs, *stages])
+        self._module_copies = ModuleCopies(local_stages.modules.values(), [*pairs, *stages])
         self._buffers = BufferCopies(self._modules, rule)
 
     def _init_processes(self, world: World, replicas: int, rule: Rule) -> None:
@@ -100,9 +98,9 @@ class Copies:
                 group = f"weight {first}" if name in tied else f"stage {s}"
                 yield CopiedTensor(group + shard if is_sharded(tensor) else group, first, kind, tensor)
 
-    def sync_parameters(self) -> bool:
+    def sync_parameters(self) -> None:
         """Apply changes of parameters to their copies in this process; see `Aliases.sync`."""
-        return self._aliases.sync()
+        self._aliases.sync()
 
     def sync_modules(self) -> None:
         """Apply changes of modules to their copies in this process; see `ModuleCopies.sync`."""
@@ -160,16 +158,6 @@ class Copies:
                     if not shared and not same_values(a, b, True):
                         where = {0: [f"stage {s}, copy 0"], 1: [f"copy {n}"]}
                         raise difference_error({one.name: one.kind}, {one.name: where})
-
-
-def copy_gradients(first: LocalStages, replicas: Sequence[LocalStages]) -> None:
-    """Copy the first replica's gradients, which the user may have changed, to the other replicas of this process."""
-    for replica in replicas:
-        for parameter, one in zip(replica.parameters(), first.parameters(), strict=True):
-            if one.grad is None or parameter.grad is None:
-                parameter.grad = None if one.grad is None else one.grad.clone()
-            else:
-                parameter.grad.copy_(one.grad)
 
 
 class _Gather:

@@ -82,7 +82,7 @@ class _CopiedModule:
         change = next(key for key, value in structure.items() if value != self._structure[key])
         raise ReplicaError(
             f"module {self.name!r} ({type(self.module).__name__}) has {change} than when the pipeline was built, which its "
-            "copies in other threads (dp, stages that several ranks hold, a module used on several ranks) cannot follow; "
+            "copies in other threads (stages that several ranks hold, a module used on several ranks) cannot follow; "
             "undo the change, build a new Pipeline, or use one without copies",
             self.name,
         )

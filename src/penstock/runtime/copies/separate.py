@@ -45,7 +45,7 @@ def alias(module: M, memo: dict[int, Any] | None = None) -> M:
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"a {type(module).__name__} needs copies for several ranks or replicas in threads, and cannot be copied "
+            f"a {type(module).__name__} needs copies for several ranks in threads, and cannot be copied "
             f"({error}); keep its places on one rank (split=...), remove what cannot be copied from it, or run one "
             "process per rank (torchrun)"
         ) from error

@@ -39,8 +39,8 @@ def _changed_gradients(executor: Executor, row: int) -> bool:
     progress, program = executor.progress, executor.program
     last = progress[ROW]
     if last == END:
-        if executor.shared is not None or executor.replica_reduction is not None:
-            return True  # the step's end sums gradients over ranks and replicas
+        if executor.shared is not None:
+            return True  # the step's end sums gradients over ranks
         stop = program.schedule.rows(executor.rank).stop
     else:
         stop = (

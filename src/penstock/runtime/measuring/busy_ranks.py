@@ -37,7 +37,7 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
 
     Args:
         ranks: pipeline ranks that run at the same time; threads of this process, or all its processes (default 1).
-        dp: replicas whose reduction of gradients is measured, as many as the ranks; 1 (default) measures none.
+        dp: replicas whose reduction of gradients is measured, as many as the processes; 1 (default) measures none.
         rounds: steps of every measurement (default 15).
         name: name of the cluster.
 
@@ -50,7 +50,7 @@ def measure_cluster(ranks: int = 1, *, dp: int = 1, rounds: int = 15, name: str 
     size = 4 * (_LARGE - _SMALL)
     slower = large.latency - latency
     bandwidth = size / slower if ranks > 1 and slower > 0 else 1e12
-    reduces = reduction_rate(dp, small.overhead, rounds) if dp > 1 else None
+    reduces = _reduction_rate(dp, small.overhead, rounds) if dp > 1 else None
     limits = host.memory()
     device = Device(
         memory=float(limits.total) / max(ranks, dp) if limits is not None else 1e12,
@@ -126,11 +126,11 @@ def _gaps(trace: Trace) -> list[float]:
     return gaps
 
 
-def reduction_rate(dp: int, overhead: float, rounds: int) -> float:
+def _reduction_rate(dp: int, overhead: float, rounds: int) -> float:
     """Return the bytes per second of a device at which gradients are reduced over replicas.
 
     Args:
-        dp: number of replicas, threads of this process or its processes.
+        dp: number of replicas, as many as the processes.
         overhead: seconds of a step besides its ops and the reduction.
         rounds: number of steps.
     """

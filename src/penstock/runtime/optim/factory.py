@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import ConfigError, nearest
-from penstock.parallel.data.zero import NOT_ELEMENTWISE
+from penstock.parallel.data.shard_slice import NOT_ELEMENTWISE
 from penstock.runtime.optim.groups import Named
 from penstock.runtime.optim.main_weights import MainWeights
 
@@ -105,19 +105,14 @@ def require_elementwise(pipe: Pipeline, optimizer: torch.optim.Optimizer, zero: 
         )
 
 
-def require_zero(pipe: Pipeline, zero: object) -> None:
+def require_zero(zero: object) -> None:
     """Check the option `zero` of `PipelineOptimizer`.
 
     Raises:
-        ConfigError: if it is not a valid value, or the pipeline chooses its buckets while it runs.
+        ConfigError: if it is not a valid value.
     """
     if zero not in (False, True, "overlap"):
         raise ConfigError(f"zero must be False, True or 'overlap', got {zero!r}")
-    if zero and pipe.parallel.bucket_bytes == "auto" and pipe.replicas > 1:
-        raise ConfigError(
-            f"zero={zero!r} keeps the buckets that it begins with, since parameters live in them; give bucket_bytes a "
-            "number instead of 'auto'"
-        )
 
 
 def require_no_fp16(pipe: Pipeline) -> None:

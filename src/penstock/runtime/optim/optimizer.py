@@ -79,7 +79,7 @@ class PipelineOptimizer:
             5.1; default False): each updates its shards of the parameters and gets the others'. True: `step` returns when
             all have arrived. "overlap": they arrive while the next step's first forwards run, and each layer waits for its
             parameters; until then read parameters through the pipeline only (``pipe.parameters()``,
-            ``pipe.state_dict()``), which waits. Replicas in threads always share one state and do the work once.
+            ``pipe.state_dict()``), which waits.
         **defaults: optimizer options of all groups: ``lr``, ``weight_decay``, ``fused`` and so on.
 
     Attributes:
@@ -108,7 +108,7 @@ class PipelineOptimizer:
         **defaults: Any,
     ) -> None:
         require_count("accumulate", accumulate)
-        require_zero(pipe, zero)
+        require_zero(zero)
         if clip is not None and not (isinstance(clip, int | float) and clip > 0):
             raise ConfigError(f"clip must be a positive number or None, got {clip!r}")
         if lr_factor is not None and lr_scheduler is not None:

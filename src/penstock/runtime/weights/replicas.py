@@ -4,35 +4,30 @@ Gradients live in buckets, whose reduction begins while the backward still runs.
 is complete. At the Program's REDUCE of a stage all its gradients are; the first step uses that, while the buckets count
 how many contributions each parameter gets. Later a parameter is complete with its last contribution, in the middle of the
 stage's last backward. So the second step is the first that shows in which order gradients become complete, and the buckets
-are made again in that order.
+are made again, once, in that order.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, TransportError
 from penstock.parallel.data.bucket import BucketEntry
 from penstock.parallel.data.buckets import GradientBuckets
-from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from penstock.parallel.data.reducer import Reducer
-from penstock.parallel.data.replica_checks import first_replicas
+from penstock.parallel.data.layout import FIRST_BUCKET_BYTES
+from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.shards import Shards
-from penstock.parallel.dtensor import gradient_dtype, is_dtensor, local, redistribute_grad
+from penstock.parallel.dtensor import is_dtensor, redistribute_grad
 from penstock.runtime.consensus import Losses, Refusal
-from penstock.runtime.weights.bucket_tuning import choose, measure
-from penstock.schedule.program import Program
 from penstock.stage.module import StageModule
-from penstock.trace.events import Trace
 
 _UNKNOWN = 1 << 60
 
 Exchange = Callable[[Any], list[Any]]
-BucketBytes = int | Literal["auto"]
 
 
 class ReplicaReduction:
@@ -42,13 +37,12 @@ class ReplicaReduction:
         reducer: communicator with the same rank of the other replicas; None if there is one replica, whose tensors are
             sharded.
         exchange: function that takes this process's value and returns those of the processes with the same rank in every
-            replica; None if the replicas are threads of one process.
+            replica.
         modules: modules of the rank's stages by number.
         shared: parameters that other ranks hold, too, by number of their group; their gradients are complete only with
             those of the other ranks (see `penstock.runtime.weights.shared`). Groups share no buckets: the order in which a
             communicator adds depends on the position in the buffer, and every holder's sum must have the same bits.
-        elsewhere: shared parameters whose gradients another rank reduces.
-        bucket_bytes: bytes in a bucket; with "auto", `tune` chooses for each stage.
+        bucket_bytes: maximum bytes in a bucket.
         zero: divide the update of the parameters, and the sums of their gradients, among the replicas (default False).
 
     Attributes:
@@ -58,36 +52,26 @@ class ReplicaReduction:
 
     def __init__(
         self,
-        reducer: Reducer | None,
-        exchange: Exchange | None,
+        reducer: GroupReducer | None,
+        exchange: Exchange,
         modules: Mapping[int, StageModule],
         shared: Mapping[int, Sequence[nn.Parameter]],
-        elsewhere: Sequence[nn.Parameter],
-        bucket_bytes: BucketBytes,
+        bucket_bytes: int,
         zero: bool = False,
     ) -> None:
         self.exchange = exchange
         self.buckets: GradientBuckets | None = None
         self.shards: Shards | None = None
         self._modules = modules
-        self._reducer = reducer
-        self._auto = bucket_bytes == "auto"
+        self._reductions = 0
         self._groups: dict[Tensor, Hashable] = {
             p: ("shared", number) for number, parameters in shared.items() for p in parameters
         }
-        excluded = {id(p) for p in elsewhere}
-        self._shared = [p for parameters in shared.values() for p in parameters if id(p) not in excluded]
         self._index_stages()
-        named = {
-            id(p): (name, p)
-            for s in sorted(modules)
-            for name, p in modules[s].whole_model_parameters()
-            if id(p) not in excluded
-        }
+        named = {id(p): (name, p) for s in sorted(modules) for name, p in modules[s].whole_model_parameters()}
         self._dtensors = [p for _, p in named.values() if is_dtensor(p)]
         if reducer is not None and named:
-            size = BUCKET_BYTES if bucket_bytes == "auto" else bucket_bytes
-            self._make_buckets(reducer, named.values(), size, zero)
+            self._make_buckets(reducer, named.values(), bucket_bytes, zero)
         self._expected: dict[Tensor, int] = {}
         self._varying: set[Tensor] = set()
         self._incomplete: dict[int, set[int]] = {}
@@ -104,15 +88,12 @@ class ReplicaReduction:
                 self._stages_of.setdefault(id(p), set()).add(s)
 
     def _make_buckets(
-        self, reducer: Reducer, named: Collection[tuple[str, nn.Parameter]], size: int, zero: bool
+        self, reducer: GroupReducer, named: Collection[tuple[str, nn.Parameter]], size: int, zero: bool
     ) -> None:
         options: dict[str, Any] = {
-            "divisor": 1.0,  # the loss of each microbatch has its share of the global batch already
-            "missing": "zeros",
             "bucket_bytes": size,
             "first_bucket_bytes": size if self._groups else min(size, FIRST_BUCKET_BYTES),
             "groups": self._groups,
-            "dynamic": True,
         }
         if zero:
             self.shards = Shards(named, reducer, **options)
@@ -120,7 +101,7 @@ class ReplicaReduction:
             for module in self._modules.values():
                 module.before = [self.shards.waiter(layer.parameters()) for layer in module.layers]
         else:
-            self.buckets = GradientBuckets(named, reducer, rebuild=False, **options)
+            self.buckets = GradientBuckets(named, reducer, **options)
         self.buckets.attach()
 
     def set_timeout(self, seconds: float) -> None:
@@ -141,35 +122,6 @@ class ReplicaReduction:
             self.shards.wait_all()
         for module in self._modules.values():
             module.before = []
-
-    def tune(self, program: Program, trace: Trace) -> None:
-        """Make the buckets again after the second step, in its order; every replica of the rank calls it.
-
-        Args:
-            program: program of the step.
-            trace: trace of this rank in the step.
-        """
-        if self.buckets is None or not self.buckets.entries:
-            return
-        if self.shards is not None:  # shards keep their places
-            return
-        if not self._auto:
-            self.buckets.rebuild()
-            return
-        assert self._reducer is not None, "there are buckets"
-        stage_of: dict[Tensor, int] = {
-            p: s
-            for s, parameters in self._parameters.items()
-            for p in parameters
-            if p.requires_grad and len(self._stages_of[id(p)]) == 1
-        }
-        bytes_of = dict.fromkeys(sorted(set(stage_of.values())), 0)
-        for parameter, stage in stage_of.items():
-            bytes_of[stage] += local(parameter).numel() * gradient_dtype(parameter).itemsize
-        device = local(self.buckets.entries[0].parameter).device
-        chosen = choose(program, trace, bytes_of, measure(self._reducer, device)) if bytes_of else {}
-        agreed = first_replicas(self._reducer, [chosen[s] for s in bytes_of])
-        self.buckets.rebuild({**self._groups, **stage_of}, dict(zip(bytes_of, agreed, strict=True)))
 
     @contextlib.contextmanager
     def step(self, number: int, reduces: bool) -> Iterator[None]:
@@ -213,7 +165,7 @@ class ReplicaReduction:
                 if not waiting:
                     self._ready(parameter)
 
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _ready(self, parameter: Tensor) -> None:
         entry = self._entries.get(id(parameter))
         if self.buckets is not None and entry and not entry.ready and parameter.grad is not None:
             self.buckets.ready(parameter)
@@ -229,8 +181,8 @@ class ReplicaReduction:
                 redistribute_grad(parameter)
         if self.buckets is None or not self._reduces:
             return
-        for parameter in self._shared:
-            self._ready(parameter)
+        for shared in self._groups:
+            self._ready(shared)
         counted = {e.parameter: e.counted for e in self.buckets.entries if e.parameter.requires_grad}
         (self.shards or self.buckets).finish()
         # If some microbatches do not use a layer, its last contribution cannot be known by counting.
@@ -241,6 +193,9 @@ class ReplicaReduction:
         for varying in self._varying & self._expected.keys():
             del self._expected[varying]
         self._incomplete = {}
+        self._reductions += 1
+        if self._reductions == 2 and self.buckets.entries and self.shards is None:  # shards keep their places
+            self.buckets.rebuild()
 
     def sharded_grads(self, stage: int) -> list[Tensor]:
         """Return the gradients of a stage's parameters that this replica updates with `zero`."""
@@ -254,8 +209,6 @@ class ReplicaReduction:
         self, losses: Losses, refusal: Refusal | None, flags: int
     ) -> tuple[Losses, Refusal | None, int]:
         """Gather from all replicas the losses by microbatch of the global batch, the first refusal, and all flags."""
-        if self.exchange is None:
-            return losses, refusal, flags
         rows = self.exchange(
             (
                 {n: loss.cpu() for n, loss in losses.total.items()},

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from penstock.errors import TransportError
 from penstock.parallel.data.attendance import Attendance
-from penstock.parallel.data.reducer import GroupReducer, Reducer
+from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
 from penstock.runtime.health.peers import PeerRegistry
 from penstock.runtime.start.launch_environment import find_launch
@@ -176,10 +176,11 @@ class World:
                 joined = group
         return joined
 
-    def replicas(self) -> Reducer | None:
+    def replicas(self) -> GroupReducer | None:
         """Return this process's end of the reduction of gradients over its replicas; None if there are none."""
         if self.mesh is None or self.mesh.shape.dp == 1:
             return None
+        assert self._buckets is not None, "joined"
         return GroupReducer(
             self._buckets,
             self.timeout.seconds,

@@ -220,11 +220,6 @@ def _check_together(config: Config) -> None:
             "data.packing needs each sample's positions on every rank, which parallel.sequence_parallel does not give; set "
             "one of them to false"
         )
-    if parallel.zero and not parallel.bucket_bytes and parallel.dp > 1:
-        raise ConfigError(
-            "parallel.zero keeps the buckets that it begins with, and parallel.bucket_bytes = 0 chooses them later; give a "
-            "number of bytes"
-        )
     if parallel.sequence_parallel and config.data.sequence % parallel.tp:
         raise ConfigError(
             f"data.sequence {config.data.sequence} does not divide over parallel.tp {parallel.tp}, which "

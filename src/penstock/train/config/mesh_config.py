@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import ConfigError
-from penstock.parallel.mesh import MeshShape, require_fit
+from penstock.parallel.mesh import MeshShape, require_fit, require_threads
 from penstock.plural import plural
 from penstock.train.config.fields import axes_of
 from penstock.train.config.sections.layout_section import ParallelConfig
@@ -26,7 +26,8 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
         processes: number of processes; None for one process with a thread for each rank.
 
     Raises:
-        ConfigError: if the sizes do not multiply to the number of processes, with sizes that would.
+        ConfigError: if the sizes do not multiply to the number of processes, with sizes that would; or if there is one
+            process, and replicas or shards of matrices need several.
     """
     pp, replicas = parallel.pp, parallel.dp * parallel.tp
     if processes is not None and pp is None and processes % replicas:
@@ -43,11 +44,8 @@ def find_mesh(parallel: ParallelConfig, processes: int | None) -> MeshShape:
     shape = MeshShape(pp, parallel.dp, parallel.tp, axes_of(parallel.order))
     if processes is not None:
         require_fit(shape, processes)
-    elif shape.tp > 1:
-        raise ConfigError(
-            f"a mesh of {shape} needs {plural(shape.ranks, 'process')}; start them with "
-            f"torchrun --nproc-per-node {shape.ranks} -m penstock train"
-        )
+    else:
+        require_threads(shape, "-m penstock train ..., or set parallel.dp=1 and parallel.tp=1")
     return shape
 
 

@@ -42,12 +42,11 @@ class ParallelConfig(Table):
         pp: pipeline ranks (default: the processes that `dp` and `tp` leave under torchrun, else 2 threads, or 1 for
             a model of one layer).
         virtual_stages: stages per rank (default: the usual number of the schedule family).
-        dp: replicas of the pipeline that share each batch; a run takes ``pp * dp * tp`` processes.
+        dp: replicas of the pipeline that share each batch; with `dp` or `tp` a run takes ``pp * dp * tp`` processes.
         tp: processes that share every matrix of a stage.
         order: order of the axes, outermost first; neighbouring processes differ in the last one.
         sequence_parallel: with `tp`, also divide activations between the matrices along the sequence.
-        bucket_bytes: with `dp`, size of the buckets in which gradients are reduced during the backward; 0 chooses a size
-            for each stage after the second step.
+        bucket_bytes: with `dp`, maximum size of the buckets in which gradients are reduced during the backward.
         zero: with `dp`, each replica keeps a share of the optimizer's state and updates a share of the weights.
         buffers: reaction to copies of a stage that change a buffer differently: ``refuse`` the step, or take the ``mean`` or
             the ``first``.
@@ -60,7 +59,7 @@ class ParallelConfig(Table):
     tp: Count = 1
     order: AxisOrder = "pp,dp,tp"
     sequence_parallel: Flag = False
-    bucket_bytes: NotNegative = BUCKET_BYTES
+    bucket_bytes: Count = BUCKET_BYTES
     zero: Flag = False
     buffers: Buffers = "refuse"
     check_replicas: NotNegative = 100
