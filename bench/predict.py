@@ -82,7 +82,7 @@ def profiled(model: str, mode: str, ranks: int, effort: Effort) -> tuple[Profile
         model_of(model, ranks), x, target=y, loss_fn=loss_of(model), microbatches=(ROWS[model],), name=model,
         ranks=1 if processes else ranks, effort=effort, exchange=exchange if processes else None,
     )  # fmt: skip
-    cluster = measure_cluster(ranks, dp=2 if ranks == 2 else 1)
+    cluster = measure_cluster(ranks, dp=2 if processes and ranks == 2 else 1)
     return calibrate(
         profile, cluster, partial(model_of, model, ranks), loss_of(model), x, y, rows=ROWS[model], ranks=ranks,
         check_finite=model != "sleep", steps=4 if effort == QUICK_EFFORT else 16, share=FASTEST,

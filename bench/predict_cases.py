@@ -49,7 +49,7 @@ class Case:
 
 
 def cases(model: str, mode: str) -> list[Case]:
-    """Return the layouts of a model on two ranks, or two replicas of one."""
+    """Return the layouts of a model on two ranks, or in processes on two replicas of one."""
 
     def case(schedule: str, microbatches: int = 8, virtual: int = 1, **other: Any) -> Case:
         return Case(model, mode, other.pop("pp", 2), schedule, microbatches, virtual, **other)
@@ -69,7 +69,7 @@ def cases(model: str, mode: str) -> list[Case]:
         case("zb-h1", 4, split="measured"),
         case("1f1b", recompute="full"),
         case("1f1b", recompute=2),
-        case("1f1b", 4, pp=1, dp=2),
+        *([case("1f1b", 4, pp=1, dp=2)] if mode == "processes" else []),
     ]
 
 

@@ -68,7 +68,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"'[\w-]+'"),  # values of a Literal
     (
         r"py:class",
-        r"penstock\..*\.(Shards|StageModule|ThreadReducer|T|Workload|StageCosts|Activity)",
+        r"penstock\..*\.(Shards|StageModule|T|Workload|StageCosts|Activity)",
     ),
     (r"py:class", r"Visit|UnchangedModel"),  # internal, as those above
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.simulate.reduction import fewest_buckets, reduce_gradients
+from penstock.simulate.reduction import reduce_gradients
 from penstock.trace.events import Activity
 from tests.support.simulated import built, timed
 
@@ -46,17 +46,6 @@ def test_of_several_stages_the_later_one_hides_behind_the_earlier_ones_work():
     assert (found.trace.start[1:] >= found.trace.start[:-1])[
         found.trace.rank[1:] == found.trace.rank[:-1]
     ].all()
-
-
-def test_only_stages_whose_reduction_shows_are_cut_finely():
-    program = built("interleaved-1f1b", 2, 4, 2)
-    trace = timed(program, 1.0, 1.0, 1.0)
-    counts = fewest_buckets(program, trace, [0.5] * 4, max_buckets=8)
-    assert counts[2] == counts[3] == 1  # they hide behind the other stage's backwards
-    assert counts[0] > 1
-    assert counts[1] > 1
-    least = reduce_gradients(program, trace, [0.5] * 4, 8).exposed
-    assert reduce_gradients(program, trace, [0.5] * 4, counts).exposed == pytest.approx(least)
 
 
 def test_times_and_buckets_that_cannot_be_are_refused():

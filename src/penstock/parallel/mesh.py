@@ -191,5 +191,5 @@ def require_threads(shape: MeshShape, program: str) -> None:
     if shape.dp * shape.tp > 1:
         raise ConfigError(
             f"a mesh of {shape} needs {plural(shape.ranks, 'process')}, one for each rank, and this is one process; start "
-            f"them with  torchrun --nproc-per-node {shape.ranks} {program}"
+            f"them with torchrun --nproc-per-node {shape.ranks} {program}"
         )

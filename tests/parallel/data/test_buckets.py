@@ -257,9 +257,7 @@ def test_buckets_are_rebuilt_in_the_order_that_replica_0_has_seen(processes: Loc
 
 
 def of_several_dtypes(rank: int) -> tuple[dict, dict]:
-    net = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH)
-    )
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, WIDTH))
     with torch.no_grad():
         for p in net.parameters():
             p.fill_(0.5)

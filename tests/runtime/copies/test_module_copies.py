@@ -110,9 +110,7 @@ REFUSED: dict[str, Callable[[nn.Sequential], object]] = {
 
 @pytest.mark.parametrize("change", REFUSED)
 @pytest.mark.parametrize(("schedule", "shared"), [COPIED[0], COPIED[2]])
-def test_changes_that_copies_cannot_follow_are_refused_by_name(
-    schedule: str, shared: bool, change: str
-):
+def test_changes_that_copies_cannot_follow_are_refused_by_name(schedule: str, shared: bool, change: str):
     net = make(shared=shared)
     with pipeline(net, schedule) as pipe:
         pipe.step(*batch())

@@ -269,7 +269,9 @@ def accumulates(rank: int) -> None:
         torch.testing.assert_close(evaluated.loss, result.loss)
 
 
-def test_gradients_accumulate_whether_they_are_zeroed_or_dropped_and_reduced_or_not(processes: LocalProcesses):
+def test_gradients_accumulate_whether_they_are_zeroed_or_dropped_and_reduced_or_not(
+    processes: LocalProcesses,
+):
     processes.run(2, accumulates)
 
 
@@ -279,7 +281,12 @@ def bucket_order(rank: int) -> tuple[list[str], list[str]]:
     mesh, small = MeshShape(1, 2, 1), ParallelOptions(bucket_bytes=1)
     found = []
     with Pipeline(
-        [("all", Backwards(net))], nn.functional.mse_loss, microbatches=4, mesh=mesh, parallel=small, timeout=300
+        [("all", Backwards(net))],
+        nn.functional.mse_loss,
+        microbatches=4,
+        mesh=mesh,
+        parallel=small,
+        timeout=300,
     ) as pipe:
         for n in range(3):
             pipe.step(*plain.batch(n, 16))

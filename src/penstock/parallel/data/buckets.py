@@ -12,23 +12,21 @@ that came too late for their bucket, and a replica that failed or is at another 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError, TransportError
+from penstock.errors import PenstockError, ReplicaError, TransportError
 from penstock.parallel.data import replica_checks
-from penstock.parallel.data.bucket import Bucket, BucketEntry, bucket_order, make_slot
-from penstock.parallel.data.frozen import Frozen
+from penstock.parallel.data.bucket import Bucket, BucketEntry, bucket_order, make_slot, require_dense
 from penstock.parallel.data.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
-from penstock.parallel.data.leftovers import add_late, find_late, resolve_absent
 from penstock.parallel.data.reducer import GroupReducer
 from penstock.parallel.data.reduction_stream import ReductionStream
-from penstock.parallel.data.replica_checks import StepReport
-from penstock.parallel.dtensor import local
+from penstock.parallel.data.replica_checks import StepReport, digest
+from penstock.parallel.dtensor import from_local_like, gradient_dtype, local, redistribute_grad
 
 
 class GradientBuckets:
@@ -62,7 +60,7 @@ class GradientBuckets:
         self.reducer = reducer
         self.sharded = sharded
         self._bytes = (bucket_bytes, first_bucket_bytes)
-        self._frozen = Frozen(list(parameters))
+        self._frozen = _Frozen(list(parameters))
         self._entry: dict[int, BucketEntry] = {}
         self._make_entries()
         replica_checks.require_equal_models(reducer, [(e.name, e.parameter) for e in self.entries])
@@ -144,7 +142,7 @@ class GradientBuckets:
         """
         try:
             absent = self._complete()
-            late = find_late(self._frozen.known, self._entry)
+            late = _find_late(self._frozen.known, self._entry)
         except PenstockError as error:
             self.abandon(error)
             raise
@@ -231,7 +229,7 @@ class GradientBuckets:
 
     def _on_grad(self, entry: BucketEntry, parameter: Tensor) -> None:
         with self._lock:
-            if entry.ready:  # it is in a separate tensor, for `find_late`
+            if entry.ready:  # it is in a separate tensor, for `_find_late`
                 entry.counted += 1
                 return
             last = not self._accumulating and entry.counted + 1 == entry.expected
@@ -291,9 +289,9 @@ class GradientBuckets:
         if any(report.frozen for report in reports):
             self._frozen.require_same(self.reducer, [report.frozen for report in reports], self.sharded)
         if any(report.absent for report in reports):
-            resolve_absent(self.reducer, self.entries, absent)
+            _resolve_absent(self.reducer, self.entries, absent)
         if any(report.late for report in reports):
-            add_late(self.reducer, self._frozen.known, self._entry, late)
+            _add_late(self.reducer, self._frozen.known, self._entry, late)
 
     def _remake(self) -> None:
         """Make buckets of the parameters that require a gradient now; every replica calls it at the same time."""
@@ -303,3 +301,148 @@ class GradientBuckets:
         self._seen_order.clear()
         self._build(bucket_order(self.entries, before))
         self.attach()
+
+
+class _Frozen:
+    """The ``requires_grad`` of parameters when the buckets were made, compared with now.
+
+    Args:
+        known: (name, parameter) pairs of all parameters, frozen ones included.
+    """
+
+    def __init__(self, known: Sequence[tuple[str, Tensor]]) -> None:
+        self.known = known
+        self._last_change = 0
+        self._flags: list[bool] = []
+        self.record()
+
+    def _current_flags(self) -> list[bool]:
+        return [p.requires_grad for _, p in self.known]
+
+    def record(self) -> list[tuple[str, Tensor]]:
+        """Record the flags as buckets are made; return the parameters that require a gradient."""
+        self._flags, self._last_change = self._current_flags(), 0
+        return [pair for pair, flag in zip(self.known, self._flags, strict=True) if flag]
+
+    def change(self) -> int:
+        """Return 0 if no flag has changed since the buckets were made; else a digest of the flags."""
+        flags = self._current_flags()
+        return 0 if flags == self._flags else digest(bytes(flags)) or 1
+
+    def is_repeated(self, change: int) -> bool:
+        """Return whether a change, which all replicas have reported, was reported in the step before as well."""
+        before, self._last_change = self._last_change, change
+        return bool(change) and change == before
+
+    def require_same(self, reducer: GroupReducer, changes: Sequence[int], sharded: bool) -> None:
+        """Check that all replicas report the same change; every replica calls it if any has reported one.
+
+        Args:
+            reducer: this replica's end of the communicator.
+            changes: digests that the replicas reported, by replica.
+            sharded: whether the update is divided among the replicas.
+
+        Raises:
+            ReplicaError: on every replica, if they differ; names the first parameter.
+            PenstockError: if the update is divided, and a parameter was unfrozen since.
+        """
+        if any(change != changes[0] for change in changes):
+            table = reducer.exchange([int(flag) for flag in self._current_flags()])()
+            n = next(n for n in range(len(self.known)) if len({row[n] for row in table}) > 1)
+            frozen = [r for r, row in enumerate(table) if not row[n]]
+            name = self.known[n][0]
+            raise ReplicaError(
+                f"parameter {name!r} is frozen on replica(s) {frozen} of {reducer.size} and not on the others; set "
+                "requires_grad to the same on all of them",
+                name,
+            )
+        unfrozen = (
+            name for (name, p), flag in zip(self.known, self._flags, strict=True) if p.requires_grad > flag
+        )
+        if sharded and (first := next(unfrozen, None)) is not None:
+            raise PenstockError(
+                f"parameter {first!r} began to require a gradient after ZeRO had divided the update of the others among "
+                "the replicas; make a new PipelineOptimizer after parameters are unfrozen"
+            )
+
+
+def _resolve_absent(
+    reducer: GroupReducer, entries: Sequence[BucketEntry], absent: Sequence[BucketEntry]
+) -> None:
+    """Give absent gradients the sum, if another replica had one; every replica calls it if any has absent ones.
+
+    Args:
+        reducer: this replica's end of the communicator.
+        entries: bucket entries of all parameters.
+        absent: entries that got no gradient on this replica, and contributed zeros.
+    """
+    absent_here = {entry.index for entry in absent}
+    table = reducer.exchange([int(e.index in absent_here) for e in entries])()
+    for entry in absent:
+        if entry.parameter.grad is None and not all(row[entry.index] for row in table):
+            entry.set_grad()
+
+
+def _find_late(known: Sequence[tuple[str, Tensor]], entry_of: Mapping[int, BucketEntry]) -> dict[int, Tensor]:
+    """Take late gradients out of the ``.grad`` of parameters, and reset those to their places in the buckets.
+
+    Two kinds are late: a contribution after the bucket's reduction has begun (of a layer that ran in more microbatches than
+    in the step before), and the gradient of a parameter that began to require one after the buckets were made.
+
+    Args:
+        known: (name, parameter) pairs, including parameters that required no gradient when the buckets were made.
+        entry_of: bucket entry of each parameter that has one, by the parameter's id.
+
+    Returns:
+        This process's shard of each late gradient, by the parameter's number in `known`.
+    """
+    late: dict[int, Tensor] = {}
+    for n, (name, parameter) in enumerate(known):
+        entry = entry_of.get(id(parameter))
+        shard: Tensor | None = None
+        if entry is not None:
+            shard = entry.take_late() if entry.ready else None
+        elif parameter.requires_grad and parameter.grad is not None:
+            require_dense(f"parameter {name!r}", parameter.grad)
+            redistribute_grad(parameter)
+            shard = local(parameter.grad)
+        if shard is not None:
+            late[n] = shard
+    return late
+
+
+@torch.no_grad()
+def _add_late(
+    reducer: GroupReducer,
+    known: Sequence[tuple[str, Tensor]],
+    entry_of: Mapping[int, BucketEntry],
+    late: Mapping[int, Tensor],
+) -> None:
+    """Sum late gradients over the replicas and add them to the reduced ones; every replica calls it if any has some.
+
+    Args:
+        reducer: this replica's end of the communicator.
+        known, entry_of: parameters and bucket entries, as for `_find_late`.
+        late: late gradients of this replica, as `_find_late` returns them.
+    """
+    table = reducer.exchange([int(n in late) for n in range(len(known))])()
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for n, (_, parameter) in enumerate(known):
+        if any(row[n] for row in table):
+            kinds.setdefault((gradient_dtype(parameter), local(parameter).device), []).append(n)
+    for (dtype, device), numbers in kinds.items():
+        shapes = [local(known[n][1]).shape for n in numbers]
+        sizes = [shape.numel() for shape in shapes]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        views = torch.split(flat, sizes)
+        for n, view in zip(numbers, views, strict=True):
+            if n in late:
+                view.copy_(late[n].reshape(-1))
+        reducer.all_reduce(flat).wait()
+        for n, view, shape in zip(numbers, views, shapes, strict=True):
+            parameter = known[n][1]
+            entry, total = entry_of.get(id(parameter)), view.view(shape)
+            if entry is None:
+                parameter.grad = from_local_like(total, parameter)
+            else:
+                entry.view.add_(total)
