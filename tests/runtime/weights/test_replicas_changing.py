@@ -12,6 +12,7 @@ from penstock.runtime.optim.optimizer import PipelineOptimizer
 from penstock.runtime.options import ParallelOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
+from tests.support.groups import run_cases
 
 WIDTH, M, ROWS = 6, 4, 2
 
@@ -102,31 +103,28 @@ def check(told: list, kind: str, frozen: tuple[str, ...] | None, steps: int = 6,
             assert torch.equal(value, seen.setdefault(name, value)), name
 
 
-MESHES = [MeshShape(1, 2, 1), MeshShape(2, 2, 1)]
+SCHEDULES = ["1f1b", "zb-h1", "dualpipe"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe"])
-def test_experts_used_in_some_microbatches_only_have_the_gradients_of_plain_pytorch(schedule):
+def test_experts_used_in_some_microbatches_only_have_the_gradients_of_plain_pytorch(
+    processes: LocalProcesses,
+):
     mesh = MeshShape(2, 2, 1)
-    check([trained(0, "experts", schedule, mesh, None)], "experts", None)
-
-
-def test_experts_in_processes(processes: LocalProcesses):
-    mesh = MeshShape(2, 2, 1)
-    check(processes.run(4, trained, "experts", "zb-h1", mesh, None), "experts", None)
-    told = processes.run(4, trained, "experts", "1f1b", mesh, None, 6, True)
-    check(told, "experts", None, grads=False)
+    cases = [("experts", schedule, mesh, None) for schedule in SCHEDULES]
+    *told, with_zero = run_cases(processes, 4, trained, [*cases, ("experts", "1f1b", mesh, None, 6, True)])
+    for by_rank in told:
+        check(by_rank, "experts", None)
+    check(with_zero, "experts", None, grads=False)
 
 
 # Layers that are frozen in each step: unfrozen for one, for several, one after the other, and all again.
 FROZEN = ("01", "01", "1", "12", "12", "12", "", "23", "", "012", "3", "3")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe"])
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", ["plain", "tied"])
-def test_weights_frozen_and_unfrozen_between_steps_have_the_gradients_of_plain_pytorch(schedule, dp, kind):
-    told = trained(0, kind, schedule, MeshShape(2, dp, 1), FROZEN, 12)
+def test_weights_frozen_and_unfrozen_between_steps_have_the_gradients_of_plain_pytorch(schedule, kind):
+    told = trained(0, kind, schedule, MeshShape(2, 1, 1), FROZEN, 12)
     if kind == "tied":  # one parameter, frozen by either of its names
         told = [{**state, "3.weight": state["0.weight"]} for state in told]
         told = [{n: v for n, v in state.items() if n != "3.weight"} for state in told]
@@ -134,8 +132,9 @@ def test_weights_frozen_and_unfrozen_between_steps_have_the_gradients_of_plain_p
 
 
 def test_weights_frozen_and_unfrozen_in_processes(processes: LocalProcesses):
-    for kind, schedule in (("plain", "1f1b"), ("tied", "zb-h1"), ("plain", "dualpipe")):
-        told = processes.run(4, trained, kind, schedule, MeshShape(2, 2, 1), FROZEN, 12)
+    kinds = [(kind, schedule) for schedule in SCHEDULES for kind in ("plain", "tied")]
+    cases = [(*kind, MeshShape(2, 2, 1), FROZEN, 12) for kind in kinds]
+    for (kind, _), told in zip(kinds, run_cases(processes, 4, trained, cases), strict=True):
         check(told, kind, FROZEN, 12)
 
 
