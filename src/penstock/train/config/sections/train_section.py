@@ -45,7 +45,8 @@ class TrainConfig(Table):
         eval_every: steps between two evaluations on held-out text; the last step always has one.
         eval_batches: batches of held-out samples in an evaluation, always the same ones.
         trace_every: steps between two saved traces; the first and the last step are always saved, and with 0 only these.
-        report: write ``report.html`` at the end; without it, ``penstock trace RUN --html FILE`` draws the page later.
+        report: write ``report.html``, during the run and at its end; without it, ``penstock trace RUN --html FILE`` draws
+            the page later.
         loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``mlflow``,
             ``prometheus``, or several with commas between them.
         prometheus_port: port on the loopback interface where ``prometheus`` serves metrics; 0 writes ``metrics.prom``.
