@@ -15,7 +15,6 @@ from penstock.train.config.fields import (
     LogLevel,
     NotNegative,
     NotNegativeNumber,
-    Port,
     Precision,
     Recompute,
     Reduction,
@@ -47,9 +46,8 @@ class TrainConfig(Table):
         trace_every: steps between two saved traces; the first and the last step are always saved, and with 0 only these.
         report: write ``report.html``, during the run and at its end; without it, ``penstock trace RUN --html FILE`` draws
             the page later.
-        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``mlflow``,
-            ``prometheus``, or several with commas between them.
-        prometheus_port: port on the loopback interface where ``prometheus`` serves metrics; 0 writes ``metrics.prom``.
+        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both
+            with a comma between them.
         callbacks: own callbacks: ``MODULE:FUNCTION``, of an installed module or one in the current folder, or several with
             commas between them. The function is called without arguments and returns a `penstock.Callback`.
         log_level: lowest level in the log of each process (``logs/rank-N.log``): ``debug``, ``info``, ``warning`` or
@@ -77,7 +75,6 @@ class TrainConfig(Table):
     trace_every: NotNegative = 100
     report: Flag = True
     loggers: LoggerNames = ""
-    prometheus_port: Port = 0
     callbacks: CallbackNames = ""
     log_level: LogLevel = "info"
     checkpoint_every: NotNegative = 100
