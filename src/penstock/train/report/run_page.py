@@ -1,4 +1,4 @@
-"""The page of a run, ``report.html``: drawn again and again while the run is under way, and a last time at its end.
+"""The page of a run, ``report.html``: drawn again and again during the run, and a last time at its end.
 
 A process of its own draws the page during the run. A thread would hold the interpreter for most of a second, while
 ranks that are threads, and the launches of a GPU's kernels, wait.
