@@ -31,7 +31,7 @@ def find_family(name: str) -> Family | None:
         name: name of the catalogue, a name that was registered, or MODULE:FUNCTION.
 
     Raises:
-        ScheduleError: if MODULE:FUNCTION is no function that can be used.
+        ScheduleError: if MODULE:FUNCTION cannot be used.
     """
     return _referenced(name) if ":" in name else FAMILIES.get(name) or _registered.get(name)
 
