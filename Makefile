@@ -1,6 +1,6 @@
 # Targets: demo (installs only what a user needs), setup (what the others share), test, test-slow (the rest of the tests), docs
 # (builds docs/_build/html/index.html). Each may be run again; what is done is skipped. `make coverage` runs all tests and prints
-# the lines and branches of src that they reach. The workflows use the others: test-fast
+# the lines and branches of src that they reach, `make report` the size of src. The workflows use the others: test-fast
 # (test without lint), test-threads (those for macOS), types (checks types for a newer Python and for macOS).
 # CONSTRAINTS=constraints-oldest.txt installs the oldest versions instead.
 PYTHON ?= python3
@@ -25,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Make two targets that install (`make -j demo test`) one after the other: they share the virtual environment.
 .NOTPARALLEL:
-.PHONY: setup demo test test-fast test-slow test-threads lint types docs coverage
+.PHONY: setup demo test test-fast test-slow test-threads lint types docs coverage report
 
 setup: $(STAMP)
 
@@ -72,3 +72,6 @@ coverage: setup
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
+
+report: setup
+	$(BIN)/python -m tools.house

@@ -16,7 +16,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from penstock.checkpoint.dcp.dcp_read import read_dcp as read_dcp
+    from penstock.checkpoint.dcp import read_dcp as read_dcp
     from penstock.errors import BatchError as BatchError
     from penstock.errors import CallOrderError as CallOrderError
     from penstock.errors import ConfigError as ConfigError
@@ -142,7 +142,7 @@ _HOME = {
     "parameter_order": "penstock.parallel.data.gradient_order",
     "profile_layers": "penstock.runtime.measuring.calibration",
     "read_csv": "penstock.schedule.text",
-    "read_dcp": "penstock.checkpoint.dcp.dcp_read",
+    "read_dcp": "penstock.checkpoint.dcp",
     "register_family": "penstock.schedule.families",
     "save_adapters": "penstock.huggingface.adapters.save_adapters",
     "save_transformers": "penstock.huggingface.save",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.checkpoint.convert import export_transformers, resplit
-from penstock.checkpoint.dcp.dcp_export import export_dcp
+from penstock.checkpoint.dcp import export_dcp
 from penstock.errors import ConfigError
 from penstock.huggingface.adapters.supported import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.runtime.workers.pool import LocalProcesses

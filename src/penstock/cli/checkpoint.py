@@ -111,8 +111,7 @@ def convert(
     needs no conversion: every checkpoint loads at any split.
     """
     from penstock.checkpoint.convert import resplit
-    from penstock.checkpoint.dcp.dcp_export import export_dcp
-    from penstock.checkpoint.dcp.dcp_import import import_dcp
+    from penstock.checkpoint.dcp import export_dcp, import_dcp
 
     if (stages is not None) + to_dcp + from_dcp != 1:
         raise click.UsageError("give exactly one of --stages, --to-dcp and --from-dcp")

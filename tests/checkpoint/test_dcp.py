@@ -1,4 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint`` are read without unpickling, and a run continues from them."""
+"""Folders of ``torch.distributed.checkpoint`` are read without running what is in them, and a run continues from them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import penstock
 from penstock.checkpoint.checkpoints import Checkpoints
-from penstock.checkpoint.dcp.dcp_export import export_dcp
-from penstock.checkpoint.dcp.dcp_import import import_dcp
-from penstock.checkpoint.dcp.pickle_parser import GlobalStub, ObjectStub, parse
+from penstock.checkpoint.dcp import export_dcp, import_dcp
 from penstock.errors import ConfigError, DataError, PenstockError
 from penstock.parallel.mesh import make_mesh
 from penstock.runtime.workers.pool import LocalProcesses
@@ -78,28 +74,6 @@ def test_shards_that_two_processes_saved_are_joined(tmp_path: Path, processes: L
     assert equal(penstock.read_dcp(tmp_path / "dcp"), {"rows": whole, "columns": whole, "both": whole})
 
 
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
-    max_leaves=20,
-)  # fmt: skip
-
-
-@settings(max_examples=100, deadline=None)
-@given(PLAIN, st.integers(1, 5))
-def test_pickles_of_plain_values_are_parsed(value, protocol):
-    assert parse(pickle.dumps(value, protocol), "x") == value
-
-
-def test_a_call_becomes_a_stub():
-    stub = parse(pickle.dumps(collections.OrderedDict(a=1)), "x")
-    assert isinstance(stub, ObjectStub)
-    assert (stub.factory, stub.args, stub.items) == (GlobalStub("collections", "OrderedDict"), (), {"a": 1})
-    # A tuple of the same tuple twice, and so on, takes for ever to hash: no key.
-    with pytest.raises(DataError, match="tuple as a key"):
-        parse(pickle.dumps({(1, 2): 3}), "x")
-
-
 class Trap:
     """Touches a file when it is unpickled."""
 
@@ -115,7 +89,7 @@ def with_trap(archive: bytes, trap: Trap) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as before, zipfile.ZipFile(made, "w") as after:
         for name in before.namelist():
-            after.writestr(name, pickle.dumps(trap) if name.endswith("data.pkl") else before.read(name))
+            after.writestr(name, pickle.dumps(trap, 2) if name.endswith("data.pkl") else before.read(name))
     return made.getvalue()
 
 
@@ -138,31 +112,6 @@ def test_a_trap_in_any_pickle_of_a_folder_is_refused_and_does_not_spring(tmp_pat
     assert not sprung.exists()
     pickle.loads(pickle.dumps(trap))
     assert sprung.exists()
-
-
-def tower() -> tuple:
-    """Return a value with a short pickle that takes forever to hash, print or traverse."""
-    found: tuple = ()
-    for _ in range(90):
-        found = (found, found)
-    return found
-
-
-@pytest.mark.parametrize("where", ["fqn", "relative_path", "dtype", "planner_data"])
-def test_values_that_take_forever_to_hash_or_print_are_refused_at_once(tmp_path: Path, where: str):
-    folder = tmp_path / "dcp"
-    save({"t": torch.ones(3)}, checkpoint_id=str(folder), no_dist=True)
-    described = pickle.loads((folder / ".metadata").read_bytes())
-    ((index, info),) = described.storage_data.items()
-    properties = described.state_dict_metadata["t"].properties
-    if where == "planner_data":
-        described.planner_data = {"t": tower()}
-    else:
-        owner = {"fqn": index, "relative_path": info, "dtype": properties}[where]
-        object.__setattr__(owner, where, tower())
-    (folder / ".metadata").write_bytes(pickle.dumps(described))
-    with pytest.raises(DataError, match=r"instead of|is not a path"):
-        penstock.read_dcp(folder)
 
 
 def test_changed_bytes_give_a_clear_error_or_what_was_there(tmp_path: Path):

@@ -1,0 +1,72 @@
+"""Print the files of Penstock that a training step enters: ``python -m tools.walk``.
+
+The second ``Pipeline.step`` and ``optimizer.step`` of a pipeline of two ranks that are threads are watched with
+`sys.setprofile`, in all threads. CONTRIBUTING's *How a step runs* goes through the files in this order.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+import penstock
+
+SOURCE = Path(penstock.__file__).parent
+
+
+class Walk:
+    """Profile function that notes each file of Penstock in the order in which functions of it are first called.
+
+    Attributes:
+        files: paths below the package, with the first function that was called there.
+        watching: whether calls are noted.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+        self.watching = False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        """Note a call."""
+        if not self.watching or event != "call":
+            return
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(SOURCE):
+            self.files.setdefault(path.relative_to(SOURCE).as_posix(), frame.f_code.co_qualname)
+
+
+def walk() -> dict[str, str]:
+    """Return the files that the second step of a pipeline enters, with the first function called in each."""
+    seen = Walk()
+    threading.setprofile(seen)  # before the rank threads start
+    sys.setprofile(seen)
+    try:
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        with penstock.Pipeline(model, nn.functional.mse_loss, ranks=2, microbatches=4) as pipe:
+            optimizer = penstock.PipelineOptimizer(pipe, torch.optim.AdamW, lr=1e-3, clip=1.0)
+            for number in range(2):
+                seen.watching = number == 1
+                pipe.step(torch.randn(8, 8), torch.randn(8, 8))
+                optimizer.step()
+            seen.watching = False
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return seen.files
+
+
+def main() -> None:
+    """Print one line per file, and their number."""
+    files = walk()
+    for path, function in files.items():
+        print(f"{path:45} {function}")
+    print(f"{len(files)} files")
+
+
+if __name__ == "__main__":
+    main()
