@@ -15,7 +15,7 @@ import penstock
 SOURCE = Path(penstock.__file__).parent
 FLOORS = [
     {"errors", "plural", "garbage", "host", "bounded_io", "atomic", "current_folder"},
-    {"counts", "encoding", "scratch", "run_lock", "output_files", "model_variants", "heartbeat"},
+    {"counts", "encoding", "scratch", "run_lock", "output_files", "model_variants"},
     {"tensor_file"},
     {"schedule", "stage", "parallel", "trace"},
     {"simulate", "profile"},
@@ -24,12 +24,12 @@ FLOORS = [
     {"verify", "huggingface"},
     {"checkpoint"},
     {"train"},
-    {"doctor", "launch", "watch"},
+    {"doctor", "launch"},
     {"cli"},
     {"__main__"},
 ]
 FLOOR = {room: n for n, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = ["schedule", "trace", "simulate", "show", "profile", "plan", "watch"]
+WITHOUT_TORCH = ["schedule", "trace", "simulate", "show", "profile", "plan"]
 WITH_TORCH = {f"penstock.profile.{name}" for name in ("fake_layers", "measured", "op_counter", "traced")}
 """Modules of these rooms that run layers; a profile is read without them."""
 

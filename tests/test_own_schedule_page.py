@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import io
 import os
 import re
@@ -16,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli import group
-from penstock.schedule.families import plugins
+from penstock.schedule.families import lookup
 from tests.support.commands import python
 
 PAGE = Path(__file__).parents[1] / "docs" / "own_schedule.md"
@@ -34,7 +33,7 @@ class Reader:
     """A reader who does what the page says, in an empty folder."""
 
     def __init__(self, folder: Path, in_processes: bool) -> None:
-        self.folder, self.site, self.in_processes = folder, folder / "site", in_processes
+        self.folder, self.in_processes = folder, in_processes
         self.names: dict[str, object] = {"__name__": "a_page"}
         self.printed = ""
 
@@ -46,9 +45,6 @@ class Reader:
         with contextlib.redirect_stdout(output):
             exec(compile(code, PAGE.name, "exec"), self.names)
         self.printed = output.getvalue()
-
-    def toml(self, text: str) -> None:
-        (self.folder / "pyproject.toml").write_text(text)
 
     def text(self, text: str) -> None:
         first, *commands = re.split(r"^\$ ", text, flags=re.M)
@@ -69,15 +65,10 @@ class Reader:
         environment = {
             **os.environ,
             "COLUMNS": "160",
-            "PYTHONPATH": os.pathsep.join([str(self.site), *filter(None, sys.path)]),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        if words[0] == "pip":  # offline, and not into the environment of the tests
-            into = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
-            words = ["-m", "pip", *words[1:], *into, "--target", str(self.site)]
-        else:
-            assert words[0] == "penstock"
-            words = ["-m", *words]
-        done = python(words, self.folder, environment)
+        assert words[0] == "penstock"
+        done = python(["-m", *words], self.folder, environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -85,7 +76,7 @@ class Reader:
 @pytest.fixture(autouse=True)
 def a_fresh_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(plugins, "_registered", {})
+    monkeypatch.setattr(lookup, "_registered", {})
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("late", None)
@@ -93,17 +84,15 @@ def a_fresh_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     sys.modules.pop("late", None)
 
 
-def test_the_page_runs_until_it_publishes(tmp_path: Path):
+def test_the_page_runs_in_one_process(tmp_path: Path):
     reader = Reader(tmp_path, in_processes=False)
-    for language, block in BLOCK.findall(PAGE.read_text().partition("## Publish")[0]):
+    for language, block in BLOCK.findall(PAGE.read_text()):
         if "penstock verify" not in block:
             getattr(reader, language)(block)
 
 
 @pytest.mark.slow
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path):
-    if not {"pip", "setuptools"} <= {found.name for found in importlib.metadata.distributions()}:
-        pytest.skip("the page installs a package, which needs pip and setuptools")
     reader = Reader(tmp_path, in_processes=True)
     for language, block in BLOCK.findall(PAGE.read_text()):
         getattr(reader, language)(block)

@@ -180,19 +180,6 @@ def test_two_nodes_of_skypilot_train_one_model(root: Path, threads: Path):
     require_same(root / "sky", threads)
 
 
-@pytest.mark.slow
-def test_a_node_of_skypilot_without_torchrun_is_a_rank(root: Path, threads: Path):
-    nodes = {
-        "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
-    command = ["penstock", "train", "my.toml", f"train.folder={root}", "train.name=nodes"]
-    for process in [start(command, root, **nodes, SKYPILOT_NODE_RANK=rank) for rank in "01"]:
-        require_done(process)
-    require_same(root / "nodes", threads)
-
-
 OPEN_MPI = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
 HYDRA = shutil.which("mpiexec.hydra")
 

@@ -64,3 +64,16 @@ def same(one: Path, other: Path) -> None:
 def lines(folder: Path, kind: str) -> list[dict[str, float]]:
     read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "kind"} for line in read if line["kind"] == kind]
+
+
+def numbers_by_name(folder: Path) -> dict[tuple[str, int], float]:
+    """(name, step) → number, of every line of metrics."""
+    numbers = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        kind, step = line.pop("kind"), line.pop("step")
+        for name, value in line.items():
+            if isinstance(value, list):
+                numbers |= {(f"{kind}/{name}/rank_{rank}", step): each for rank, each in enumerate(value)}
+            elif name != "time" and value is not None:
+                numbers[f"{kind}/{name}", step] = value
+    return numbers

@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
+import urllib.request
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import penstock
 from penstock.train.config.file import load
+from tests.support.launchers import free_port
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import config_of, numbers_by_name, run, stopped_at
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -41,6 +47,82 @@ def test_a_loader_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     first, second = (float(number) for number in re.findall(r"loss ([\d.]+)", out))
     assert second < first < 3
     assert "right letters of answers: " in out
+
+
+@pytest.fixture
+def in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run finds the examples' modules in the current folder, and no settings of theirs in the environment."""
+    monkeypatch.chdir(EXAMPLES)
+    for name in (
+        "MLFLOW_TRACKING_URI",
+        "MLFLOW_ALLOW_FILE_STORE",
+        "MLFLOW_DISABLE_TELEMETRY",
+        "PROMETHEUS_PORT",
+    ):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_examples")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_mlflow_keeps_every_number_in_the_runs_folder_and_a_resumed_run_continues(tmp_path: Path):
+    tracking = pytest.importorskip("mlflow.tracking")
+    told, text = {"callbacks": "to_mlflow:MLflow", "trace_every": 0}, text_folder(tmp_path)
+    run(config_of(tmp_path, text, "again", 4, train=told))
+    folder = tmp_path / "runs" / "again"
+    stopped_at(tmp_path, folder, 2)
+    run(config_of(tmp_path, text, "again", 6, str(folder), train=told))
+    client = tracking.MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
+    (experiment,) = client.search_experiments(filter_string="name = 'penstock'")
+    (kept,) = client.search_runs([experiment.experiment_id])
+    assert (kept.info.run_name, kept.info.status) == ("again", "FINISHED")
+    assert kept.data.params["train.steps"] == "4"
+    assert set(kept.data.metrics) == {name for name, _ in numbers_by_name(folder)}
+    history = client.get_metric_history(kept.info.run_id, "train/loss")
+    assert {point.step: point.value for point in history} == {
+        step: value for (name, step), value in numbers_by_name(folder).items() if name == "train/loss"
+    }
+    pictures = client.list_artifacts(kept.info.run_id, "timeline")
+    assert [picture.path for picture in pictures] == [f"timeline/step-{n:06}.png" for n in (1, 3, 4, 6)]
+
+
+def gauges(text: str) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+@pytest.mark.usefixtures("in_examples")
+def test_prometheus_finds_the_last_line_of_metrics_in_a_file(tmp_path: Path):
+    pytest.importorskip("prometheus_client")
+    run(tiny(tmp_path, text_folder(tmp_path), train={"callbacks": "to_prometheus:Prometheus"}))
+    folder = tmp_path / "runs" / "tiny"
+    found, last = gauges((folder / "metrics.prom").read_text()), numbers_by_name(folder)
+    assert found['penstock_train_loss{run="tiny"}'] == pytest.approx(last["train/loss", 3])
+    assert found['penstock_train_rss{rank="0",run="tiny"}'] == last["train/rss/rank_0", 3]
+    bits = found['penstock_held_out_held_out_bits{run="tiny"}']
+    assert bits == pytest.approx(last["held_out/held_out_bits", 3])
+    assert (found['penstock_step{run="tiny"}'], found['penstock_running{run="tiny"}']) == (3, 0)
+
+
+@pytest.mark.usefixtures("in_examples")
+def test_prometheus_asks_an_endpoint_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("prometheus_client")
+    port = int(free_port())
+    monkeypatch.setenv("PROMETHEUS_PORT", str(port))
+    board = loaded("to_prometheus").Prometheus()
+    board.on_start(penstock.StartEvent(tmp_path, steps=9))
+    board.on_step(penstock.StepEvent(4, loss=0.25, rss=(1, 2)))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        found = gauges(answer.read().decode())
+    name = tmp_path.name
+    assert found[f'penstock_train_loss{{run="{name}"}}'] == 0.25
+    assert found[f'penstock_train_rss{{rank="1",run="{name}"}}'] == 2
+    assert found[f'penstock_running{{run="{name}"}}'] == 1
+    board.on_end(penstock.EndEvent("done", 9))
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert not (tmp_path / "metrics.prom").exists()
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)

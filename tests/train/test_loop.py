@@ -90,7 +90,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path):
     assert (kept.parallel.pp, kept.parallel.virtual_stages, kept.sample.prompt) == (2, 1, "def ")
     assert [line["step"] for line in lines(folder, "train")] == [2, 3]
     assert [line["step"] for line in lines(folder, "held_out")] == [2, 3]
-    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.json", "rank-0.log"]
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log"]
     assert lines(folder, "train")[0].keys() == {
         "time", "step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "samples", "tokens", "bubble",
         "rss", "rss_peak", "seconds",

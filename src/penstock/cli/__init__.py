@@ -41,7 +41,6 @@ COMMANDS = {
     "trace": "show where the time of a run went",
     "train": "train a model through a pipeline",
     "verify": "prove that pipelined training equals plain PyTorch",
-    "watch": "show a run in the browser while it is under way",
 }
 
 

@@ -1,4 +1,4 @@
-"""``penstock schedule list``: the families of schedules, of the catalogue and the user's own."""
+"""``penstock schedule list``: the families of schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.errors import ScheduleError
 from penstock.plural import plural
 
 if TYPE_CHECKING:
-    from penstock.schedule.families import Family
+    from penstock.schedule.families import CatalogueFamily
 
 
 @click.command(name="list", epilog="Example:  penstock schedule list -p 8 -m 32 -v 2")
@@ -28,25 +28,19 @@ if TYPE_CHECKING:
 @VIRTUAL_STAGES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_command(ranks: int, microbatches: int, virtual_stages: int | None, as_json: bool) -> None:
-    """List the families of schedules: the catalogue, and those of installed packages.
+    """List the families of schedules.
 
     Prints their sources, requirements, bubbles (idle time of a rank) and peaks (most activations that each rank holds, in
     chunks of one microbatch on one stage). Bubbles and peaks are given as formulas and, for these counts, as simulated with
     F = B = W = 1 per rank and microbatch (B is the input gradient) and free communication.
     """
     from penstock.schedule.check import brief
-    from penstock.schedule.families import FAMILIES, own_families
+    from penstock.schedule.families import FAMILIES
 
-    own = own_families()
-    rows = [
-        _row(family, ranks, microbatches, virtual_stages)
-        for family in (*FAMILIES.values(), *own.families.values())
-    ]
-    for problem in own.problems:
-        click.echo(f"penstock: warning: {problem}", err=True)
+    rows = [_row(family, ranks, microbatches, virtual_stages) for family in FAMILIES.values()]
     if as_json:
         counts = {"ranks": ranks, "microbatches": microbatches}
-        click.echo(json.dumps({**counts, "families": rows, "problems": own.problems}, ensure_ascii=False))
+        click.echo(json.dumps({**counts, "families": rows}, ensure_ascii=False))
         return
     for row in rows:
         bubble = "-" if row["bubble"]["value"] is None else f"{row['bubble']['value']:g}"
@@ -62,10 +56,11 @@ def list_command(ranks: int, microbatches: int, virtual_stages: int | None, as_j
     )
 
 
-def _row(family: Family, ranks: int, microbatches: int, virtual_stages: int | None) -> dict[str, Any]:
+def _row(
+    family: CatalogueFamily, ranks: int, microbatches: int, virtual_stages: int | None
+) -> dict[str, Any]:
     """Return the entry of a family; counts that it rejects are reported, not raised."""
     from penstock.schedule.check import check
-    from penstock.schedule.families import CatalogueFamily, OwnFamily
     from penstock.schedule.memory import peak
     from penstock.simulate.costs import Costs
     from penstock.simulate.simulator import simulate
@@ -76,7 +71,6 @@ def _row(family: Family, ranks: int, microbatches: int, virtual_stages: int | No
     bubble: float | None = None
     held: list[int] | None = None
     refused: str | None = None
-    in_order: bool | None = None
     try:
         schedule = family.build(ranks, microbatches, chosen)
         v = max(len(stages) for stages in schedule.placement.stages_of)
@@ -84,24 +78,16 @@ def _row(family: Family, ranks: int, microbatches: int, virtual_stages: int | No
         split = bubbles(simulate(check(schedule).program, Costs.of(schedule.placement, v, v, v)))
         bubble = float((split.makespan - split.busy).max()) / v
         held = peak(schedule).tolist()
-        in_order = schedule.in_order
     except ScheduleError as error:
         refused = str(error)
-    source, needs = "", ""
-    formulas: tuple[str | None, str | None] = None, None
-    if isinstance(family, CatalogueFamily):
-        source, needs, in_order = family.source, family.needs, family.in_order
-        formulas = (family.bubble.text, family.peak.text)
-    elif isinstance(family, OwnFamily):
-        source, needs = family.origin, family.summary
     return {
         "name": family.name,
-        "source": source,
-        "needs": needs,
+        "source": family.source,
+        "needs": family.needs,
         "virtual_stages": v,
         "options": family.options,
-        "in_order": in_order,
-        "bubble": {"formula": formulas[0], "value": bubble},
-        "peak": {"formula": formulas[1], "value": held},
+        "in_order": family.in_order,
+        "bubble": {"formula": family.bubble.text, "value": bubble},
+        "peak": {"formula": family.peak.text, "value": held},
         "refused": refused,
     }

@@ -45,6 +45,8 @@ def render(
     data: Mapping[str, Any],
     figures: Mapping[str, Any],
     library: Sequence[str],
+    note: str,
+    reload_seconds: int,
 ) -> str:
     """Return the whole page as HTML.
 
@@ -58,6 +60,8 @@ def render(
         data: JSON for the page's own script.
         figures: JSON of Bokeh's figures by the id of their element.
         library: Bokeh's scripts.
+        note: sentence for the top of the page; may be empty.
+        reload_seconds: seconds after which the page reloads itself; 0 for never.
     """
     causes = [cause for cause in CAUSES if any(cause in step.bubbles.causes for step in steps)]
     return fill_template(
@@ -78,6 +82,8 @@ def render(
         facts=facts.lines,
         settings=settings,
         problems=problems,
+        note=note,
+        reload_seconds=reload_seconds,
         shared=_shared,
     )
 
@@ -87,10 +93,6 @@ def fill_template(
     data: Mapping[str, Any],
     figures: Mapping[str, Any],
     library: Sequence[str],
-    *,
-    scripts: Sequence[str] = ("memory.js", "page.js"),
-    styles: Sequence[str] = ("page.css",),
-    connects: bool = False,
     **values: Any,
 ) -> str:
     """Return a page from one of the templates, with its scripts, its style and the policy that allows no others.
@@ -100,21 +102,17 @@ def fill_template(
         data: JSON for the page's own script.
         figures: JSON of Bokeh's figures by the id of their element.
         library: Bokeh's scripts.
-        scripts: names of the page's own scripts (default ``memory.js`` and ``page.js``).
-        styles: names of the style sheets (default ``page.css``).
-        connects: whether the scripts may ask the server of the page for more (default False).
         values: further values of the template, which escapes them.
     """
-    early, *own = (_source(name) for name in ("nonce.js", *scripts))
-    sheets = "".join(_source(name) for name in styles)
+    early, *own = (_source(name) for name in ("nonce.js", "memory.js", "page.js", "live.js"))
     sources = [f"\n{source}\n" for source in (early, *library, "".join(own))]
     nonce = secrets.token_urlsafe(16)
     return _ENVIRONMENT.get_template(template).render(
         data=data,
         figures=figures,
-        policy=policy(sources, nonce, connects=connects),
+        policy=policy(sources, nonce),
         nonce=nonce,
-        style=sheets,
+        style=_source("page.css"),
         scripts=sources,
         **values,
     )

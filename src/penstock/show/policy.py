@@ -12,13 +12,12 @@ import hashlib
 from collections.abc import Iterable
 
 
-def policy(scripts: Iterable[str], nonce: str, *, connects: bool = False) -> str:
+def policy(scripts: Iterable[str], nonce: str) -> str:
     """Return the policy for a ``meta`` element, which must come before everything it applies to.
 
     Args:
         scripts: texts of the page's script elements.
         nonce: random text that the page's style elements carry.
-        connects: whether scripts may ask the page's own server for more (default False).
     """
     digests = " ".join(dict.fromkeys(f"'sha256-{_digest(script)}'" for script in scripts))
     rules = (
@@ -26,7 +25,6 @@ def policy(scripts: Iterable[str], nonce: str, *, connects: bool = False) -> str
         f"script-src {digests}",
         f"style-src 'nonce-{nonce}'",
         "img-src data: blob:",  # Bokeh's icons, and what its save tool makes
-        *(["connect-src 'self'"] if connects else []),
         "base-uri 'none'",
         "form-action 'none'",
     )

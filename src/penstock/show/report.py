@@ -29,6 +29,8 @@ def write(
     metrics: Sequence[Mapping[str, Any]] = (),
     problems: Sequence[str] = (),
     facts: RunFacts = UNKNOWN,
+    note: str = "",
+    reload_seconds: int = 0,
 ) -> Path:
     """Write the report page.
 
@@ -42,6 +44,8 @@ def write(
         metrics: lines of ``metrics.jsonl`` (default: none).
         problems: sentences about what could not be read (default: none).
         facts: when, where and how the run was started, and its speed (default: unknown).
+        note: sentence about the state of the run, for the top of the page (default: none).
+        reload_seconds: seconds after which the page reloads itself, and keeps the reader's place; 0 (default) for never.
 
     Returns:
         The path.
@@ -52,7 +56,7 @@ def write(
     if not steps:
         raise ConfigError("a report needs at least one trace")
     path = Path(path)
-    text = _page(title, *_chosen(steps, problems), settings, metrics, facts)
+    text = _page(title, *_chosen(steps, problems), settings, metrics, facts, note, reload_seconds)
     try:
         write_bytes(path, text.encode(errors="replace"))  # file names may hold bytes that are no UTF-8
     except OSError as error:
@@ -83,6 +87,8 @@ def _page(
     settings: str,
     metrics: Sequence[Mapping[str, Any]],
     facts: RunFacts,
+    note: str,
+    reload_seconds: int,
 ) -> str:
     from penstock.show.figures import curves, figures, library, rank_colours
     from penstock.show.report_page.overview import overview_figure
@@ -107,4 +113,6 @@ def _page(
         + [name for name in places if name.startswith("curve-")],
         "steps": packed,
     }
-    return render(title, steps, unit, settings, problems, facts, data, places, library())
+    return render(
+        title, steps, unit, settings, problems, facts, data, places, library(), note, reload_seconds
+    )

@@ -82,8 +82,10 @@ def read_run(path: str | Path) -> RunView:
     return RunView(path.resolve().name, traces.steps, settings, metrics, tuple(problems), facts)
 
 
-def write_report(run: RunView, path: str | Path, step: int | None = None) -> Path:
-    """Write the page of a run with all its steps, or with one; raises as `write` does."""
+def write_report(
+    run: RunView, path: str | Path, step: int | None = None, *, note: str = "", reload_seconds: int = 0
+) -> Path:
+    """Write the page of a run with all its steps, or with one; see `write`."""
     steps = list(run.steps.values()) if step is None else [run.steps[run.choose(step)]]
     return write(
         path,
@@ -93,6 +95,8 @@ def write_report(run: RunView, path: str | Path, step: int | None = None) -> Pat
         metrics=run.metrics,
         problems=run.problems,
         facts=run.facts,
+        note=note,
+        reload_seconds=reload_seconds,
     )
 
 

@@ -12,7 +12,6 @@ import torch
 
 from penstock.atomic import write_text
 from penstock.errors import ConfigError, DataError, StoppedError
-from penstock.heartbeat import Heartbeat, clear_signs
 from penstock.host import to_stderr
 from penstock.huggingface.adapters.save_adapters import save_adapters
 from penstock.huggingface.save import save_transformers
@@ -42,10 +41,11 @@ from penstock.train.report.device import choose_device, sharing_cores
 from penstock.train.report.metrics_writer import MetricsWriter, go_back
 from penstock.train.report.progress import Reporter
 from penstock.train.report.run_log import LoggedReporter, level_of, run_log
+from penstock.train.report.run_page import RunPage
 from penstock.train.report.start_record import keep_start
 from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.tokenizing import tokenizing_bar
-from penstock.train.report.traces import Traces, write_page
+from penstock.train.report.traces import Traces
 from penstock.train.report.update_notes import update_notes
 from penstock.train.resume import RunCheckpointer
 from penstock.train.trainer import Result, Stopping, Trainer, TrainingRun
@@ -169,13 +169,14 @@ def train(
                     )
                 with (
                     run_log(path, run_group.rank, level, shown.say, first_lines),
-                    Heartbeat(path, run_group.rank, progress.done) as heartbeat,
-                    _reporting_end(heartbeat, calls),
                     MetricsWriter(path if run_group.leads else None, reporter.say) as metrics,
+                    RunPage(
+                        path if run_group.leads and config.train.report else None,
+                        config.train.steps,
+                        reporter.say,
+                    ) as page,
                 ):
                     steps = config.train.steps
-                    start = StartEvent(path, asdict(config), progress.done, steps)
-                    run_group.decide(lambda: calls.on_start(start))
                     run = TrainingRun(
                         config,
                         model,
@@ -189,25 +190,31 @@ def train(
                         Traces(path, steps, config.train.trace_every, metrics.writes, calls, reporter.say),
                         StepProfiler(path if profile else None, steps, run_group.rank),
                         calls,
-                        heartbeat,
+                        page,
                         stopping,
                     )
-                    result = Trainer(run, progress).train()
-                    _save(config, model, pipe, path, run_group)
-                    pipe.close()
-                    return _finish(run, path, result) if run_group.leads else None
+                    trainer = Trainer(run, progress)
+                    with _reporting_end(trainer, calls, page):
+                        start = StartEvent(path, asdict(config), progress.done, steps)
+                        run_group.decide(lambda: calls.on_start(start))
+                        result = trainer.train()
+                        _save(config, model, pipe, path, run_group)
+                        pipe.close()
+                        return _finish(run, path, result) if run_group.leads else None
 
 
 @contextmanager
-def _reporting_end(heartbeat: Heartbeat, calls: CallbackList) -> Iterator[None]:
-    """Tell the callbacks and those who watch the run of an error that ends it."""
+def _reporting_end(trainer: Trainer, calls: CallbackList, page: RunPage) -> Iterator[None]:
+    """Tell the callbacks and the reader of the page of an error that ends the run."""
     try:
         yield
     except BaseException as error:
         outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, StoppedError) else "failed"
-        text = str(error) or type(error).__name__
-        heartbeat.end(outcome, text)
-        calls.on_end(EndEvent(outcome, heartbeat.step, text))
+        text, done = str(error) or type(error).__name__, trainer.progress.done
+        calls.on_end(EndEvent(outcome, done, text))
+        page.finish(
+            f"The run {text}" if outcome == "stopped" else f"The run failed after step {done:,}: {text}"
+        )
         raise
 
 
@@ -232,10 +239,9 @@ def _create(path: Path, config: Config, lock: ExitStack | None) -> Path:
 
 
 def _begin(path: Path, config: Config, done: int) -> None:
-    """Delete metrics and traces of steps that will be repeated, and old signs of life; for the leader alone."""
+    """Delete metrics and traces of steps that will be repeated; for the leader alone."""
     go_back(path, done, evaluates=done == config.train.steps)
     drop_after(path, done)
-    clear_signs(path)
 
 
 def _keep_start(
@@ -267,7 +273,7 @@ def _finish(run: TrainingRun, path: Path, result: Result) -> Outcome:
     run.metrics.write("final", **values_of(end))
     run.checkpointer.wait()
     run.callbacks.on_end(end)
-    page = write_page(path, reporter.say) if run.config.train.report else None
+    page = run.page.finish()
     return Outcome(
         str(path),
         run.config.train.steps,

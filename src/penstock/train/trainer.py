@@ -10,7 +10,6 @@ from time import perf_counter
 import torch
 
 from penstock.errors import NonFiniteError
-from penstock.heartbeat import Heartbeat
 from penstock.host import process_memory
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.optim.optimizer import OptimizerStep, PipelineOptimizer
@@ -24,6 +23,7 @@ from penstock.train.data.run_data import RunData, held_out_bits, mean_loss, trai
 from penstock.train.model.trainable import TrainableModel
 from penstock.train.report.metrics_writer import MetricsWriter
 from penstock.train.report.progress import Reporter
+from penstock.train.report.run_page import RunPage
 from penstock.train.report.step_profiler import StepProfiler
 from penstock.train.report.traces import Traces
 from penstock.train.resume import RunCheckpointer, RunProgress
@@ -48,7 +48,7 @@ class TrainingRun:
     traces: Traces
     profiles: StepProfiler
     callbacks: CallbackList
-    heartbeat: Heartbeat
+    page: RunPage
     stopping: Stopping | None
 
 
@@ -68,12 +68,15 @@ class Trainer:
     Args:
         run: the components of the run.
         progress: steps already done.
+
+    Attributes:
+        progress: steps done.
     """
 
     def __init__(self, run: TrainingRun, progress: RunProgress) -> None:
         self._run = run
-        self._progress = progress
-        self._began = perf_counter()
+        self.progress = progress
+        self._began = math.nan
         self._taken = self._taken_since_log = 0
         self._stepping = self._since_log = 0.0
         self._bits = math.nan
@@ -87,15 +90,16 @@ class Trainer:
             NonFiniteError: if more steps in a row than ``train.skip_nonfinite`` were NaN or infinite.
             PenstockError: if a step failed.
         """
+        self._began = perf_counter()
         train = self._run.config.train
-        while self._progress.done < train.steps:
+        while self.progress.done < train.steps:
             self._stop_if_asked()
-            self.train_step(self._progress.done)
+            self.train_step(self.progress.done)
         if self._vote is not None:
             self._vote()
         if math.isnan(self._bits):
             self._evaluate()
-        loss = self._progress.loss
+        loss = self.progress.loss
         return Result(
             loss if math.isfinite(loss) else None,
             self._bits,
@@ -114,7 +118,7 @@ class Trainer:
     def _stop_if_asked(self) -> None:
         vote, self._vote = self._vote or self._begin_vote(), None
         if vote():
-            stopped = self._run.checkpointer.stop(self._progress)
+            stopped = self._run.checkpointer.stop(self.progress)
             self._run.reporter.say(str(stopped))
             raise stopped
 
@@ -169,14 +173,14 @@ class Trainer:
             run.traces.after(done, pipe)
         if done % train.eval_every == 0 or last:
             self._evaluate()
-        run.checkpointer.after_step(self._progress)
+        run.checkpointer.after_step(self.progress)
+        run.page.after_step(done)
 
     def _applied(self, done: int, loss: float, update: OptimizerStep) -> StepEvent:
         """Note an update, and return its event with what is known without messages between the ranks."""
         assert update.grad_norm is not None, "every update is measured"
         run = self._run
-        self._progress = RunProgress(done, loss)
-        run.heartbeat.step = done
+        self.progress = RunProgress(done, loss)
         run.reporter.step(done, loss)
         samples = run.config.train.batch * done
         return StepEvent(
@@ -194,8 +198,8 @@ class Trainer:
         if scale <= 1:
             self._skip(done, NonFiniteError("", what=f"a gradient, at a loss scale of {scale:g},"))
             return
-        self._progress = replace(self._progress, done=done)
-        run.reporter.step(done, self._progress.loss)
+        self.progress = replace(self.progress, done=done)
+        run.reporter.step(done, self.progress.loss)
         run.reporter.say(
             f"step {done}: a gradient overflowed at a loss scale of {scale:g}; the step is skipped, and the scale "
             f"is now {scaler.scale:g}"
@@ -205,7 +209,7 @@ class Trainer:
     def _skip(self, done: int, error: NonFiniteError) -> None:
         """Skip a step that is not finite on some rank: no weight changes, and the next step takes the next batch."""
         run, allowed = self._run, self._run.config.train.skip_nonfinite
-        in_a_row = self._progress.skipped_in_a_row + 1
+        in_a_row = self.progress.skipped_in_a_row + 1
         where = f"step {done}: {error.what} is NaN or infinite; no weight was changed"
         if in_a_row > allowed:
             raise NonFiniteError(
@@ -215,10 +219,9 @@ class Trainer:
                 error.microbatch,
                 error.what,
             ) from error
-        self._progress = replace(self._progress, done=done, skipped_in_a_row=in_a_row)
-        run.reporter.step(done, self._progress.loss)
+        self.progress = replace(self.progress, done=done, skipped_in_a_row=in_a_row)
+        run.reporter.step(done, self.progress.loss)
         run.reporter.say(f"{where}. The step is skipped, number {in_a_row} in a row of at most {allowed}")
-        run.heartbeat.step = done
         run.callbacks.on_step(StepEvent(done, seconds=self._seconds(), logged=False, skipped=where))
         run.metrics.write(
             "skipped",
@@ -255,7 +258,7 @@ class Trainer:
         run.callbacks.on_step(event)
 
     def _evaluate(self) -> None:
-        run, done = self._run, self._progress.done
+        run, done = self._run, self.progress.done
         self._bits = held_out_bits(run.pipe, run.data)
         run.reporter.say(f"step {done}: {self._bits:.3f} bits/{run.model.tokenizer.unit} on held-out text")
         event = EvaluateEvent(done, self._bits, self._seconds())

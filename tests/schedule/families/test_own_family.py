@@ -22,7 +22,7 @@ HERE = Path(own.__file__).name
 
 
 def family(function, name: str = "mine") -> OwnFamily:
-    return OwnFamily(name, function, "a test")
+    return OwnFamily(name, function)
 
 
 def test_texts_of_ops_make_a_schedule():

@@ -1,8 +1,7 @@
-"""Traces and page of a run."""
+"""Traces of a run."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from penstock.parallel.mesh import MeshShape
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.workers.pool import LocalProcesses
-from penstock.show.run import read_run, write_report
+from penstock.show.run import read_run
 from penstock.trace.events import Trace
 from penstock.train.callbacks.callback import Callback
 from penstock.train.config.config import Config
@@ -24,18 +23,8 @@ from tests.support.tiny_run import text_folder, tiny
 SPLIT = [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head"]]
 
 
-class Told(Reporter):
-    """Keeps the lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
-def run(config: Config, told: Reporter | None = None) -> Outcome:
-    outcome = train(config, lambda steps, leads: told or Reporter())
+def run(config: Config) -> Outcome:
+    outcome = train(config, lambda steps, leads: Reporter())
     assert outcome is not None
     return outcome
 
@@ -56,41 +45,6 @@ def test_the_first_step_the_last_and_every_nth_are_kept(tmp_path: Path, every: i
     for trace in found.traces.values():
         assert_whole(trace)
         assert trace.info["split"] == SPLIT
-
-
-def test_a_run_ends_with_its_page(tmp_path: Path):
-    outcome = run(tiny(tmp_path, text_folder(tmp_path), train={"report": True}))
-    assert outcome.report == str(tmp_path / "runs" / "tiny" / "report.html")
-    page = Path(outcome.report).read_text("utf-8")
-    assert "<title>tiny</title>" in page
-    assert '<option value="1" selected>step 3</option>' in page
-    assert "blocks.2, blocks.3, head" in page
-    assert "Training</h2>" in page
-    assert "trace_every = 100" in page
-    assert "Not everything could be read" not in page
-
-
-def test_a_run_without_a_page_has_all_that_a_page_needs(tmp_path: Path):
-    outcome = run(tiny(tmp_path, text_folder(tmp_path), train={"report": False}))
-    assert outcome.report is None
-    folder = Path(outcome.folder)
-    assert not (folder / "report.html").exists()
-    page = write_report(read_run(folder), folder / "later.html").read_text("utf-8")
-    assert '<option value="1" selected>step 3</option>' in page
-
-
-def test_without_bokeh_a_line_says_how_to_get_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(traces, "find_spec", lambda name: None if name == "bokeh" else find_spec(name))
-    told = Told()
-    outcome = run(tiny(tmp_path, text_folder(tmp_path), train={"report": True}), told)
-    folder = tmp_path / "runs" / "tiny"
-    assert outcome.report is None
-    assert told.lines[-1] == (
-        "no report without Bokeh: pip install 'penstock[report]'; "
-        f"penstock trace {folder} --html {folder / 'report.html'}"
-    )
-    assert not (folder / "report.html").exists()
-    assert list(read_run(folder).traces) == [1, 3]
 
 
 def in_a_process(rank: int, config: Config) -> Outcome | None:

@@ -158,12 +158,6 @@ def _of_torch(env: Environment) -> Launch:
     """Return the launch that RANK and WORLD_SIZE describe, checked against the launcher that started them."""
     by_rank = Launch("RANK and WORLD_SIZE", *pair(env, "RANK", "WORLD_SIZE"), from_torch=True)
     by_torchrun = "TORCHELASTIC_RUN_ID" in env
-    per_node = env.get("PET_NPROC_PER_NODE")
-    if not by_torchrun and by_rank.size > 1 and is_several(per_node):
-        raise ConfigError(
-            f"PET_NPROC_PER_NODE={per_node} asks for {per_node} processes on each node, but this one was not started by "
-            "torchrun; let the pod's command be  torchrun -m penstock train ..., or ask for one process per node"
-        )
     try:
         launch = launcher_of(env)
     except ConfigError:

@@ -6,22 +6,15 @@
 | ``mpirun`` of Open MPI | OMPI_COMM_WORLD_RANK, _SIZE | OMPI_COMM_WORLD_LOCAL_RANK | one machine: there |
 | ``mpiexec`` of MPICH, Intel, Cray | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, PMI_LOCAL_RANK | as the user says |
 | ``srun`` | SLURM_PROCID, SLURM_STEP_NUM_TASKS | SLURM_LOCALID | the first host of SLURM_STEP_NODELIST |
-| ``mpirun_rsh`` of MVAPICH2 | MV2_COMM_WORLD_RANK, _SIZE | MV2_COMM_WORLD_LOCAL_RANK | as the user says |
-| ``jsrun`` of LSF | JSM_NAMESPACE_RANK, _SIZE | JSM_NAMESPACE_LOCAL_RANK | as the user says |
-| ``flux run`` | FLUX_TASK_RANK, FLUX_JOB_SIZE | FLUX_TASK_LOCAL_ID | as the user says |
-| a node of Kubeflow's TrainJob | PET_NODE_RANK, PET_NNODES | 0 | PET_MASTER_ADDR, PET_MASTER_PORT |
-| a node of SkyPilot | SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES | 0 | the first of SKYPILOT_NODE_IPS |
 
 MASTER_ADDR and MASTER_PORT replace the address of every launcher. The first line that applies counts, since launchers start
-one another: ``mpirun`` and torchrun reach other hosts through ``srun``, and leave Slurm's variables set. The last two start
-one process for a node; if a node shall have several, that process is torchrun, whose processes the first line describes.
-Where PMIX_RANK (``prterun``) or PALS_RANKID (``mpiexec`` of HPE Cray) stand alone, nothing says the number of processes, so
-a rank above 0 is refused: the launcher then ends rank 0, which cannot know.
+one another: ``mpirun`` and torchrun reach other hosts through ``srun``, and leave Slurm's variables set. Where PMIX_RANK
+(``prterun``) stands alone, nothing says the number of processes, so a rank above 0 is refused: the launcher then ends rank
+0, which cannot know. Users of other launchers export torch's variables (docs/clusters.md).
 
 Slurm sets variables in many more places than in the tasks of a parallel start. The shell of ``salloc`` has SLURM_NTASKS, and
 the script of ``sbatch`` has SLURM_PROCID=0 as well, though neither is one of several tasks. Only ``srun`` sets
-SLURM_STEP_NUM_TASKS, so that variable decides (man page of srun, OUTPUT ENVIRONMENT VARIABLES). SkyPilot's ``setup`` has
-SKYPILOT_NUM_NODES, and only ``run`` has SKYPILOT_NODE_RANK.
+SLURM_STEP_NUM_TASKS, so that variable decides (man page of srun, OUTPUT ENVIRONMENT VARIABLES).
 """
 
 from __future__ import annotations
@@ -36,7 +29,6 @@ from penstock.errors import ConfigError
 Environment = Mapping[str, str]
 
 _LOWEST_PORT, _PORTS, _STEPS = 16384, 16384, 16  # below the ports that Linux gives to outgoing connections
-_TORCHRUN_PORT = 29500  # of torchrun, if the user names none
 
 
 @dataclass(frozen=True)
@@ -208,130 +200,18 @@ def _slurm(env: Environment) -> Launch | None:
     )
 
 
-def _mvapich(env: Environment) -> Launch | None:
-    prefix = "MV2_COMM_WORLD_"
-    return _plain(
-        env, "MVAPICH2", f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE",
-        advice="mpirun_rsh ... MASTER_ADDR=HOST MASTER_PORT=29500 before the command hands them on",
-    )  # fmt: skip
-
-
-def _jsrun(env: Environment) -> Launch | None:
-    prefix = "JSM_NAMESPACE_"
-    return _plain(
-        env, "jsrun", f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE",
-        advice="jsrun -E MASTER_ADDR=HOST -E MASTER_PORT=29500 hands them on",
-    )  # fmt: skip
-
-
-def _flux(env: Environment) -> Launch | None:
-    return _plain(
-        env, "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID",
-        advice="flux run --env=MASTER_ADDR=HOST --env=MASTER_PORT=29500 hands them on",
-    )  # fmt: skip
-
-
-def _plain(
-    env: Environment, launcher: str, rank: str, size: str, local_rank: str, *local_size: str, advice: str
-) -> Launch | None:
-    if (several := _several(env, launcher, rank, size)) is None:
-        return None
-    local = _optional(env, local_rank), _optional(env, *local_size)
-    return Launch(launcher, *several, *local, advice=advice, size_variable=size)
-
-
 def _refuse_unknown_size(env: Environment) -> None:
-    """Raise if a launcher says a rank above 0, and nothing how many processes it started."""
-    for name in ("PMIX_RANK", "PALS_RANKID"):
-        if env.get(name, "").isdecimal() and int(env[name]) > 0:
-            raise ConfigError(
-                f"{name}={env[name]} says that this process is one of several, but not of how many; set RANK, WORLD_SIZE, "
-                f"MASTER_ADDR and MASTER_PORT for every process, or unset {name} to run in one process"
-            )
-
-
-def _kubeflow(env: Environment) -> Launch | None:
-    nodes = env.get("PET_NNODES", "1")
-    least, _, highest = nodes.partition(":")
-    if (highest or least).strip() == "1":
-        return None
-    remedy = (
-        "let the pod's command be torchrun, which reads PET_*:  torchrun -m penstock train ...; or, for a run of this pod "
-        "alone, unset PET_NNODES"
-    )
-    if not nodes.isdecimal() or "PET_NODE_RANK" not in env:
-        text = env.get("PET_NODE_RANK", "not set")
+    """Raise if PMIx says a rank above 0, and nothing how many processes there are."""
+    rank = env.get("PMIX_RANK", "")
+    if rank.isdecimal() and int(rank) > 0:
         raise ConfigError(
-            f"PET_NNODES={nodes} says that this pod is one of several, but PET_NNODES and PET_NODE_RANK ({text}) must be "
-            f"whole numbers; {remedy}"
+            f"PMIX_RANK={rank} says that this process is one of several, but not of how many; set RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT for every process, or unset PMIX_RANK to run in one process"
         )
-    rank, size = pair(env, "PET_NODE_RANK", "PET_NNODES")
-    if (processes := env.get("PET_NPROC_PER_NODE", "1")) != "1":
-        raise ConfigError(
-            f"PET_NPROC_PER_NODE={processes} asks for processes on each of the {size} nodes, but only torchrun starts them; "
-            f"{remedy}. With numProcPerNode: 1 each pod is a rank, and needs no torchrun"
-        )
-    port = env.get("PET_MASTER_PORT", "")
-    return Launch(
-        "Kubeflow (PET_NNODES)",
-        rank,
-        size,
-        0,
-        1,
-        env.get("PET_MASTER_ADDR", ""),
-        int(port) if port.isdecimal() else 0,
-        "set both in the pod's env, or start torchrun",
-        size_variable="PET_NNODES",
-    )
 
 
-def _skypilot(env: Environment) -> Launch | None:
-    if "SKYPILOT_NODE_RANK" not in env:
-        return None
-    hosts = env.get("SKYPILOT_NODE_IPS", "").split()
-    nodes = env.get("SKYPILOT_NUM_NODES", str(len(hosts)))
-    if not is_several(nodes):
-        return None
-    if hosts and len(hosts) != int(nodes):
-        raise ConfigError(
-            f"SKYPILOT_NUM_NODES={nodes}, but SKYPILOT_NODE_IPS has {len(hosts)} addresses; set both as SkyPilot does, or "
-            "unset SKYPILOT_NODE_RANK to run in one process"
-        )
-    named = {**env, "SKYPILOT_NUM_NODES": nodes}
-    rank, size = pair(named, "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES")
-    if is_several(gpus := env.get("SKYPILOT_NUM_GPUS_PER_NODE")):
-        raise ConfigError(
-            f"SkyPilot started one process on each of {size} nodes, which have {gpus} GPUs each "
-            "(SKYPILOT_NUM_GPUS_PER_NODE); start the other ranks with  torchrun --nnodes $SKYPILOT_NUM_NODES --node-rank "
-            '$SKYPILOT_NODE_RANK --nproc-per-node $SKYPILOT_NUM_GPUS_PER_NODE --master-addr $(echo "$SKYPILOT_NODE_IPS" | '
-            "head -n1) -m penstock train ...; or, for a run of this node alone, unset SKYPILOT_NODE_RANK"
-        )
-    return Launch(
-        "SkyPilot",
-        rank,
-        size,
-        0,
-        1,
-        hosts[0] if hosts else "",
-        _TORCHRUN_PORT,
-        "SKYPILOT_NODE_IPS has the hosts",
-        size_variable="SKYPILOT_NUM_NODES",
-    )
-
-
-_LAUNCHERS: tuple[Callable[[Environment], Launch | None], ...] = (
-    _open_mpi,
-    _pmi,
-    _slurm,
-    _mvapich,
-    _jsrun,
-    _flux,
-    _kubeflow,
-    _skypilot,
-)
-_SIZES = (
-    "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE",
-)  # fmt: skip
+_LAUNCHERS: tuple[Callable[[Environment], Launch | None], ...] = (_open_mpi, _pmi, _slurm)
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def first_host(hosts: str) -> str:

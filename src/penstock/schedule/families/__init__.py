@@ -2,19 +2,16 @@
 
 from penstock.schedule.families.catalogue import FAMILIES, CatalogueFamily
 from penstock.schedule.families.family import Family
-from penstock.schedule.families.lookup import build_schedule, find_family, require_family
+from penstock.schedule.families.lookup import build_schedule, find_family, register_family, require_family
 from penstock.schedule.families.own_family import OwnFamily
-from penstock.schedule.families.plugins import OwnFamilies, own_families, register_family
 
 __all__ = [
     "FAMILIES",
     "CatalogueFamily",
     "Family",
-    "OwnFamilies",
     "OwnFamily",
     "build_schedule",
     "find_family",
-    "own_families",
     "register_family",
     "require_family",
 ]

@@ -1,24 +1,39 @@
-"""Families by name, and `build_schedule`, which builds a schedule of one."""
+"""Families by name, of the catalogue or of the user, and `build_schedule`, which builds a schedule of one.
+
+A family of the user is a function: registered under a name of its own, or found as MODULE:FUNCTION.
+"""
 
 from __future__ import annotations
 
-from penstock.errors import ScheduleError, nearest
+import os
+import re
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from penstock.errors import ScheduleCodeError, ScheduleError, nearest
 from penstock.schedule.families.catalogue import FAMILIES
 from penstock.schedule.families.family import Family
-from penstock.schedule.families.plugins import find_own, own_names
+from penstock.schedule.families.own_family import OwnFamily, ScheduleFunction, load_function, where_defined
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import is_csv
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+_REFERENCE = re.compile(r"(\w+(?:\.\w+)*):(\w+(?:\.\w+)*)")
+
+_registered: dict[str, OwnFamily] = {}
 
 
 def find_family(name: str) -> Family | None:
     """Return the family that a name means, of the catalogue or of the user; None if there is none.
 
     Args:
-        name: name of the catalogue, a name that was registered or that a package offers, or MODULE:FUNCTION.
+        name: name of the catalogue, a name that was registered, or MODULE:FUNCTION.
 
     Raises:
-        ScheduleError: if several offer the name, or the user's code behind it cannot be used.
+        ScheduleError: if MODULE:FUNCTION cannot be used.
     """
-    return FAMILIES.get(name) or find_own(name)
+    return _referenced(name) if ":" in name else FAMILIES.get(name) or _registered.get(name)
 
 
 def require_family(name: str) -> Family:
@@ -29,7 +44,7 @@ def require_family(name: str) -> Family:
     """
     family = find_family(name)
     if family is None:
-        known = [*FAMILIES, *own_names()]
+        known = [*FAMILIES, *sorted(_registered)]
         own = f"; for a schedule of your own in {name}, give MODULE:FUNCTION" if name.endswith(".py") else ""
         raise ScheduleError(
             f"no schedule family {name!r}{nearest(name, known)}; there are {', '.join(known)}{own}"
@@ -53,3 +68,71 @@ def build_schedule(
         ScheduleError: if there is no such family or option, or the family does not allow the counts.
     """
     return require_family(name).build(ranks, microbatches, virtual_stages, **options)
+
+
+def register_family(name: str, function: ScheduleFunction) -> None:
+    """Give a schedule function a name, under which this process finds it wherever a schedule is named.
+
+    In processes, each one registers it. Registering a function of the same module and name again replaces it, as when a
+    notebook's cell runs twice.
+
+    Args:
+        name: letters, digits, and any of ``_ . + -`` between them.
+        function: function of the counts; see `OwnFamily`.
+
+    Raises:
+        ScheduleError: if the name is no such text or has another meaning, or the function cannot be called with the counts.
+    """
+    if (objection := _objection(name)) is not None:
+        raise ScheduleError(objection)
+    if not callable(function):
+        raise ScheduleError(f"the family {name} must be a function, got {function!r}")
+    known = _registered.get(name)
+    if known is not None and _target(known.rule) != _target(function):
+        raise ScheduleError(
+            f"a family {name} is registered already, from {where_defined(known.rule)}; take another name"
+        )
+    _registered[name] = OwnFamily(name, function)
+
+
+def _objection(name: object) -> str | None:
+    """Return why a name cannot be one of the user's families; None if it can."""
+    if name in FAMILIES:
+        return f"{name} is a family of the catalogue; take another name"
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or is_csv(name):
+        return (
+            "a family's name must be letters, digits, and any of _ . + - between them, such as my-zigzag, got "
+            f"{name!r}"
+        )
+    return None
+
+
+def _referenced(name: str) -> OwnFamily:
+    """Return the family that MODULE:FUNCTION means.
+
+    Raises:
+        ScheduleCodeError: if there is no such function.
+    """
+    match = _REFERENCE.fullmatch(name)
+    if match is None or match[1].endswith(".py"):
+        near = ""
+        if ".py:" in name:
+            file, _, function = name.partition(":")
+            near = (
+                f"; write {os.path.basename(file).removesuffix('.py')}:{function} in the folder of the file"
+            )
+        raise ScheduleCodeError(
+            f"a schedule of your own is MODULE:FUNCTION, such as zigzag:build, got {name!r}{near}"
+        )
+    module, path = match[1], match[2]
+    top = module.partition(".")[0]
+    if top not in sys.modules and find_spec(top) is None and os.getcwd() not in sys.path:
+        sys.path.append(
+            os.getcwd()
+        )  # the `penstock` command does not have it there, as `python -m penstock` does
+    return OwnFamily(name, load_function(module, path, name))
+
+
+def _target(function: Callable[..., object]) -> str:
+    """Return MODULE:FUNCTION of a function."""
+    return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', repr(function))}"

@@ -44,13 +44,9 @@ class OwnFamily(Family):
     The function is called with keywords: ``rule(ranks=..., microbatches=...)``, with ``virtual_stages`` if it has a
     parameter of that name, and with the options that were given. It returns a `Schedule`, or the ops of every rank: a text
     such as ``"0F0 0F1 0B0 0B1"``, or an iterable of `Op`, `Pair` and texts of one op. It refuses counts by a `ValueError`.
-
-    Attributes:
-        origin: where the function comes from, as in "package mine 1.0 (mine:zigzag)".
     """
 
     rule: ScheduleFunction
-    origin: str
 
     def __post_init__(self) -> None:
         """Raise `ScheduleCodeError` unless the function can be called with the counts."""
@@ -74,11 +70,6 @@ class OwnFamily(Family):
         parameter = self.parameters.get("virtual_stages")
         default = 1 if parameter is None else parameter.default
         return default if isinstance(default, int) and default >= 1 else 1
-
-    @property
-    def summary(self) -> str:
-        """First line of the function's docstring."""
-        return (inspect.getdoc(self.rule) or "").partition("\n")[0].rstrip(".")
 
     def make(
         self, ranks: int, microbatches: int, virtual_stages: int | None, options: Mapping[str, object]

@@ -239,4 +239,4 @@ window.penstock = (() => {
 
   return { begin, show, step, find };
 })();
-window.penstock.begin();
+window.penstock.drawn = window.penstock.begin();

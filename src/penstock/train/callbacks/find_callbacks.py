@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 from penstock.current_folder import current_folder_first
 from penstock.errors import ConfigError, first_line
 from penstock.train.callbacks.callback import Callback
-from penstock.train.callbacks.mlflow_callback import MLflow
-from penstock.train.callbacks.prometheus_callback import Prometheus
-from penstock.train.callbacks.tensorboard_callback import TensorBoard
-from penstock.train.callbacks.wandb_callback import WeightsAndBiases
+from penstock.train.callbacks.receivers import TensorBoard, WeightsAndBiases
 from penstock.train.config.config import Config
 from penstock.train.config.fields import LOGGERS, names_in
 
@@ -22,9 +19,8 @@ def require_loggers(config: Config) -> None:
     for name in names_in(config.train.loggers):
         missing = [module for module in LOGGERS[name] if find_spec(module) is None]
         if missing:
-            extra = name.replace("prometheus", "prometheus-client")
             raise ConfigError(
-                f"train.loggers names {name}, but {missing[0]} is not installed: pip install 'penstock[{extra}]'"
+                f"train.loggers names {name}, but {missing[0]} is not installed: pip install 'penstock[{name}]'"
             )
 
 
@@ -34,13 +30,8 @@ def find_callbacks(config: Config) -> list[Callback]:
     Raises:
         ConfigError: if a name in ``train.callbacks`` leads to no callback.
     """
-    services: dict[str, Callable[[], Callback]] = {
-        "tensorboard": TensorBoard,
-        "wandb": WeightsAndBiases,
-        "mlflow": MLflow,
-        "prometheus": lambda: Prometheus(config.train.prometheus_port),
-    }
-    callbacks: list[Callback] = [services[name]() for name in names_in(config.train.loggers)]
+    services: dict[str, type[Callback]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    callbacks = [services[name]() for name in names_in(config.train.loggers)]
     for name in names_in(config.train.callbacks):
         callbacks += _load(name)
     return callbacks

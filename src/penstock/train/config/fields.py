@@ -10,12 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from penstock.parallel.mesh import AXES
 from penstock.runtime.workers.timeout import YEAR
 
-LOGGERS = {
-    "tensorboard": ("tensorboard", "matplotlib"),
-    "wandb": ("wandb", "matplotlib"),
-    "mlflow": ("mlflow", "matplotlib"),
-    "prometheus": ("prometheus_client",),
-}
+LOGGERS = {"tensorboard": ("tensorboard", "matplotlib"), "wandb": ("wandb", "matplotlib")}
 """Services that metrics can be sent to, each with the packages it needs."""
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _NAME_BYTES = 255  # most file systems allow no longer name
@@ -80,7 +75,6 @@ Given = Annotated[Text, Field(min_length=1)]
 FolderName = Annotated[Text, AfterValidator(_check_name)]
 LoggerNames = Annotated[Text, AfterValidator(_check_loggers)]
 CallbackNames = Annotated[Text, AfterValidator(_check_callbacks)]
-Port = Annotated[int, Field(strict=True, ge=0, lt=2**16)]
 AxisOrder = Annotated[Text, AfterValidator(_check_order)]
 Bytes = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Options = dict[str, Any]

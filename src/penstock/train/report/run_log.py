@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TextIO, get_args
 
 from penstock.errors import ConfigError, StoppedError
-from penstock.heartbeat import LOGS
 from penstock.train.config.fields import LogLevel
 from penstock.train.report.progress import Reporter
 
@@ -58,7 +57,7 @@ def run_log(
         say: function that reports a log that cannot be written.
         first_lines: lines about the run to begin with (default none).
     """
-    path = run / LOGS / f"rank-{rank}.log"
+    path = run / "logs" / f"rank-{rank}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(path, say)

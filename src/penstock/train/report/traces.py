@@ -1,18 +1,14 @@
-"""The traces that a run keeps, and the page drawn from them at the end."""
+"""The traces that a run keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
-from penstock.errors import ConfigError, DataError
+from penstock.errors import DataError
 from penstock.runtime.pipeline import Pipeline
-from penstock.show.run import read_run, write_report
 from penstock.trace.folder import save_step
 from penstock.train.callbacks.callback import Callback, TraceEvent
-
-PAGE = "report.html"
 
 
 class Traces:
@@ -65,21 +61,3 @@ class Traces:
             except DataError as error:
                 self._say(f"{error}. Training continues")
             self._callbacks.on_trace(TraceEvent(step, trace))
-
-
-def write_page(run: Path, say: Callable[[str], None]) -> Path | None:
-    """Write a run's ``report.html`` from all its traces and metrics.
-
-    Returns:
-        The path of the page; None if it could not be written or Bokeh is not installed, which `say` reports together with
-        the command that draws the page later.
-    """
-    command = f"penstock trace {run} --html {run / PAGE}"
-    if find_spec("bokeh") is None:
-        say(f"no report without Bokeh: pip install 'penstock[report]'; {command}")
-        return None
-    try:
-        return write_report(read_run(run), run / PAGE)
-    except ConfigError as error:  # a full disk, or no trace
-        say(f"no report: {error}; later, {command}")
-        return None

@@ -15,7 +15,6 @@ from penstock.train.config.fields import (
     LogLevel,
     NotNegative,
     NotNegativeNumber,
-    Port,
     Precision,
     Recompute,
     Reduction,
@@ -45,10 +44,10 @@ class TrainConfig(Table):
         eval_every: steps between two evaluations on held-out text; the last step always has one.
         eval_batches: batches of held-out samples in an evaluation, always the same ones.
         trace_every: steps between two saved traces; the first and the last step are always saved, and with 0 only these.
-        report: write ``report.html`` at the end; without it, ``penstock trace RUN --html FILE`` draws the page later.
-        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, ``mlflow``,
-            ``prometheus``, or several with commas between them.
-        prometheus_port: port on the loopback interface where ``prometheus`` serves metrics; 0 writes ``metrics.prom``.
+        report: write ``report.html``, during the run and at its end; without it, ``penstock trace RUN --html FILE`` draws
+            the page later.
+        loggers: receivers of metrics and timelines beside ``metrics.jsonl``: ``tensorboard``, ``wandb``, or both
+            with a comma between them.
         callbacks: own callbacks: ``MODULE:FUNCTION``, of an installed module or one in the current folder, or several with
             commas between them. The function is called without arguments and returns a `penstock.Callback`.
         log_level: lowest level in the log of each process (``logs/rank-N.log``): ``debug``, ``info``, ``warning`` or
@@ -76,7 +75,6 @@ class TrainConfig(Table):
     trace_every: NotNegative = 100
     report: Flag = True
     loggers: LoggerNames = ""
-    prometheus_port: Port = 0
     callbacks: CallbackNames = ""
     log_level: LogLevel = "info"
     checkpoint_every: NotNegative = 100

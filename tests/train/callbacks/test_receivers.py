@@ -1,0 +1,96 @@
+"""TensorBoard and Weights & Biases receive the numbers in ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.show.run import read_run
+from penstock.train.callbacks import find_callbacks
+from penstock.train.config.config import from_mapping
+from penstock.train.loop import train
+from penstock.train.report.progress import Reporter
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.trainer import config_of, numbers_by_name, run, stopped_at
+
+
+def test_tensorboard_has_every_number_and_the_timeline_of_every_traced_step(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "tensorboard"})
+    train(config, lambda steps, leads: Reporter())
+    folder = tmp_path / "runs" / "tiny"
+    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    told = numbers_by_name(folder)
+    tags = found.Tags()
+    seen = {(tag, event.step): event.value for tag in tags["scalars"] for event in found.Scalars(tag)}
+    assert seen == pytest.approx(told, rel=1e-6)
+    assert ("train/loss", 3) in seen
+    assert ("held_out/held_out_bits", 3) in seen
+    assert tags["images"] == ["timeline"]
+    pictures = found.Images("timeline")
+    assert [picture.step for picture in pictures] == [1, 3]
+    assert all(picture.encoded_image_string.startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_what_a_run_does_anew_replaces_what_it_had_told_before(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    told = {"loggers": "tensorboard", "trace_every": 1}
+    text = text_folder(tmp_path)
+    run(config_of(tmp_path, text, "again", 6, train=told))
+    folder = tmp_path / "runs" / "again"
+    stopped_at(tmp_path, folder, 2)
+    shorter = {**told, "trace_every": 0}
+    run(config_of(tmp_path, text, "again", 6, str(folder), train=shorter))
+    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [picture.step for picture in found.Images("timeline")] == [1, 2, 3, 6]
+    assert list(read_run(folder).traces) == [1, 2, 3, 6]
+
+
+def test_weights_and_biases_offline_keeps_the_run_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "wandb"})
+    train(config, lambda steps, leads: Reporter())
+    (run,) = (tmp_path / "runs" / "tiny" / "wandb").glob("offline-run-*")
+    (kept,) = run.glob("*.wandb")
+    wanted = (b"train/loss", b"held_out/held_out_bits", b"final/seconds")
+    limit = (
+        time.monotonic() + 60.0
+    )  # W&B's own process writes the file, and may go on when the run is finished
+    while not all(name in kept.read_bytes() for name in wanted) and time.monotonic() < limit:
+        time.sleep(0.05)
+    content = kept.read_bytes()
+    assert [name for name in wanted if name not in content] == []
+    assert len(list((run / "files" / "media" / "images").glob("timeline*.png"))) == 2
+
+
+def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        find_callbacks, "find_spec", lambda name: None if name == "wandb" else find_spec(name)
+    )
+    config = tiny(tmp_path, text_folder(tmp_path), train={"loggers": "wandb"})
+    with pytest.raises(
+        ConfigError, match=r"names wandb, but wandb is not installed: pip install 'penstock\[wandb\]'"
+    ):
+        train(config, lambda steps, leads: Reporter())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_logger_that_is_not_known_is_refused():
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.loggers must be names out of tensorboard, wandb, with commas",
+    ):
+        from_mapping({"train": {"loggers": "tensorboard, aim"}})

@@ -1,0 +1,125 @@
+"""The page of a run that is under way, in a real browser: it reloads itself, and the reader keeps the place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.show.run import read_run, write_report
+from penstock.trace.folder import save_step
+from penstock.train.config.file import dump
+from tests.support.browser import Browser, browser
+from tests.support.measured import kept_run, measured
+from tests.support.tiny_run import text_folder, tiny
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+NOTE = "document.getElementById('note')?.innerText"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as chromium:
+        yield chromium
+
+
+def write(run: Path, note: str, reload_seconds: int = 2) -> Path:
+    return write_report(read_run(run), run / "report.html", note=note, reload_seconds=reload_seconds)
+
+
+def wait_for_note(chromium: Browser, note: str) -> None:
+    chromium.wait(f"return document.body?.dataset.ready === 'yes' && {NOTE} === {note!r}")
+
+
+def place(chromium: Browser) -> Any:
+    """Return where the reader is, once the page is drawn."""
+    return chromium.wait(
+        "if (document.body?.dataset.ready !== 'yes') return null;"
+        "const { x_range, y_range } = penstock.find('measured-figure');"
+        "const open = [...document.querySelectorAll('details')].filter((one) => one.open);"
+        "return {"
+        " top: window.scrollY, step: document.getElementById('step').selectedOptions[0].textContent,"
+        " zoom: [x_range.start, x_range.end, y_range.start, y_range.end],"
+        " open: open.map((one) => one.querySelector('summary').textContent) }"
+    )
+
+
+def test_the_reader_keeps_the_place_through_new_versions_to_the_last(chromium: Browser, tmp_path: Path):
+    run = kept_run(tmp_path)
+    chromium.open(write(run, "first"))
+    chromium.run(
+        "const chosen = document.getElementById('step');"
+        "chosen.value = '0';"
+        "chosen.dispatchEvent(new Event('change'));"
+        "for (const one of document.querySelectorAll('details')) one.open = one.innerText.startsWith('Resolved');"
+        "penstock.find('measured-figure').x_range.setv({ start: 100, end: 300 });"
+        "window.scrollTo(0, 432)"
+    )
+    before = place(chromium)
+    assert (before["top"], before["step"], before["open"]) == (432, "step 1", ["Resolved config"])
+    save_step(run, 20, measured())
+    write(run, "second")
+    wait_for_note(chromium, "second")
+    assert place(chromium) == before
+    assert chromium.run("return document.getElementById('step').options.length") == 3
+    write(run, "the end", 0)
+    wait_for_note(chromium, "the end")
+    assert place(chromium) == before
+    assert chromium.run("return document.getElementById('note').dataset.reload") is None
+    assert chromium.complaints() == []
+
+
+def test_a_reader_of_the_latest_step_sees_the_next_one(chromium: Browser, tmp_path: Path):
+    run = kept_run(tmp_path)
+    chromium.open(write(run, "first"))
+    assert place(chromium)["step"] == "step 10"
+    save_step(run, 20, measured())
+    write(run, "second")
+    wait_for_note(chromium, "second")
+    assert place(chromium)["step"] == "step 20"
+
+
+def test_a_page_without_new_versions_says_so(chromium: Browser, tmp_path: Path):
+    """Each load of the page sees a clock that is a minute later."""
+    later = (
+        "window.name = Number(window.name) + 1;"
+        "const now = Date.now, by = 61000 * window.name; Date.now = () => now() + by"
+    )
+    added = chromium.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": later})
+    try:
+        chromium.open(write(kept_run(tmp_path), "first"))
+        assert chromium.run(f"return {NOTE}") == "first"
+        chromium.wait(f"return ({NOTE} ?? '').startsWith('first No new version for 3 minutes: ')")
+    finally:
+        chromium.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def test_a_real_run_is_followed_until_it_is_stopped(chromium: Browser, tmp_path: Path):
+    told = {"steps": 1_000_000, "log_every": 100, "trace_every": 0, "eval_every": 10_000, "report": True}
+    (tmp_path / "run.toml").write_text(dump(tiny(tmp_path, text_folder(tmp_path), train=told)))
+    command = [sys.executable, "-m", "penstock", "train", str(tmp_path / "run.toml")]
+    page = tmp_path / "runs" / "tiny" / "report.html"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as run:
+        try:
+            until(page.exists, limit=300)
+            chromium.open(page)
+            seen = chromium.run(f"return {NOTE}")
+            assert "The run is under way: step " in seen
+            chromium.wait(f"return document.body?.dataset.ready === 'yes' && {NOTE} !== {seen!r}")
+            assert "The run is under way: step " in chromium.run(f"return {NOTE}")
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(120) == 75
+        finally:
+            run.kill()
+    chromium.wait(f"return ({NOTE} ?? '').startsWith('The run stopped after step ')")
+    assert set(chromium.requests()) == {page.as_uri()}
+    assert chromium.complaints() == []
