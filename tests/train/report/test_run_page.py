@@ -92,7 +92,7 @@ def test_while_the_run_goes_on_its_page_is_drawn_again_and_again_and_reloads_its
         at_once[1].wait()
         text = (folder / "report.html").read_text("utf-8")
         assert "The run is under way: step 7 of 1,000" in text
-        assert 'data-reload="20"' in text
+        assert 'data-reload="10"' in text
         assert page.finish() == folder / "report.html"
         assert at_once[2].returncode is not None
     text = (folder / "report.html").read_text("utf-8")

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const QUIET = 2000; // milliseconds without the reader's hand before a reload
-  const STALE = 120000; // milliseconds without a new version after which the page says so
+  const STALE = 300000; // milliseconds without a new version after which the page says so
   const note = document.getElementById("note");
   const said = note?.textContent;
   const chosen = document.getElementById("step");

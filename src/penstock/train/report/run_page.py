@@ -21,8 +21,10 @@ from penstock.host import utc
 from penstock.show.run import read_run, write_report
 
 PAGE = "report.html"
-EVERY = 20
-"""Seconds from the end of one drawing to the next, and between two reloads of the page in a browser."""
+EVERY = 60
+"""Seconds from the end of one drawing to the next: a drawing costs busy ranks on two cores about three seconds."""
+RELOAD = 10
+"""Seconds between two reloads of the page in a browser."""
 
 _NICENESS = 10
 """Of the process that draws: a tenth of a busy core. At 19 it gets a hundredth, and a page takes minutes."""
@@ -151,7 +153,7 @@ def draw_live(run: Path, note: str, parent: int) -> None:
     os.nice(_NICENESS)
     view = read_run(run)
     if os.getppid() == parent:
-        write_report(view, run / PAGE, note=note, reload_seconds=EVERY)
+        write_report(view, run / PAGE, note=note, reload_seconds=RELOAD)
 
 
 if __name__ == "__main__":
