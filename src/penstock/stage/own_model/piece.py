@@ -148,7 +148,8 @@ def trimmed(
             )
     start = f"{path}." if path else ""
     inner = [p.removeprefix(start) for p in paths if p.startswith(start)]
-    heads = {p.partition(".")[0] for p in inner}
+    above = {p.removeprefix(start) for p, _ in attributes if p.startswith(start)} - {""}
+    heads = {p.partition(".")[0] for p in (*inner, *above)}
     for member in ("_parameters", "_buffers"):
         copied.__dict__[member] = {n: t for n, t in vars(module)[member].items() if n in heads or t is None}
     copied.__dict__["_modules"] = {
