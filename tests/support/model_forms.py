@@ -639,24 +639,6 @@ class OneMethodInALoop(nn.Module):
         return x
 
 
-class ShadowedByItsClass(Parts):
-    """A class attribute hides the module of the same name, as in Python."""
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
-        return self.head(x)
-
-
-def _not_the_module(self, x):
-    return x * 0.5
-
-
-ShadowedByItsClass.norm = _not_the_module  # type: ignore[method-assign, assignment]
-
-
 class Calling(Block):
     def __call__(self, x):
         return super().__call__(x) * 0.5
@@ -781,12 +763,8 @@ class SameMethodTwice(Parts):
 class EndsInItsLoop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = Parts()
-        self.encoder = TextTower()
-        del self.backbone, self.encoder.norm
-        self.encoder.forward_loop = None
-        self.layers = nn.ModuleList([Block() for _ in range(3)])
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
 
     def forward(self, x):
         x = self.embedding(x)
@@ -878,10 +856,61 @@ class ReadsItsMode(Parts):
         return x
 
 
+class ReadsItsDefault(Parts):
+    def forward(self, x, scales=[1.0, 2.0]):  # noqa: B006
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x) * sum(scales)
+        for scale in scales:
+            x = x / scale
+        return self.head(x * scales[0]) if scales else x
+
+
+class OptionalModules(Parts):
+    """Modules that are there or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neck = None
+        self.register_module("extra", None)
+        self.mixer = Block()
+
+    def forward(self, x):
+        x = self.embedding(x)
+        if self.mixer is not None:
+            for block in self.blocks:
+                x = block(x)
+        if self.neck is not None:
+            x = self.neck(x)
+        return self.head(x if self.extra is None else self.extra(x)) * self.mixer(x).mean()
+
+
+class StagesInALoop(nn.Module):
+    """Stages of blocks: each is an nn.Sequential or an nn.ModuleList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.stages = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)])
+        self.more = nn.ModuleList([nn.ModuleList([Block(), Block()]) for _ in range(2)])
+        self.downs = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for down, stage in zip(self.downs, self.stages, strict=True):
+            x = stage(down(x))
+        for stage in self.more:
+            for block in stage:
+                x = block(x)
+            x = x / 2
+        return x
+
+
 FROM_TOKENS: list[Callable[[], nn.Module]] = [
-    MethodNotModule, MethodOfAModule, OneMethodInALoop, ShadowedByItsClass, BlocksWithACall, BlocksInASequenceWithACall,
+    MethodNotModule, MethodOfAModule, OneMethodInALoop, BlocksWithACall, BlocksInASequenceWithACall,
     PatchedBlocks, ByKeyword, Aliased, AliasedBlocks, LoopInMethod, Child, MethodsOfMethods, SameMethodTwice,
-    EndsInItsLoop, AroundABackbone, SequenceInABackbone, LossInAMethod, ModeWithin,
+    EndsInItsLoop, AroundABackbone, SequenceInABackbone, LossInAMethod, ModeWithin, ReadsItsDefault,
+    OptionalModules, StagesInALoop,
 ]  # fmt: skip
 """Models of token ids."""
 

@@ -23,7 +23,7 @@ from penstock.stage.forward.iteration import (
     static_value,
     without_aliases,
 )
-from penstock.stage.forward.liveness import assigned, own_returns
+from penstock.stage.forward.liveness import assigned, own_returns, reads
 from penstock.stage.forward.module_uses import Frame, analyse, calls_its_forward, resolve_module
 from penstock.stage.forward.no_blocks import no_blocks
 from penstock.stage.own_model.partly_trained import has_forward_hooks
@@ -69,14 +69,19 @@ class Candidate:
         return sum(any(True for _ in m.parameters()) for m in self.modules)
 
     @property
-    def is_composite(self) -> bool:
-        """True if its modules have modules within them: a block has, a convolution has not."""
-        return any(m._modules for m in self.modules)
+    def is_stack(self) -> bool:
+        """True for a loop, and for an ``nn.Sequential`` of modules that are made of others, as blocks are."""
+        return not self.items or any(m._modules for m in self.modules)
 
     @property
     def kinds(self) -> set[type[nn.Module]]:
         """Classes of its modules, without torch's own."""
         return {type(m) for m in self.modules if not type(m).__module__.startswith("torch.")}
+
+    def code(self, loop: ast.For) -> list[ast.stmt]:
+        """Return the statements of a loop that is not divided: its rounds one after another, where these are the same."""
+        same = self.refused is None and not any(isinstance(n, ast.Continue) for n in ast.walk(loop))
+        return [statement for body in self.bodies for statement in body] if same else [loop]
 
     def leaves(self) -> list[Candidate]:
         """Return the loops and calls of ``nn.Sequential`` in it, or itself if it is one."""
@@ -125,7 +130,8 @@ class BlockFinder:
         """Return a forward with its blocks chosen, and the loop or call that has most of the model's parameters.
 
         The blocks are the rounds of that one, and of each that has similar rounds: of LEAST_SHARE of the parameters, of the
-        same class, or as many. Modules without modules in them, as in a stem, are no blocks beside blocks that have some.
+        same class, or as many. The layers of an ``nn.Sequential``, as in a stem or a classifier, are no blocks beside loops
+        and beside modules that are made of others, if these have LEAST_SHARE of the parameters.
 
         Args:
             frame: the forward.
@@ -135,15 +141,18 @@ class BlockFinder:
             SplitError: if it has no blocks, or most of its parameters are where they cannot be divided.
         """
         plan = self.plan(frame, facts)
-        leaves = [leaf for leaf in plan.leaves() if leaf.parameters]
+        leaves = plan.leaves()
         refused = [leaf for leaf in leaves if leaf.refused is not None]
-        usable = [leaf for leaf in leaves if leaf.refused is None]
+        usable = [leaf for leaf in leaves if leaf.refused is None and leaf.parameters]
         largest = max(refused, key=lambda c: c.parameters, default=None)
         if not usable:
             if largest is not None and largest.refused is not None:
                 raise largest.refused
             raise no_blocks(frame, [s for s, _ in plan.rows], facts)
-        main = max(usable, key=lambda c: c.parameters)
+        stacks = [leaf for leaf in usable if leaf.is_stack]
+        if sum(c.parameters for c in stacks) < LEAST_SHARE * sum(c.parameters for c in usable):
+            stacks = usable
+        main = max(stacks, key=lambda c: c.parameters)
         like = [c for c in usable if c is main or _is_like(c, main)]
         if largest is not None and largest.refused and largest.parameters > sum(c.parameters for c in like):
             raise largest.refused
@@ -171,7 +180,7 @@ class BlockFinder:
         self, frame: Frame, statement: ast.stmt, facts: Mapping[str, Any], later: Sequence[ast.stmt]
     ) -> list[Candidate]:
         if isinstance(statement, ast.For):
-            found = _loop(frame, statement, facts)
+            found = _loop(frame, statement, facts, later)
             return [] if found is None else [found]
         if isinstance(statement, ast.With | ast.If | ast.Try | ast.While):
             return self._nested(frame, statement, facts)
@@ -187,7 +196,7 @@ class BlockFinder:
         """Return the blocks within a statement that cannot be divided."""
         modules: list[nn.Module] = []
         for node in ast.walk(statement):
-            if isinstance(node, ast.For) and (found := _loop(frame, node, facts)) is not None:
+            if isinstance(node, ast.For) and (found := _loop(frame, node, facts, [])) is not None:
                 modules += found.modules
             elif isinstance(node, ast.Call):
                 called = self._of_call(frame, node, facts, [statement])
@@ -224,7 +233,7 @@ class BlockFinder:
         module, path = known
         if is_plain_sequential(module):
             simple = len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Starred)
-            if not simple or len(module) < 2 or not any(True for _ in module.parameters()):  # type: ignore[arg-type]
+            if not simple or not any(True for _ in module.parameters()):
                 return None
             found = Candidate(_size([module]), list(module.children()), call=call)
             found.items = [ast.Attribute(call.func, name, ast.Load()) for name in module._modules]
@@ -265,7 +274,7 @@ class BlockFinder:
         except SplitError as error:
             return Candidate(_size(modules), modules, call=call, refused=error)
         leaves = within.leaves()
-        if not any(leaf.parameters for leaf in leaves):
+        if not any(leaf.parameters or leaf.refused for leaf in leaves):
             return None
         if early := early_return([statement for statement, _ in within.rows]):
             error = refused_return(inner, early)
@@ -297,7 +306,7 @@ def is_plain_sequential(module: nn.Module) -> bool:
 
 
 def _is_like(candidate: Candidate, main: Candidate) -> bool:
-    if main.is_composite and not candidate.is_composite:
+    if main.is_stack and not candidate.is_stack:
         return False
     return (
         candidate.mean >= LEAST_SHARE * main.mean
@@ -339,15 +348,15 @@ def _size(modules: Sequence[nn.Module]) -> int:
 
 def _has_blocks(module: nn.Module) -> bool:
     """Return whether a module may have blocks in its forward: a container, at some depth outside of torch's own modules."""
-    return any(isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 for m in module.children()) or any(
-        _has_blocks(m) for m in module.children()
-    )
+    return any(isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict) for m in module.modules() if m is not module)
 
 
-def _loop(frame: Frame, loop: ast.For, facts: Mapping[str, Any]) -> Candidate | None:
-    """Return the rounds of a loop over modules; None if they are not known, or have no parameters."""
+def _loop(
+    frame: Frame, loop: ast.For, facts: Mapping[str, Any], later: Sequence[ast.stmt]
+) -> Candidate | None:
+    """Return the rounds of a loop over modules; None if they are not known, or use no module."""
     values = rounds(frame, loop.iter, facts)
-    if not values:
+    if values is None:
         return None
     bodies = []
     changed = assigned(loop.body)
@@ -356,9 +365,13 @@ def _loop(frame: Frame, loop: ast.For, facts: Mapping[str, Any]) -> Candidate | 
         bound = {n: v for n, v in _bound(loop.target, value).items() if n not in changed}
         bind = ast.copy_location(ast.Assign([copy.deepcopy(loop.target)], value), loop)
         body = [Substituted(bound).visit(copy.deepcopy(s)) for s in loop.body]
-        bodies.append([ast.fix_missing_locations(bind), *specialised(frame, body, facts)])
+        names = assigned([loop.target])
+        if names - bound.keys() or names & reads(*later):
+            body.insert(0, ast.fix_missing_locations(bind))
+        bodies.append(specialised(frame, body, facts))
+    modules: list[nn.Module] = []
+    weights: dict[int, nn.Parameter] = {}
     paths = {p: None for body in bodies for p in sorted(analyse(frame, copy.deepcopy(body))[1].paths)}
-    modules, weights = [], {}
     for path in paths:
         found = part_of(frame, path)
         if isinstance(found, nn.Module):
@@ -366,7 +379,7 @@ def _loop(frame: Frame, loop: ast.For, facts: Mapping[str, Any]) -> Candidate | 
             weights.update({id(p): p for p in found.parameters()})
         elif isinstance(found, nn.Parameter):
             weights[id(found)] = found
-    if not weights:
+    if not paths and values:
         return None
     candidate = Candidate(sum(p.numel() for p in weights.values()), modules, bodies)
     for node in ast.walk(ast.Module([*loop.body], [])):

@@ -86,6 +86,9 @@ class _Steps:
                 waiting.clear()
 
         for statement, candidates in plan.rows:
+            if isinstance(statement, ast.For) and candidates and not candidates[0].chosen:
+                waiting += candidates[0].code(statement)
+                continue
             chosen = [n for n, c in enumerate(candidates) if c.chosen]
             remains: ast.stmt | None = statement
             for candidate in candidates[: chosen[-1] + 1 if chosen else 0]:

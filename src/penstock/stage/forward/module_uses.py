@@ -200,11 +200,15 @@ class _Chains(ast.NodeTransformer):
         """Return where Python finds an attribute of a module: "class", "instance", or a dictionary of the module."""
         kind = type(module)
         member = _class_member(kind, name)
-        if member is not None and (hasattr(type(member), "__set__") or name not in vars(module)):
-            return "class"
-        if name in vars(module):
-            return "instance"
         places = [p for p in ("_parameters", "_buffers", "_modules") if name in vars(module)[p]]
+        if member is not None or name in vars(module):
+            if places:
+                raise self._refuse(
+                    node,
+                    f"uses {name!r} of a {kind.__name__}, which is not the module or weight of this name: an attribute hides it",
+                    "give the attribute another name",
+                )
+            return "instance" if name in vars(module) and not hasattr(type(member), "__set__") else "class"
         own = kind.__getattr__ is not nn.Module.__getattr__ and not kind.__module__.startswith("torch.")
         if own and (not places or getattr(module, name, None) is not vars(module)[places[0]][name]):
             raise self._refuse(
@@ -276,7 +280,8 @@ class _Chains(ast.NodeTransformer):
         if link.kind == "module":
             if link.value is self.frame.module:
                 raise self._refuse(node, "hands on the model itself", "use its modules by name (self.NAME)")
-            self.uses.paths.add(link.path)
+            if link.value is not None:
+                self.uses.paths.add(link.path)
         elif link.kind == "plain":
             self._plain(link.value, link.path.lstrip("."), node)
 

@@ -32,7 +32,7 @@ class OwnLoss:
     ) -> None:
         for flow in flows:
             _require_no_state(model, flow)
-        paths = {path for flow in flows for path in flow.step.uses.paths}
+        paths = {path for flow in flows for path in (*flow.step.uses.paths, f"{flow.step.frame.path}.")} - {"."}
         attributes = {a for flow in flows for a in flow.step.uses.attributes}
         self._fragments: list[Fragment] = [compiled(flow) for flow in flows]
         self._module = trimmed(model, "", sorted(paths), attributes, type(model))

@@ -235,8 +235,8 @@ def _last(
     """Return the variables that the last layer returns; none if it returns what the forward does."""
     if of_loss:
         return tuple(sorted(of_loss[0].live - {inputs.target}))
-    ended = every[-1] is pieces[-1].flows[-1]
-    return () if ended else tuple(every[-1].needs)
+    used = sum(len(piece.flows) for piece in pieces)
+    return tuple(every[used].live) if used < len(every) else ()
 
 
 def _row(layer: Layer, piece: Piece, gives: tuple[str, ...]) -> str:

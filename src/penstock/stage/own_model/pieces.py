@@ -201,8 +201,7 @@ def as_layer(
     wanted = {key for flow in piece.flows for key in flow.needs} | {*gives}
     inputs = {name: default for name, default in named.items() if name in wanted and name not in changed}
     code = PieceCode(tuple(compiled(flow) for flow in piece.flows), takes, gives, inputs)
-    inner = {(flow.step.frame.path, "training") for flow in piece.flows if flow.step.frame.path}
-    layer = make_piece(model, code, piece.paths, piece.attributes | inner)
+    layer = make_piece(model, code, piece.paths, piece.attributes)
     return Layer(joint_name(piece.owned, number), lambda: layer, piece.role, module=layer)
 
 
