@@ -571,7 +571,7 @@ REFUSED = {
     BreaksInMethod: r"a break leaves its loop",
     ReturnsEarlyInMethod: r"may return before its end",
     DecoratedMethod: r"DecoratedMethod\.run: it is decorated",
-    HiddenModule: r"'norm' of a HiddenModule.*an attribute hides it",
+    HiddenModule: r"'norm' of a HiddenModule.*an attribute hides the module",
     Answers: r"'layer_norm' of a Answers, which a __getattr__ of its own gives",
     ModuleInALambda: r"self\.pre, which holds a ModuleInALambda",
     MethodOfAModuleInAnAttribute: r"self\.pre, which holds a Embedding",

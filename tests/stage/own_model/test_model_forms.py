@@ -53,7 +53,10 @@ def test_they_train_as_plain_pytorch(make):
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
-        (forms.ResNet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer3.0", "layer3.1", "layer4.0", "layer4.1"]),
+        (
+            forms.ResNet,
+            ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer3.0", "layer3.1", "layer4.0", "layer4.1"],
+        ),
         (forms.VisionTransformer, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
         (forms.Segmenter, [f"backbone.blocks.{n}" for n in range(4)]),
         (forms.ConvStem, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
@@ -77,7 +80,9 @@ def test_a_middle_of_single_modules_is_blocks_of_its_own():
 
 
 def test_both_towers_are_divided():
-    names = " ".join(layer.name for layer in penstock.split(own_models.made(forms.TwoTowers)) if layer.role == "block")
+    names = " ".join(
+        layer.name for layer in penstock.split(own_models.made(forms.TwoTowers)) if layer.role == "block"
+    )
     assert all(f"visual.layers.{n}" in names and f"text.blocks.{n}" in names for n in range(3))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -23,10 +24,13 @@ from penstock.stage.forward.iteration import (
     static_value,
     without_aliases,
 )
-from penstock.stage.forward.liveness import assigned, own_returns, reads
+from penstock.stage.forward.liveness import assigned, live_before, own_returns
 from penstock.stage.forward.module_uses import Frame, analyse, calls_its_forward, resolve_module
 from penstock.stage.forward.no_blocks import no_blocks
 from penstock.stage.own_model.partly_trained import has_forward_hooks
+
+MOST_STAGES = 8
+"""Rounds of a loop from which on they are blocks, and are not divided into smaller ones."""
 
 LEAST_SHARE = 0.25
 """Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
@@ -38,10 +42,10 @@ class Candidate:
 
     Attributes:
         parameters: number of parameters in the blocks.
-        modules: modules that its rounds call, or the items of an ``nn.Sequential``.
-        bodies: statements of each round of a loop; empty for a call.
+        modules: modules that its rounds call.
+        rounds: statements of each round of a loop, or of each item of an ``nn.Sequential``.
         call: the call or expression; None for a loop.
-        items: expressions of the items of an ``nn.Sequential``.
+        value: variable that goes through an ``nn.Sequential``; empty for anything else.
         within: forward or method that the call runs.
         arguments: expressions of its parameters.
         refused: why it cannot be divided.
@@ -50,9 +54,9 @@ class Candidate:
 
     parameters: int
     modules: list[nn.Module] = field(default_factory=list)
-    bodies: list[list[ast.stmt]] = field(default_factory=list)
+    rounds: list[Plan] = field(default_factory=list)
     call: ast.expr | None = None
-    items: list[ast.expr] = field(default_factory=list)
+    value: str = ""
     within: Plan | None = None
     arguments: dict[str, ast.expr] = field(default_factory=dict)
     refused: SplitError | None = None
@@ -61,7 +65,7 @@ class Candidate:
     @property
     def mean(self) -> float:
         """Parameters in a block."""
-        return self.parameters / max(1, len(self.bodies) + len(self.items))
+        return self.parameters / max(1, len(self.rounds))
 
     @property
     def depth(self) -> int:
@@ -71,30 +75,55 @@ class Candidate:
     @property
     def is_stack(self) -> bool:
         """True for a loop, and for an ``nn.Sequential`` of modules that are made of others, as blocks are."""
-        return not self.items or any(m._modules for m in self.modules)
+        return not self.value or any(m._modules for m in self.modules)
 
     @property
     def kinds(self) -> set[type[nn.Module]]:
         """Classes of its modules, without torch's own."""
         return {type(m) for m in self.modules if not type(m).__module__.startswith("torch.")}
 
+    @cached_property
+    def has_stages(self) -> bool:
+        """True if its rounds are stages: few, and most of what is in them are chains of modules that are made of others."""
+        if len(self.rounds) > MOST_STAGES:
+            return False
+        chains = [c for plan in self.rounds for c in plan.leaves() if c.refused is None and c.is_chain]
+        return 2 * sum(c.parameters for c in chains) >= self.parameters > 0
+
+    @property
+    def is_chain(self) -> bool:
+        """True if each of its modules is made of others, and takes what the one before returned."""
+        first = [s for plan in self.rounds[:1] for s, _ in plan.rows]
+        passed = [
+            isinstance(s.value.func, ast.Attribute) and s.targets[0].id == s.value.args[0].id
+            for s in first
+            if isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name)
+            if isinstance(s.value, ast.Call) and s.value.args and isinstance(s.value.args[0], ast.Name)
+        ]
+        return any(passed) and any(m._modules for m in self.modules)
+
     def code(self, loop: ast.For) -> list[ast.stmt]:
         """Return the statements of a loop that is not divided: its rounds one after another, where these are the same."""
         same = self.refused is None and not any(isinstance(n, ast.Continue) for n in ast.walk(loop))
-        return [statement for body in self.bodies for statement in body] if same else [loop]
+        return [s for plan in self.rounds for s in plan.statements] if same else [loop]
+
+    @property
+    def parts(self) -> list[Plan]:
+        """Forward that it calls, or its stages: what is divided in its place; empty if its rounds are blocks."""
+        if self.within is not None:
+            return [self.within]
+        return self.rounds if self.has_stages else []
 
     def leaves(self) -> list[Candidate]:
         """Return the loops and calls of ``nn.Sequential`` in it, or itself if it is one."""
-        return [self] if self.within is None else self.within.leaves()
+        return [leaf for plan in self.parts for leaf in plan.leaves()] or [self]
 
     def choose(self, leaves: set[int]) -> None:
         """Mark it as chosen if it is, or has, one of some leaves, given by id."""
-        if self.within is None:
-            self.chosen = id(self) in leaves
-        else:
-            for candidate in self.within.candidates:
-                candidate.choose(leaves)
-            self.chosen = any(c.chosen for c in self.within.candidates)
+        inner = [c for plan in self.parts for c in plan.candidates]
+        for candidate in inner:
+            candidate.choose(leaves)
+        self.chosen = any(c.chosen for c in inner) if self.parts else id(self) in leaves
 
 
 @dataclass
@@ -108,6 +137,10 @@ class Plan:
 
     frame: Frame
     rows: list[tuple[ast.stmt, list[Candidate]]] = field(default_factory=list)
+
+    @property
+    def statements(self) -> list[ast.stmt]:
+        return [statement for statement, _ in self.rows]
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -148,7 +181,7 @@ class BlockFinder:
         if not usable:
             if largest is not None and largest.refused is not None:
                 raise largest.refused
-            raise no_blocks(frame, [s for s, _ in plan.rows], facts)
+            raise no_blocks(frame, plan.statements, facts)
         stacks = [leaf for leaf in usable if leaf.is_stack]
         if sum(c.parameters for c in stacks) < LEAST_SHARE * sum(c.parameters for c in usable):
             stacks = usable
@@ -170,36 +203,114 @@ class BlockFinder:
         fixed = {name: value for name, value in facts.items() if name not in assigned(body)}
         fixed |= constants(frame, body, fixed)
         statements = without_aliases(frame, specialised(frame, copy.deepcopy(body), fixed))
-        plan = Plan(frame)
-        for n, statement in enumerate(statements):
-            plan.rows.append((statement, self._candidates(frame, statement, fixed, statements[n + 1 :])))
+        plan = self._planned(frame, statements, fixed, [])
         self._open.pop()
         return plan
+
+    def _planned(
+        self,
+        frame: Frame,
+        statements: Sequence[ast.stmt],
+        facts: Mapping[str, Any],
+        later: Sequence[ast.stmt],
+    ) -> Plan:
+        rows = [
+            (statement, self._candidates(frame, statement, facts, [*statements[n + 1 :], *later]))
+            for n, statement in enumerate(statements)
+        ]
+        return Plan(frame, rows)
 
     def _candidates(
         self, frame: Frame, statement: ast.stmt, facts: Mapping[str, Any], later: Sequence[ast.stmt]
     ) -> list[Candidate]:
         if isinstance(statement, ast.For):
-            found = _loop(frame, statement, facts, later)
-            return [] if found is None else [found]
+            loop = self._loop(frame, statement, facts, later)
+            return [] if loop is None else [loop]
         if isinstance(statement, ast.With | ast.If | ast.Try | ast.While):
             return self._nested(frame, statement, facts)
         found = []
         for part in hoistable(statement):
             called = None
             if isinstance(part, ast.Call):
-                called = self._of_call(frame, part, facts, [statement, *later])
+                match statement:
+                    case ast.Assign([ast.Name(name)], value) if value is part:
+                        target = name
+                    case _:
+                        target = f"_penstock_value_{next(self.numbers)}"
+                called = self._of_call(frame, part, facts, [statement, *later], target)
             found.append(called or Candidate(0, call=part))
         return found
+
+    def _loop(
+        self, frame: Frame, loop: ast.For, facts: Mapping[str, Any], later: Sequence[ast.stmt]
+    ) -> Candidate | None:
+        """Return the rounds of a loop over modules; None if they are not known, or use no module."""
+        values = rounds(frame, loop.iter, facts)
+        if values is None:
+            return None
+        bodies = []
+        changed = assigned(loop.body)
+        for value in values:
+            value = copy.deepcopy(value)
+            bound = {n: v for n, v in _bound(loop.target, value).items() if n not in changed}
+            bind = ast.copy_location(ast.Assign([copy.deepcopy(loop.target)], value), loop)
+            body = [Substituted(bound).visit(copy.deepcopy(s)) for s in loop.body]
+            names = assigned([loop.target])
+            if names - bound.keys() or names & live_before(later, set()):
+                body.insert(0, ast.fix_missing_locations(bind))
+            bodies.append(specialised(frame, body, facts))
+        modules: list[nn.Module] = []
+        weights: dict[int, nn.Parameter] = {}
+        paths = {p: None for body in bodies for p in sorted(analyse(frame, copy.deepcopy(body))[1].paths)}
+        for path in paths:
+            found = part_of(frame, path)
+            if isinstance(found, nn.Module):
+                modules.append(found)
+                weights.update({id(p): p for p in found.parameters()})
+            elif isinstance(found, nn.Parameter):
+                weights[id(found)] = found
+        if not paths and values:
+            return None
+        after = [*loop.body, *later]
+        candidate = Candidate(sum(p.numel() for p in weights.values()), modules)
+        candidate.rounds = [self._round(frame, body, facts, after, bodies) for body in bodies]
+        for node in ast.walk(ast.Module([*loop.body], [])):
+            if isinstance(node, ast.Return) or (
+                isinstance(node, ast.Break) and not _in_inner_loop(loop, node)
+            ):
+                word = "return" if isinstance(node, ast.Return) else "break"
+                candidate.refused = frame.source.refusal(
+                    node,
+                    f"a {word} leaves its loop over the blocks",
+                    "let every block run, and skip within it",
+                )
+        if loop.orelse:
+            candidate.refused = frame.source.refusal(
+                loop, "its loop over the blocks has an else", "put that after the loop"
+            )
+        return candidate
+
+    def _round(
+        self,
+        frame: Frame,
+        body: list[ast.stmt],
+        facts: Mapping[str, Any],
+        later: Sequence[ast.stmt],
+        among: Sized,
+    ) -> Plan:
+        """Return the statements of one round; with the blocks in it if there are so few rounds that it may be a stage."""
+        if len(among) > MOST_STAGES:
+            return Plan(frame, [(statement, []) for statement in body])
+        return self._planned(frame, body, facts, later)
 
     def _nested(self, frame: Frame, statement: ast.stmt, facts: Mapping[str, Any]) -> list[Candidate]:
         """Return the blocks within a statement that cannot be divided."""
         modules: list[nn.Module] = []
         for node in ast.walk(statement):
-            if isinstance(node, ast.For) and (found := _loop(frame, node, facts, [])) is not None:
+            if isinstance(node, ast.For) and (found := self._loop(frame, node, facts, [])) is not None:
                 modules += found.modules
             elif isinstance(node, ast.Call):
-                called = self._of_call(frame, node, facts, [statement])
+                called = self._of_call(frame, node, facts, [statement], "")
                 modules += [m for leaf in called.leaves() for m in leaf.modules] if called is not None else []
         if not modules:
             return []
@@ -217,9 +328,17 @@ class BlockFinder:
         return [Candidate(_size(modules), modules, refused=error)]
 
     def _of_call(
-        self, frame: Frame, call: ast.Call, facts: Mapping[str, Any], later: Sequence[ast.stmt]
+        self, frame: Frame, call: ast.Call, facts: Mapping[str, Any], later: Sequence[ast.stmt], target: str
     ) -> Candidate | None:
-        """Return the blocks that a call runs; None if it runs none."""
+        """Return the blocks that a call runs; None if it runs none.
+
+        Args:
+            frame: frame of the call.
+            call: the call.
+            facts: known values of variables.
+            later: the statement of the call and those after it.
+            target: variable for a value that goes through an ``nn.Sequential``.
+        """
         known = resolve_module(frame, call.func)
         if known is None:
             method = method_called(frame, call)
@@ -235,8 +354,14 @@ class BlockFinder:
             simple = len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Starred)
             if not simple or not any(True for _ in module.parameters()):
                 return None
-            found = Candidate(_size([module]), list(module.children()), call=call)
-            found.items = [ast.Attribute(call.func, name, ast.Load()) for name in module._modules]
+            found = Candidate(_size([module]), list(module.children()), call=call, value=target)
+            for name in module._modules:
+                item = ast.Call(
+                    ast.Attribute(call.func, name, ast.Load()), [ast.Name(target, ast.Load())], []
+                )
+                found.rounds.append(
+                    self._round(frame, [assign(target, item, call)], facts, later, module._modules)
+                )
             if has_forward_hooks(module):
                 found.refused = frame.source.refusal(
                     call, "it calls an nn.Sequential with hooks, which would be lost", "remove them"
@@ -276,9 +401,9 @@ class BlockFinder:
         leaves = within.leaves()
         if not any(leaf.parameters or leaf.refused for leaf in leaves):
             return None
-        if early := early_return([statement for statement, _ in within.rows]):
-            error = refused_return(inner, early)
-            return Candidate(sum(leaf.parameters for leaf in leaves), modules, call=call, refused=error)
+        if early := early_return(within.statements):
+            size = sum(leaf.parameters for leaf in leaves)
+            return Candidate(size, modules, call=call, refused=refused_return(inner, early))
         return Candidate(0, modules, call=call, within=within, arguments=arguments)
 
 
@@ -291,7 +416,9 @@ def early_return(statements: Sequence[ast.stmt]) -> ast.AST | None:
 def refused_return(frame: Frame, node: ast.AST) -> SplitError:
     """Return the error for a return before the end."""
     return frame.source.refusal(
-        node, "it may return before its end, so that layers would be left out", "have one return, after the blocks"
+        node,
+        "it may return before its end, so that layers would be left out",
+        "have one return, after the blocks",
     )
 
 
@@ -316,7 +443,11 @@ def _is_like(candidate: Candidate, main: Candidate) -> bool:
 
 
 def _share(
-    frame: Frame, inner: Frame, call: ast.Call, arguments: Mapping[str, ast.expr], statements: Sequence[ast.stmt]
+    frame: Frame,
+    inner: Frame,
+    call: ast.Call,
+    arguments: Mapping[str, ast.expr],
+    statements: Sequence[ast.stmt],
 ) -> None:
     """Let parameters of a forward be the variables that a call passes, where none sees the other's changes.
 
@@ -348,51 +479,11 @@ def _size(modules: Sequence[nn.Module]) -> int:
 
 def _has_blocks(module: nn.Module) -> bool:
     """Return whether a module may have blocks in its forward: a container, at some depth outside of torch's own modules."""
-    return any(isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict) for m in module.modules() if m is not module)
-
-
-def _loop(
-    frame: Frame, loop: ast.For, facts: Mapping[str, Any], later: Sequence[ast.stmt]
-) -> Candidate | None:
-    """Return the rounds of a loop over modules; None if they are not known, or use no module."""
-    values = rounds(frame, loop.iter, facts)
-    if values is None:
-        return None
-    bodies = []
-    changed = assigned(loop.body)
-    for value in values:
-        value = copy.deepcopy(value)
-        bound = {n: v for n, v in _bound(loop.target, value).items() if n not in changed}
-        bind = ast.copy_location(ast.Assign([copy.deepcopy(loop.target)], value), loop)
-        body = [Substituted(bound).visit(copy.deepcopy(s)) for s in loop.body]
-        names = assigned([loop.target])
-        if names - bound.keys() or names & reads(*later):
-            body.insert(0, ast.fix_missing_locations(bind))
-        bodies.append(specialised(frame, body, facts))
-    modules: list[nn.Module] = []
-    weights: dict[int, nn.Parameter] = {}
-    paths = {p: None for body in bodies for p in sorted(analyse(frame, copy.deepcopy(body))[1].paths)}
-    for path in paths:
-        found = part_of(frame, path)
-        if isinstance(found, nn.Module):
-            modules.append(found)
-            weights.update({id(p): p for p in found.parameters()})
-        elif isinstance(found, nn.Parameter):
-            weights[id(found)] = found
-    if not paths and values:
-        return None
-    candidate = Candidate(sum(p.numel() for p in weights.values()), modules, bodies)
-    for node in ast.walk(ast.Module([*loop.body], [])):
-        if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not _in_inner_loop(loop, node)):
-            word = "return" if isinstance(node, ast.Return) else "break"
-            candidate.refused = frame.source.refusal(
-                node, f"a {word} leaves its loop over the blocks", "let every block run, and skip within it"
-            )
-    if loop.orelse:
-        candidate.refused = frame.source.refusal(
-            loop, "its loop over the blocks has an else", "put that after the loop"
-        )
-    return candidate
+    return any(
+        isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        for m in module.modules()
+        if m is not module
+    )
 
 
 def _in_inner_loop(loop: ast.For, node: ast.AST) -> bool:
@@ -408,6 +499,12 @@ def _bound(target: ast.expr, value: ast.expr) -> dict[str, ast.expr]:
         parts = [_bound(t, v) for t, v in zip(target.elts, value.elts, strict=True)]
         return {name: inner for part in parts for name, inner in part.items()}
     return {}
+
+
+def assign(name: str, value: ast.expr, like: ast.AST) -> ast.stmt:
+    """Return the statement ``name = value``, with the place of another node in its file."""
+    statement = ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value), like)
+    return ast.fix_missing_locations(statement)
 
 
 def part_of(frame: Frame, path: str) -> nn.Module | nn.Parameter | None:

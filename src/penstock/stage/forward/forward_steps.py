@@ -15,6 +15,7 @@ from penstock.stage.forward.candidates import (
     BlockFinder,
     Candidate,
     Plan,
+    assign,
     part_of,
     refused_return,
 )
@@ -96,28 +97,25 @@ class _Steps:
                 if call is None:
                     remains = None
                     flush()
-                    steps += [Step(frame, *analyse(frame, body), element=True) for body in candidate.bodies]
+                    steps += self._rounds(candidate)
                     continue
-                value = f"_penstock_value_{next(self._numbers)}"
+                value = candidate.value or f"_penstock_value_{next(self._numbers)}"
                 if not candidate.chosen:
                     waiting.append(assign(value, call, statement))
                 elif candidate.within is not None:
                     flush()
                     steps += self._entered(frame, candidate, candidate.within, value, statement)
                 else:
-                    match statement:
-                        case ast.Assign([ast.Name(name)], whole) if whole is call:
-                            value, remains = name, None
                     assert isinstance(call, ast.Call)
+                    if isinstance(statement, ast.Assign) and statement.value is call and value in frame.names:
+                        remains = None
                     match call.args[0]:
                         case ast.Name(name) if name == value:
                             pass
                         case argument:
                             waiting.append(assign(value, argument, statement))
                     flush()
-                    for item in candidate.items:
-                        body = [assign(value, ast.Call(item, [ast.Name(value, ast.Load())], []), call)]
-                        steps.append(Step(frame, *analyse(frame, body), element=True))
+                    steps += self._rounds(candidate)
                 by = Replaced(call, ast.Name(value, ast.Load()))
                 by.visit(statement)
                 for later in candidates:
@@ -126,6 +124,14 @@ class _Steps:
                 waiting.append(remains)
         flush()
         return steps
+
+    def _rounds(self, candidate: Candidate) -> list[Step]:
+        """Return the steps of the rounds of a loop or an ``nn.Sequential``."""
+        if candidate.has_stages:
+            return [step for plan in candidate.rounds for step in self.of_plan(plan)]
+        return [
+            Step(plan.frame, *analyse(plan.frame, plan.statements), element=True) for plan in candidate.rounds
+        ]
 
     def _entered(
         self, frame: Frame, candidate: Candidate, within: Plan, value: str, statement: ast.stmt
@@ -150,12 +156,6 @@ class _Steps:
         last.statements[-1] = assign(value, returned.value or ast.Constant(None), returned)
         last.keys[value] = frame.key(value)
         return steps + inside
-
-
-def assign(name: str, value: ast.expr, like: ast.AST) -> ast.stmt:
-    """Return the statement ``name = value``, with the place of another node in its file."""
-    statement = ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value), like)
-    return ast.fix_missing_locations(statement)
 
 
 def _with_lone_blocks(step: Step, least: float) -> list[Step]:

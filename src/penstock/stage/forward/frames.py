@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 
 from penstock.errors import SplitError
 from penstock.stage.forward.forward_source import read_source
 from penstock.stage.forward.liveness import assigned
-from penstock.stage.forward.module_uses import Frame, calls_its_forward, require_unwritten_defaults, resolve
+from penstock.stage.forward.module_uses import Frame, require_unwritten_defaults, resolve
 from penstock.stage.own_model.partly_trained import has_forward_hooks
 
 _PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
@@ -56,14 +58,14 @@ def forward_frame(module: nn.Module, path: str = "", prefix: str = "", outer: Fr
 
 
 def method_frame(
-    function: FunctionType, module: nn.Module, path: str, prefix: str, outer: Frame | None
+    function: Callable[..., Any], module: nn.Module, path: str, prefix: str, outer: Frame | None
 ) -> Frame:
     """Return the frame of a call of a module's method; arguments as for `forward_frame`.
 
     Raises:
         SplitError: if the method has no usable source.
     """
-    source = read_source(function, f"{type(module).__name__}.{function.__name__}")
+    source = read_source(function, f"{type(module).__name__}.{getattr(function, '__name__', 'forward')}")
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await | ast.Global | ast.Nonlocal | ast.Delete):
             word = type(node).__name__.lower()
@@ -79,9 +81,7 @@ def method_frame(
     if not arguments.args:
         raise source.refusal(source.tree, "it takes no self", "let it take self as its first argument")
     decided = set() if outer is None else outer.decided
-    return Frame(
-        source, module, path, arguments.args[0].arg, frozenset(names_of), prefix, decided=decided
-    )
+    return Frame(source, module, path, arguments.args[0].arg, frozenset(names_of), prefix, decided=decided)
 
 
 def method_called(frame: Frame, call: ast.Call) -> tuple[FunctionType, nn.Module, str] | None:

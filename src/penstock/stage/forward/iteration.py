@@ -120,7 +120,9 @@ def without_aliases(frame: Frame, statements: list[ast.stmt]) -> list[ast.stmt]:
             case ast.Assign([ast.Name(name)], value):
                 pairs = [(name, value)]
             case ast.Assign([ast.Tuple(names)], ast.Tuple(values)) if len(names) == len(values):
-                pairs = [(n.id if isinstance(n, ast.Name) else "", v) for n, v in zip(names, values, strict=True)]
+                pairs = [
+                    (n.id if isinstance(n, ast.Name) else "", v) for n, v in zip(names, values, strict=True)
+                ]
             case _:
                 pairs = []
         if pairs and all(stored[name] == 1 and resolve_module(frame, value) for name, value in pairs):

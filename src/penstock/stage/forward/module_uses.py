@@ -78,7 +78,7 @@ class Uses:
 
 
 class Link(NamedTuple):
-    """What a chain of attributes that begins with the model means.
+    """Meaning of a chain of attributes that begins with the model.
 
     Attributes:
         node: the chain, as a layer evaluates it.
@@ -122,7 +122,11 @@ def resolve(frame: Frame, node: ast.expr) -> Link | None:
 def resolve_module(frame: Frame, node: ast.expr) -> tuple[nn.Module, str] | None:
     """Return the module that an expression such as ``self.blocks`` means, and its name; None if it means anything else."""
     link = resolve(frame, node)
-    return (link.value, link.path) if link is not None and link.kind == "module" and link.value is not None else None
+    return (
+        (link.value, link.path)
+        if link is not None and link.kind == "module" and link.value is not None
+        else None
+    )
 
 
 def is_plain_container(module: object) -> bool:
@@ -205,7 +209,7 @@ class _Chains(ast.NodeTransformer):
             if places:
                 raise self._refuse(
                     node,
-                    f"uses {name!r} of a {kind.__name__}, which is not the module or weight of this name: an attribute hides it",
+                    f"uses {name!r} of a {kind.__name__}, where an attribute hides the module or weight",
                     "give the attribute another name",
                 )
             return "instance" if name in vars(module) and not hasattr(type(member), "__set__") else "class"
@@ -218,7 +222,9 @@ class _Chains(ast.NodeTransformer):
             )
         return places[0] if places else "class"
 
-    def _own_attribute(self, node: ast.Attribute, name: str, module: nn.Module, path: str, place: str) -> Link:
+    def _own_attribute(
+        self, node: ast.Attribute, name: str, module: nn.Module, path: str, place: str
+    ) -> Link:
         if name == "training":
             return Link(node, "")
         owner = next((c for c in type(module).__mro__ if name in vars(c)), None)
@@ -257,11 +263,7 @@ class _Chains(ast.NodeTransformer):
 
     def _item(self, node: ast.Subscript, link: Link) -> Link:
         key = _constant(node.slice)
-        if (
-            link.kind == "module"
-            and is_plain_container(link.value)
-            and not self.verbatim
-        ):
+        if link.kind == "module" and is_plain_container(link.value) and not self.verbatim:
             name = _child_name(link.value, key)
             if name is not None:
                 inner = ast.copy_location(ast.Attribute(link.node, name, ast.Load()), node)

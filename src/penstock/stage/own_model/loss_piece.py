@@ -27,12 +27,12 @@ class OwnLoss:
         SplitError: if the statements use weights or buffers, or differ between training and evaluation.
     """
 
-    def __init__(
-        self, model: nn.Module, flows: Sequence[Flow], takes: tuple[str, ...], target: str
-    ) -> None:
+    def __init__(self, model: nn.Module, flows: Sequence[Flow], takes: tuple[str, ...], target: str) -> None:
         for flow in flows:
             _require_no_state(model, flow)
-        paths = {path for flow in flows for path in (*flow.step.uses.paths, f"{flow.step.frame.path}.")} - {"."}
+        paths = {path for flow in flows for path in (*flow.step.uses.paths, f"{flow.step.frame.path}.")} - {
+            "."
+        }
         attributes = {a for flow in flows for a in flow.step.uses.attributes}
         self._fragments: list[Fragment] = [compiled(flow) for flow in flows]
         self._module = trimmed(model, "", sorted(paths), attributes, type(model))
