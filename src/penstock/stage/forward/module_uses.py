@@ -412,9 +412,11 @@ def _class_member(kind: type, name: str) -> Any:
 
 
 def _held_module(value: Any, depth: int = 4) -> nn.Module | nn.Parameter | None:
-    """Return a module or a weight that a function or another object has in it: closures, bound methods, attributes."""
-    if isinstance(value, nn.Module | nn.Parameter):
+    """Return a weight, or a module with weights, that an object has in it: closures, bound methods, attributes."""
+    if isinstance(value, nn.Parameter):
         return value
+    if isinstance(value, nn.Module):
+        return value if any(True for _ in (*value.parameters(), *value.buffers())) else None
     if depth == 0 or isinstance(value, (*_PLAIN, type, types.ModuleType, Tensor)):
         return None
     parts: list[Any] = []
