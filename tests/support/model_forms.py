@@ -6,6 +6,7 @@ They are here because pytest rewrites the code of test files, and `penstock.spli
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -124,7 +125,7 @@ class VGG(nn.Module):
         super().__init__()
         widths = [3, 4, 4, 8, 8]
         layers: list[nn.Module] = []
-        for i, o in zip(widths[:-1], widths[1:], strict=True):
+        for i, o in itertools.pairwise(widths):
             layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(inplace=True)]
         self.features = nn.Sequential(*layers, nn.MaxPool2d(2))
         self.avgpool = nn.AdaptiveAvgPool2d((4, 4))
@@ -260,6 +261,85 @@ class VisionTransformerInOneLine(VisionTransformer):
 
     def forward(self, x):
         return self.forward_head(self.forward_features(x))
+
+
+class PatchMerging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.reduction = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.reduction(self.norm(x))
+
+
+class Stage(nn.Module):
+    def __init__(self, depth: int, down: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ViTBlock() for _ in range(depth)])
+        self.downsample = PatchMerging() if down else None
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        if self.downsample is not None:
+            x = self.downsample(x)
+        return x
+
+
+class StagesWithForwards(nn.Module):
+    """Stages whose forwards have the blocks, as in hierarchical vision transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = PatchEmbed()
+        self.layers = nn.ModuleList([Stage(1, True), Stage(3, False)])
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        x = self.patch_embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+class SequentialOfStages(StagesWithForwards):
+    """The same in an nn.Sequential of nn.Sequentials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Sequential(ViTBlock()), PatchMerging(), nn.Sequential(ViTBlock(), ViTBlock())
+        )
+
+    def forward(self, x):
+        return self.head(self.layers(self.patch_embed(x)).mean(1))
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([Mlp() for _ in range(3)])
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        out = 0
+        for i, expert in enumerate(self.experts):
+            out = out + weights[..., i : i + 1] * expert(x)
+        return x + out
+
+
+class Experts(Parts):
+    """Blocks with a loop of their own, whose rounds stand side by side."""
+
+    def __init__(self) -> None:
+        super().__init__(3, ExpertBlock)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 class ConvStem(nn.Module):
@@ -912,13 +992,13 @@ FROM_TOKENS: list[Callable[[], nn.Module]] = [
     MethodNotModule, MethodOfAModule, OneMethodInALoop, BlocksWithACall, BlocksInASequenceWithACall,
     PatchedBlocks, ByKeyword, Aliased, AliasedBlocks, LoopInMethod, Child, MethodsOfMethods, SameMethodTwice,
     EndsInItsLoop, AroundABackbone, SequenceInABackbone, LossInAMethod, ModeWithin, ReadsItsDefault,
-    OptionalModules, StagesInALoop,
+    OptionalModules, StagesInALoop, Experts,
 ]  # fmt: skip
 """Models of token ids."""
 
 FROM_IMAGES: list[Callable[[], nn.Module]] = [
     ResNet, SubclassedResNet, Segmenter, VGG, VisionTransformer, VisionTransformerInOneLine, ConvStem, UNet,
-    UNetWithALoneMiddle,
+    UNetWithALoneMiddle, StagesWithForwards, SequentialOfStages,
 ]  # fmt: skip
 """Models of images."""
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import penstock
 from tests.support import model_forms as forms
@@ -62,6 +62,9 @@ def test_they_train_as_plain_pytorch(make):
         (forms.ConvStem, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
         (forms.UNet, ["downs.0", "downs.1", "mid.0", "mid.1", "ups.0", "ups.1"]),
         (forms.UNetWithALoneMiddle, ["downs.0", "downs.1", "mid", "ups.0", "ups.1"]),
+        (forms.StagesWithForwards, ["layers.0.blocks.0", *(f"layers.1.blocks.{n}" for n in range(3))]),
+        (forms.SequentialOfStages, ["layers.0.0", "layers.2.0", "layers.2.1"]),
+        (forms.Experts, ["blocks.0", "blocks.1", "blocks.2"]),
         (forms.AroundABackbone, [f"backbone.layers.{n}" for n in range(3)]),
         (forms.Child, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
     ],
