@@ -1,8 +1,10 @@
 """Models in the forms in which libraries and papers publish them, and their training in plain PyTorch and by a pipeline.
 
-They are written as if there were no pipelines: a ResNet as in torchvision, a vision transformer as in timm, a U-Net, two towers
-with a contrastive loss, and a diffusion transformer. pytest rewrites test files, so they stand here.
+They are written as if there were no pipelines: a ResNet as in torchvision, a vision transformer as in timm, a U-Net, two
+towers with a contrastive loss, and a diffusion transformer. pytest rewrites test files, so they stand here.
 """
+
+# ruff: noqa: RET504 - people name a result before they return it
 
 from __future__ import annotations
 
@@ -99,10 +101,10 @@ class Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x):
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+        return self.proj(x.transpose(1, 2).reshape(b, n, c))
 
 
 class Mlp(nn.Module):
@@ -169,10 +171,10 @@ class VisionTransformer(nn.Module):
         if self.no_embed_class:
             x = x + self.pos_embed
             if to_cat:
-                x = torch.cat(to_cat + [x], dim=1)
+                x = torch.cat([*to_cat, x], dim=1)
         else:
             if to_cat:
-                x = torch.cat(to_cat + [x], dim=1)
+                x = torch.cat([*to_cat, x], dim=1)
             x = x + self.pos_embed
         return self.pos_drop(x)
 
@@ -211,6 +213,10 @@ def timestep_embedding(t, dim, max_period=10000.0):
     freqs = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
     args = t[:, None].float() * freqs[None]
     return torch.cat([torch.cos(args), torch.sin(args)], dim=-1)
+
+
+def two_groups(channels):
+    return nn.GroupNorm(2, channels)
 
 
 class ConvBlock(nn.Module):
@@ -259,7 +265,7 @@ class Middle(nn.Module):
 class UNet(nn.Module):
     """An encoder whose outputs wait in a list for the decoder; ``t`` is optional."""
 
-    def __init__(self, widths=(4, 6, 8), time=8, norm=partial(nn.GroupNorm, 2)):
+    def __init__(self, widths=(4, 6, 8), time=8, norm=two_groups):
         super().__init__()
         self.time_dim = time
         self.time_mlp = nn.Sequential(nn.Linear(time, time), nn.SiLU(), nn.Linear(time, time))

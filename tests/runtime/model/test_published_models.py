@@ -1,4 +1,4 @@
-"""Models in the forms in which they are published train as they are: the bits of plain PyTorch, or another order of its sums."""
+"""Models in the forms in which they are published train as they are, with the bits of plain PyTorch."""
 
 from __future__ import annotations
 
