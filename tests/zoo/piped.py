@@ -73,9 +73,10 @@ class Piped:
     def step(self, number: int) -> Step:
         case, pipe = self.case, self.pipe
         self.evaluated = None
-        HABITS[case.habit].before(number, self)
+        self.before = self.weights()
         if case.own is not None:
             case.own.change(number, self.model)
+        HABITS[case.habit].before(number, self)
         self.before = self.weights()
         batch = make_batch(case, number)
         losses = pipe.step(batch.x, batch.y, **batch.inputs).losses

@@ -107,9 +107,9 @@ class Plain:
     def begin(self, number: int) -> None:
         """What comes before a step."""
         self.evaluated = None
-        HABITS[self.case.habit].before(number, self)
         if self.case.own is not None:
             self.case.own.change(number, self.given[0])
+        HABITS[self.case.habit].before(number, self)
 
     def accumulate(self, number: int) -> list[Tensor]:
         """Forward and backward of a batch's microbatches, in order."""

@@ -296,7 +296,7 @@ class MethodReplacedOnTheModel(Parts):
         return self.head(x)
 
 
-@forward(refused=r"forward")
+@forward(refused=r"forward|without owning")
 class ForwardReplacedOnASubmodule(Parts):
     """a submodule whose forward was replaced from outside"""
 
