@@ -181,6 +181,10 @@ def with_forward(case: Case, first: str, chance: random.Random, forwards: tuple[
     case = replace(case, kinds=kinds, form="list", forward=name)
     if FORWARDS[name].loss != "given":
         case = replace(case, loss="mse")
+    if (
+        name != "loop"
+    ):  # modules that do not run in the order in which the model has them: the norm's terms neither
+        case = replace(case, clip=0.0)
     if case.habit == "none" and FORWARDS[name].group == "modes":
         case = replace(case, habit=chance.choice(["evaluate", "eval_mode", "module_mode"]))
     return case

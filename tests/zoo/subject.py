@@ -48,7 +48,13 @@ def make_layers(case: Case) -> list[nn.Module]:
                 placed += [(place, [layer]) for place, layer in zip(later, run[1:], strict=True)]
                 run = run[:1]
             placed.append((n, run))
-    for n in range(case.stages - sum(len(run) for _, run in placed)):
+    blocks = [
+        layer
+        for _, run in placed
+        for layer in run
+        if case.own is None or any(True for _ in layer.parameters())
+    ]
+    for n in range(case.stages - len(blocks)):
         with seeded(case.seed, "between", n) as chance:
             placed.append((chance.uniform(-1, len(case.kinds)), [Between()]))
     return [layer for _, run in sorted(placed, key=lambda pair: pair[0]) for layer in run]

@@ -389,7 +389,7 @@ def backbone_with_methods(parts: list[nn.Module]) -> nn.Module:
     return Outer()
 
 
-@forward()
+@forward(refused=r"only 2 block")
 class NestedLoops(Parts):
     """a loop over stages, and in each a loop over its blocks"""
 
