@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class OwnLoss:
 
     Args:
         model: the model.
-        flow: the statements, with their variables.
+        flows: the statements, with their variables.
         takes: variables that the last layer returns.
         target: name of the target.
 
@@ -27,11 +27,15 @@ class OwnLoss:
         SplitError: if the statements use weights or buffers, or differ between training and evaluation.
     """
 
-    def __init__(self, model: nn.Module, flow: Flow, takes: tuple[str, ...], target: str) -> None:
-        _require_no_state(model, flow)
-        uses = flow.step.uses
-        self._fragment: Fragment = compiled(flow)
-        self._module = trimmed(model, "", sorted(uses.paths), uses.attributes, type(model))
+    def __init__(
+        self, model: nn.Module, flows: Sequence[Flow], takes: tuple[str, ...], target: str
+    ) -> None:
+        for flow in flows:
+            _require_no_state(model, flow)
+        paths = {path for flow in flows for path in (*flow.step.uses.paths, f"{flow.step.frame.path}.")} - {"."}
+        attributes = {a for flow in flows for a in flow.step.uses.attributes}
+        self._fragments: list[Fragment] = [compiled(flow) for flow in flows]
+        self._module = trimmed(model, "", sorted(paths), attributes, type(model))
         self._takes, self._target = takes, target
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -46,7 +50,13 @@ class OwnLoss:
         """
         values = {self._takes[0]: output} if len(self._takes) == 1 else dict(output)
         values[self._target] = target
-        return loss_in(self._fragment.function(self._module, *[values[key] for key in self._fragment.takes]))
+        for fragment in self._fragments:
+            owner = self._module.get_submodule(fragment.path) if fragment.path else self._module
+            result = fragment.function(owner, *[values[key] for key in fragment.takes])
+            if fragment.returns:
+                break
+            values.update(zip(fragment.gives, result, strict=True))
+        return loss_in(result)
 
 
 def loss_in(returned: Any) -> Tensor:

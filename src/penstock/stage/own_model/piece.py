@@ -123,7 +123,8 @@ def make_piece(
     forward.__signature__ = inspect.Signature([this, first, *named])  # type: ignore[attr-defined]
     base = type(model)
     kind = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
-    layer: nn.Module = trimmed(model, "", sorted(set(paths)), attributes, kind)
+    owners = {f"{fragment.path}." for fragment in code.fragments if fragment.path}
+    layer: nn.Module = trimmed(model, "", sorted({*paths, *owners}), attributes, kind)
     return layer
 
 
@@ -135,7 +136,7 @@ def trimmed(
     Args:
         module: the module; it is not changed.
         path: name of the module in the model.
-        paths: names to keep, in the model.
+        paths: names to keep, in the model; one with a dot behind it keeps the module without its members.
         attributes: plain attributes to keep.
         kind: class of the copy.
     """
@@ -156,6 +157,6 @@ def trimmed(
         if name in inner or child is None
         else trimmed(child, f"{start}{name}", paths, attributes, type(child))
         for name, child in module._modules.items()
-        if name in heads
+        if name in heads or child is None
     }
     return copied
