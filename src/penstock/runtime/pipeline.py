@@ -132,6 +132,7 @@ class Pipeline(PipelineModel):
         self.timeout = require_timeout(timeout)
         given = given_model(model, loss_fn)
         loss_fn = given.loss_fn
+        self._loss_fn = loss_fn
         self.seed = require_seed(seed)
         axes, shape = given_mesh(mesh)
         self.mesh, self.parallel, self.execution = shape, parallel, execution
@@ -245,7 +246,7 @@ class Pipeline(PipelineModel):
         self._require_open()
         self.wait()
         self._engine.sync_modules()
-        with evaluating(self.stage_modules()):
+        with evaluating(self.stage_modules(), self._loss_fn):
             return self._run(False, x, y, outputs, False, named)
 
     @property
@@ -384,8 +385,8 @@ class Pipeline(PipelineModel):
             scaler.scale if scaler is not None and trains else 1.0,
         )
         with self._random.watching(), self._engine.step(trains):
+            self._container.require_unchanged()
             if trains:
-                self._container.require_unchanged()
                 require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
             batches = [splitter.split(x, y, named, options) for splitter in self._splitters]
             works = self._engine.run(batches, options)

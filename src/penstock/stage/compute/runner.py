@@ -161,6 +161,8 @@ class Runner:
         self.step = 0
         self.first_microbatch = 0
         self.in_place = InPlace()
+        self._modes = 0  # number of the modules' modes among those seen so far
+        self._seen_modes: dict[tuple[bool, ...], int] = {}
         self._rng_free: set[str] = set()
         self._trained: list[nn.Parameter] = []
         self._device_type = "cpu"
@@ -170,17 +172,18 @@ class Runner:
         self.step = step
         self.first_microbatch = first_microbatch
         self._rng_free.clear()
+        self._modes = self._seen_modes.setdefault(self.module.modes, len(self._seen_modes))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
         self._device_type = next((p.device.type for p in self.module.parameters()), "cpu")
 
     def join(self, inputs: Messages, segment: Segment) -> tuple[StageState, InputGrads]:
         """Assemble the input messages of a segment; return the state, and the tensors that collect a gradient."""
         input_grads = InputGrads()
-        transform, training = None, self.module.training
-        known = (segment.start, segment.stop, training) in self.in_place.passthrough
+        transform = None
+        known = (segment.start, segment.stop, self._modes) in self.in_place.passthrough
         # A compiled module would be compiled once for copies, and again for its later inputs.
         if (not known or segment.recompute) and self.module.compiled is None:
-            transform = self.in_place.input_transform(segment, training, inputs)
+            transform = self.in_place.input_transform(segment, self._modes, inputs)
         value = unpack(inputs[0], transform, input_grads)
         state = value if isinstance(value, StageState) else StageState(value, {}, {})
         for message in inputs[1:]:

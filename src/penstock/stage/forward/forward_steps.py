@@ -103,7 +103,7 @@ def new_frame(module: nn.Module, path: str = "", call: int = 0, outer: Frame | N
         arguments.args[0].arg,
         frozenset(names_of),
         call,
-        set() if outer is None else outer.decided,
+        {} if outer is None else outer.decided,
     )
 
 

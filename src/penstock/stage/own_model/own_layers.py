@@ -157,10 +157,9 @@ def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
     )
     if of_loss is not None:
         rows += (f"  loss_fn: {_lines([of_loss])}",)
-    used = [*every, *([] if of_loss is None else [of_loss])]
-    attributes = frame.decided.union(*(flow.step.uses.attributes for flow in used))
+    used = [flow.step for flow in (*every, *([] if of_loss is None else [of_loss]))]
     paths = {path for piece in pieces for path in piece.paths}
-    return ModelLayers(layers, model, loss_fn, rows, UnchangedModel(model, paths, attributes))
+    return ModelLayers(layers, model, loss_fn, rows, UnchangedModel(model, paths, used, frame.decided))
 
 
 def _inputs(frame: Frame, own_loss: bool) -> _Inputs:
