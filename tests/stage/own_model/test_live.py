@@ -1,4 +1,4 @@
-"""Layers of a model have its modes and attributes: what changes after the split counts as in plain PyTorch, or is refused."""
+"""Layers of a model have its modes and attributes: what changes after the split counts as in PyTorch, or is refused."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_method_of_the_class_that_is_replaced_is_refused(monkeypatch: pytest.M
     with penstock.Pipeline(net, mean_square, ranks=2, microbatches=2) as pipe:
         with monkeypatch.context() as patch:
             patch.setattr(Decided, "finish", lambda self, x: self.head(x) * 2)
-            with pytest.raises(SplitError, match="^finish of the model"):
+            with pytest.raises(SplitError, match=r"^finish of the model"):
                 pipe.step(x, y)
         pipe.step(x, y)
 

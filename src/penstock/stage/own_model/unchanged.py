@@ -55,8 +55,8 @@ class UnchangedModel:
         """Check the model.
 
         Raises:
-            SplitError: if a module, parameter, buffer, method or hook was added, removed or replaced, or a value by which the
-                split was decided has changed; names it.
+            SplitError: if a module, parameter, buffer, method or hook was added, removed or replaced, or a value by which
+                the split was decided has changed; names it.
         """
         for path, members, before in self._members:
             if members.keys() != before.keys() or not all(
