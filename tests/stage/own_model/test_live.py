@@ -265,11 +265,11 @@ class WritesInEvaluation(nn.Module):
 def test_a_layer_that_writes_into_its_input_in_evaluation_alone_gets_a_copy_there():
     torch.manual_seed(0)
     net = nn.Sequential(*[WritesInEvaluation() for _ in range(4)])
-    x = torch.randn(8, own_models.WIDTH)
+    x, y = torch.randn(2, 8, own_models.WIDTH)
     with penstock.Pipeline(net, mean_square, ranks=4, microbatches=2) as pipe:
         for _ in range(3):
-            pipe.step(x, x)
+            pipe.step(x, y)
         net.eval()
-        seen = pipe.step(x, x).losses
+        seen = pipe.step(x, y).losses
     expected = torch.stack([mean_square(net(part.clone()), part) for part in x.chunk(2)])
     assert torch.equal(seen, expected)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.stage.forward.fragments import Fragment
 from penstock.stage.live import INTERNAL, live_copy
+from penstock.stage.overlap import Watched, groups_of, require_unwritten
 from penstock.stage.values import leaves_of
 
 
@@ -42,37 +43,30 @@ class PieceCode:
 
         Raises:
             PenstockError: if a variable that the next layer takes cannot travel, or the steps write in place into one of
-                several variables.
+                several variables that share memory.
         """
         values = dict(named)
         values.update({self.takes[0]: value} if len(self.takes) == 1 else value)
-        versions = _versions(values, self.takes)
+        watched = _watched(values, self.takes)
         for fragment in self.fragments:
             owner = module.get_submodule(fragment.path) if fragment.path else module
             result = fragment.function(owner, *[values[key] for key in fragment.takes])
             if fragment.returns:
                 return result
             values.update(zip(fragment.gives, result, strict=True))
-        for key, leaf, version in versions:
-            if leaf._version != version:
-                raise PenstockError(
-                    f"a layer writes in place into the variable {key!r}, which may share memory with another variable that "
-                    f"comes with it ({', '.join(k for k in self.takes if k != key)}); write into a copy ({key}.clone())"
-                )
+        require_unwritten(watched)
         _require_travels(values, self.gives)
         return values[self.gives[0]] if len(self.gives) == 1 else {key: values[key] for key in self.gives}
 
 
-def _versions(values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, Tensor, int]]:
-    """Return the version counters of the tensors in variables that travel together: they may share memory."""
+def _watched(values: Mapping[str, Any], keys: Sequence[str]) -> list[Watched]:
+    """Return records of different tensors that share memory, among those of variables that travel together."""
     if len(keys) < 2 or torch.compiler.is_compiling():
         return []
-    leaves = [(key, leaf) for key in keys for leaf in leaves_of(values[key])]
-    return [
-        (key, leaf, leaf._version)
-        for key, leaf in leaves
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+    named = {id(x): (key, x) for key in keys for x in leaves_of(values[key]) if isinstance(x, Tensor)}
+    groups = groups_of([x for _, x in named.values()], {})
+    found = zip(named.values(), groups, strict=True)
+    return [Watched.of(x, group, f"the variable {key!r}") for (key, x), group in found if group]
 
 
 def _require_travels(values: Mapping[str, Any], keys: Sequence[str]) -> None:
