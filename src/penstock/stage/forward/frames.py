@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import SplitError
 from penstock.stage.forward.forward_source import read_source
 from penstock.stage.forward.liveness import assigned
-from penstock.stage.forward.module_uses import Frame, calls_its_forward, require_unwritten_defaults, resolve
+from penstock.stage.forward.module_uses import Frame, require_unwritten_defaults, resolve
 from penstock.stage.own_model.partly_trained import has_forward_hooks
 
 _PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
@@ -78,7 +78,7 @@ def method_frame(
     names_of = {a.arg for a in (*every, *extra)} | assigned(source.tree.body)
     if not arguments.args:
         raise source.refusal(source.tree, "it takes no self", "let it take self as its first argument")
-    decided = set() if outer is None else outer.decided
+    decided = {} if outer is None else outer.decided
     return Frame(
         source, module, path, arguments.args[0].arg, frozenset(names_of), prefix, decided=decided
     )
