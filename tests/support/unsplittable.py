@@ -433,16 +433,6 @@ class HeadBesideTheTarget(Parts):
         return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
 
-class LossByMode(Parts):
-    def forward(self, x, y):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)
-        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-        return loss if self.training else loss / 2
-
-
 class NoTarget(Parts):
     def forward(self, x):
         x = self.embedding(x)
@@ -603,7 +593,6 @@ REFUSED = {
 REFUSED_WITH_LOSS = {
     TargetBeforeTheBlocks: r"uses y before the last block",
     HeadBesideTheTarget: r"logits = self\.head\(x\)",
-    LossByMode: r"the loss depends on the mode",
     NoTarget: r"takes no target",
 }
 REFUSED_WHEN_RUN = {

@@ -27,7 +27,7 @@ from penstock.huggingface.families import HEAD, Attention, ModelFamily, require_
 from penstock.huggingface.family_of import family_of
 from penstock.huggingface.tables import Tables
 from penstock.model_variants import refused_architecture
-from penstock.stage.layers import Layer
+from penstock.stage.layers import BatchNames, Layer
 from penstock.stage.rng.initial import generator_for
 
 Make = Callable[[str], nn.Module]
@@ -249,7 +249,8 @@ def _layers(model: Any, make: Make) -> list[Layer]:
     layers.append(Layer(family.norm, partial(make, family.norm), "head"))
     tied = {name.removeprefix(f"{HEAD}."): embedding for name, embedding in tied_names(model).items()}
     layers.append(Layer(HEAD, head, "head", tied=tied))
-    return layers
+    others = frozenset(("attention_mask", "position_ids"))
+    return [replace(layers[0], batch=BatchNames("input_ids", "labels", others)), *layers[1:]]
 
 
 def _rotary(model: Any, family: ModelFamily) -> nn.Module | None:

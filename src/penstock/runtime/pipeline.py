@@ -11,12 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.counts import require_count
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
 from penstock.runtime.batch.result import StepResult, step_result
-from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no_graph, require_reduction
+from penstock.runtime.batch.splitter import (
+    BatchSplitter,
+    Reduction,
+    arguments_of,
+    require_no_graph,
+    require_reduction,
+)
 from penstock.runtime.batch.work import StepOptions
 from penstock.runtime.engine import Engine
 from penstock.runtime.flow.step_flow import StepFlow, Update
@@ -132,6 +138,7 @@ class Pipeline(PipelineModel):
         self.timeout = require_timeout(timeout)
         given = given_model(model, loss_fn)
         loss_fn = given.loss_fn
+        self._loss_fn = loss_fn
         self.seed = require_seed(seed)
         axes, shape = given_mesh(mesh)
         self.mesh, self.parallel, self.execution = shape, parallel, execution
@@ -207,8 +214,9 @@ class Pipeline(PipelineModel):
 
     def step(
         self,
-        x: object,
+        x: object = None,
         y: object = None,
+        /,
         *,
         outputs: bool = False,
         input_grads: bool = False,
@@ -221,8 +229,12 @@ class Pipeline(PipelineModel):
 
         Args:
             x: input of the model: a tensor, or tensors in tuples, lists and dicts, batch first; or `Microbatches`. In
-                processes only the rank of the first stage needs it.
-            y: target, likewise; in processes only the rank of the last stage needs it.
+                processes only the rank of the first stage needs it. A model with a forward of its own or of Hugging Face
+                also takes a whole batch as a mapping, without `y`: keys are the names of the forward's arguments, with
+                the first among them, and of the target.
+            y: target, likewise; in processes only the rank of the last stage needs it. In a mapping it is called like the
+                forward's second argument if the forward computes the loss, ``labels`` for Hugging Face, and otherwise like
+                the second parameter of `loss_fn`.
             outputs: also return the last stage's outputs (default False).
             input_grads: also return the gradients of the floating-point inputs (default False).
             named: keyword inputs, split like `x`; each goes to the layers whose forward has a parameter of that name.
@@ -237,7 +249,9 @@ class Pipeline(PipelineModel):
         """
         return self._run(True, x, y, outputs, input_grads, named)
 
-    def evaluate(self, x: object, y: object = None, *, outputs: bool = False, **named: object) -> StepResult:
+    def evaluate(
+        self, x: object = None, y: object = None, /, *, outputs: bool = False, **named: object
+    ) -> StepResult:
         """Run forwards only, in eval mode and without gradients.
 
         `x`, `y`, `outputs` and `named` are those of `step`; without `y` there is no loss.
@@ -245,7 +259,7 @@ class Pipeline(PipelineModel):
         self._require_open()
         self.wait()
         self._engine.sync_modules()
-        with evaluating(self.stage_modules()):
+        with evaluating(self.stage_modules(), self._loss_fn):
             return self._run(False, x, y, outputs, False, named)
 
     @property
@@ -373,6 +387,12 @@ class Pipeline(PipelineModel):
         self._require_open()
         if trains and self.shards is not None:
             self.shards.require_used()
+        for name, value in (("outputs", outputs), ("input_grads", input_grads)):
+            if not isinstance(value, bool):
+                raise ConfigError(
+                    f"{name} must be True or False, got a {type(value).__name__}; an argument of the model of that name "
+                    "goes into a batch that is a mapping, pipe.step({...})"
+                )
         scaler = self.scaler
         options = StepOptions(
             trains,
@@ -384,9 +404,10 @@ class Pipeline(PipelineModel):
             scaler.scale if scaler is not None and trains else 1.0,
         )
         with self._random.watching(), self._engine.step(trains):
+            self._container.require_unchanged()
+            x, y, named = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
             if trains:
-                self._container.require_unchanged()
-                require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
+                require_no_graph([*([] if input_grads else [("x", x)]), ("y", y), *named.items()])
             batches = [splitter.split(x, y, named, options) for splitter in self._splitters]
             works = self._engine.run(batches, options)
         self.steps += trains

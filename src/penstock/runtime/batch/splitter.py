@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from penstock.runtime.batch.digests import batch_digest
 from penstock.runtime.batch.work import LocalBatch, StepOptions
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
+from penstock.stage.layers import BatchNames
 from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, split_batch
 
 Reduction = str | Callable[[object], object]
@@ -32,21 +34,73 @@ def require_reduction(reduction: object) -> Reduction:
     )
 
 
-def require_no_graph(values: Mapping[str, object]) -> None:
+def require_no_graph(values: Iterable[tuple[str, object]]) -> None:
     """Raise if arguments of a step require a gradient, since gradients do not leave the pipeline.
 
     Args:
-        values: arguments of the step by name.
+        values: arguments of the step, with their names.
 
     Raises:
         BatchError: if a tensor in one of them requires a gradient.
     """
-    for name, value in values.items():
+    for name, value in values:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(value)):
             raise BatchError(
                 f"{name} requires a gradient, which the pipeline would not pass on; detach it, or, for x, ask for "
                 "input_grads=True and give the gradients in the result to torch.autograd.backward(x, ...)"
             )
+
+
+def arguments_of(
+    names: BatchNames | None, loss_fn: object, x: object, y: object, named: Mapping[str, object]
+) -> tuple[object, object, Mapping[str, object]]:
+    """Return x, y and the keyword inputs of a step, where the batch may be a mapping, or some of it be given by its names.
+
+    Args:
+        names: names of the model's arguments; None if it has none, so that a mapping is a value like any other.
+        loss_fn: loss function.
+        x, y, named: arguments of the step.
+
+    Raises:
+        BatchError: if the mapping has a key that is no argument, or one that is given twice.
+    """
+    if names is None:
+        return x, y, named
+    target = names.target
+    if target is None and (target := _second_parameter(loss_fn)) in (names.first, *names.others):
+        target = None  # the model's own argument has the name
+    if y is None and isinstance(x, Mapping) and names.first in x:
+        known = sorted({names.first, *names.others, *([] if target is None else [target])})
+        if strange := [key for key in x if key not in known]:
+            raise BatchError(
+                f"the batch has {strange[0]!r}, which is no argument of the model and not the target; its keys may be "
+                f"{', '.join(map(repr, known))}. The target has the name of the loss function's second parameter, unless "
+                "that is an argument of the model; otherwise call pipe.step(x, y, NAME=...)"
+            )
+        if twice := sorted(x.keys() & named.keys()):
+            raise BatchError(
+                f"{twice[0]} is given twice: in the batch, and as a keyword input; leave one out"
+            )
+        named = {**x, **named}
+        x = None
+    others = dict(named)
+    if x is None:
+        x = others.pop(names.first, None)
+    if y is None and target is not None:
+        y = others.pop(target, None)
+    return x, y, others
+
+
+def _second_parameter(function: object) -> str | None:
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a function written in C
+        return None
+    return (
+        parameters[1].name
+        if len(parameters) > 1 and parameters[1].kind is parameters[1].POSITIONAL_OR_KEYWORD
+        else None
+    )
 
 
 class BatchSplitter:

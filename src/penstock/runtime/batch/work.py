@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.runtime.consensus import Losses
 from penstock.stage.compute.runner import LossWeight
-from penstock.stage.values import Message, StageState, flatten
+from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,15 @@ class Work:
     def input(self, microbatch: int) -> Message:
         """Return a microbatch as the first stage takes it."""
         value = self.batch.inputs[microbatch]
-        leaves, structure = flatten(value)
-        if not self.options.input_grads:
-            return Message(leaves, structure, (False,) * len(leaves))
+        every, structure = flatten(value)
+        targets = self.batch.targets
+        outside = [t for t in leaves_of(targets[microbatch]) if isinstance(t, Tensor)] if targets else []
+        wants_grads = self.options.input_grads  # then each leaf gets its own
+        leaves, structure = share(every, structure, outside=outside, once=not wants_grads)
+        if not wants_grads:
+            return Message(tuple(leaves), structure, (False,) * len(leaves))
         # Named values come after the batch, and get no gradients.
-        count = len(flatten(value.value)[0] if isinstance(value, StageState) else leaves)
+        count = len(flatten(value.value)[0] if isinstance(value, StageState) else every)
         needs_grad = tuple(
             n < count and isinstance(leaf, Tensor) and leaf.is_floating_point()
             for n, leaf in enumerate(leaves)

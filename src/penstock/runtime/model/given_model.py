@@ -9,7 +9,7 @@ from torch import nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.layers import Container, Layer, as_layers
+from penstock.stage.layers import Container, Layer, as_layers, require_values
 from penstock.stage.own_model.own_layers import ModelLayers, split
 from penstock.stage.own_model.unchanged import UnchangedModel
 
@@ -39,11 +39,12 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
 
     Raises:
         ConfigError: if the loss function cannot be called, or there is none.
-        SplitError: if the model cannot be split.
+        SplitError: if the model cannot be split, or is on the meta device.
     """
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r}")
     layers, own_loss, module = _layers(model, loss_fn is None)
+    require_values((layer.name, layer.module) for layer in layers if layer.module is not None)
     loss = loss_fn if loss_fn is not None else own_loss
     if loss is None:
         raise ConfigError(

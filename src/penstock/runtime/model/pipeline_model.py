@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NoReturn, Self, SupportsIndex
 
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from penstock.runtime.model.whole_state import gather_state
 from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.module import StageModule
+from penstock.stage.own_model.loss_piece import OwnLoss
 from penstock.stage.own_model.partly_trained import mark_trained, without_warning
 
 
@@ -156,8 +160,8 @@ class PipelineModel:
         return self._modules()
 
     def train(self, mode: bool = True) -> Self:
-        """Set the stages' training mode, as ``nn.Module.train`` does."""
-        for module in self.stage_modules():
+        """Set the mode of the stages and of the model that was given, as ``nn.Module.train`` does."""
+        for module in (*self.stage_modules(), *([] if self._given is None else [self._given])):
             module.train(mode)
         return self
 
@@ -174,9 +178,18 @@ class PipelineModel:
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Return a context in which modules and all within them are in evaluation mode."""
-    modes = [(inner, inner.training) for module in modules for inner in module.modules()]
+def evaluating(modules: Sequence[nn.Module], loss_fn: object) -> Iterator[None]:
+    """Return a context in which modules and all within them are in evaluation mode.
+
+    Args:
+        modules: the modules.
+        loss_fn: a loss function; the modules that it is or calls are among them.
+    """
+    modes = [
+        (inner, inner.training)
+        for module in dict.fromkeys((*modules, *_modules_called(loss_fn)))
+        for inner in module.modules()
+    ]
     for inner, _ in modes:
         inner.training = False
     try:
@@ -184,3 +197,21 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for inner, mode in modes:
             inner.training = mode
+
+
+def _modules_called(function: object) -> Iterator[nn.Module]:
+    """Return the modules that a function calls, as far as it shows: itself, and its free and global variables."""
+    if isinstance(function, nn.Module):
+        yield function
+    elif isinstance(function, OwnLoss):
+        yield function.module
+    elif isinstance(function, partial):
+        for part in (function.func, *function.args, *function.keywords.values()):
+            yield from _modules_called(part)
+    elif isinstance(function, MethodType):
+        yield from _modules_called(function.__self__)
+        yield from _modules_called(function.__func__)
+    elif isinstance(function, FunctionType):
+        variables = inspect.getclosurevars(function)
+        every = (*variables.nonlocals.values(), *variables.globals.values())
+        yield from (value for value in every if isinstance(value, nn.Module))

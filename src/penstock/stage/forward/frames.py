@@ -80,7 +80,7 @@ def method_frame(
     names_of = {a.arg for a in (*every, *extra)} | assigned(source.tree.body)
     if not arguments.args:
         raise source.refusal(source.tree, "it takes no self", "let it take self as its first argument")
-    decided = set() if outer is None else outer.decided
+    decided = {} if outer is None else outer.decided
     return Frame(source, module, path, arguments.args[0].arg, frozenset(names_of), prefix, decided=decided)
 
 

@@ -22,6 +22,8 @@ CONTAINERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
 _READING = {"get", "index", "count", "items", "keys", "values", "copy"}
+Steps = tuple[str | tuple[int | str] | None, ...]
+"""Way from a module to a value: an attribute's name, (key,) of an item, or None for the length."""
 _HIDDEN = {"locals", "vars", "eval", "exec", "super", "globals"}
 
 
@@ -37,7 +39,8 @@ class Frame:
         names: names of the forward's parameters and variables.
         prefix: beginning of its variables' names among those of all frames; empty for the outermost one.
         shared: parameters that are a variable of the frame which calls it, with that variable's name among all frames.
-        decided: (name of the module, name of the attribute) of attributes by which a test or a loop was decided.
+        decided: values of attributes by which a test or a loop was decided, by (name of the module, steps to it from there);
+            see `value_at`.
     """
 
     source: ForwardSource
@@ -47,7 +50,7 @@ class Frame:
     names: frozenset[str]
     prefix: str = ""
     shared: dict[str, str] = field(default_factory=dict, compare=False)
-    decided: set[tuple[str, str]] = field(default_factory=set, compare=False)
+    decided: dict[tuple[str, Steps], Any] = field(default_factory=dict, compare=False)
 
     def key(self, name: str) -> str:
         """Return the name of a variable among those of all frames."""
@@ -67,12 +70,14 @@ class Uses:
     Attributes:
         paths: names of modules, parameters and buffers in the model.
         attributes: (name of the module, name of the attribute) of plain attributes.
+        methods: methods and properties of a model's own, by (name of the module, name): what its class has under the name.
         objects: attributes among them that are objects with a state, by id, with the expression.
         members: names of modules whose attributes or methods they use, with the expression.
     """
 
     paths: set[str] = field(default_factory=set)
     attributes: set[tuple[str, str]] = field(default_factory=set)
+    methods: dict[tuple[str, str], Any] = field(default_factory=dict)
     objects: dict[int, tuple[str, ast.AST]] = field(default_factory=dict)
     members: dict[str, ast.AST] = field(default_factory=dict)
 
@@ -114,8 +119,8 @@ def resolve(frame: Frame, node: ast.expr) -> Link | None:
     uses = Uses()
     chains = _Chains(frame, uses, frame.source, names_only=True)
     link = chains.walk(node) if isinstance(node, ast.Attribute | ast.Subscript) else None
-    if link is not None and link.kind == "plain":
-        frame.decided.update(uses.attributes)
+    if link is not None and link.kind == "plain" and isinstance(link.value, bool | int | float | str | None):
+        frame.decided[frame.path, _steps(node)] = link.value
     return link
 
 
@@ -139,6 +144,31 @@ def is_plain_container(module: object) -> bool:
 def calls_its_forward(module: nn.Module) -> bool:
     """Return whether a call of a module runs the forward of its class, apart from hooks."""
     return type(module).__call__ is nn.Module.__call__ and "forward" not in vars(module)
+
+
+def _steps(node: ast.expr) -> Steps:
+    match node:
+        case ast.Attribute(value, name):
+            return (*_steps(value), name)
+        case ast.Subscript(value, key):
+            constant = _constant(key)
+            assert constant is not None
+            return (*_steps(value), (constant,))
+    return ()
+
+
+def value_at(module: nn.Module, steps: Steps) -> Any:
+    """Return the value that some steps from a module lead to now.
+
+    Raises:
+        AttributeError, LookupError, TypeError: if there is none.
+    """
+    value: Any = module
+    for step in steps:
+        value = (
+            getattr(value, step) if isinstance(step, str) else len(value) if step is None else value[step[0]]
+        )
+    return value
 
 
 class _Chains(ast.NodeTransformer):
@@ -192,6 +222,7 @@ class _Chains(ast.NodeTransformer):
         if name in getattr(module, "__constants__", ()) and isinstance(
             getattr(module, name), int | float | str
         ):
+            self.frame.decided[self.frame.path, _steps(node)] = getattr(module, name)
             return Link(ast.copy_location(ast.Constant(getattr(module, name)), node), "constant")
         self._use(link, node)
         self.uses.members[link.path] = node
@@ -238,6 +269,8 @@ class _Chains(ast.NodeTransformer):
         if owner is nn.Module or name == "forward":
             raise self._refuse(node, f"calls self.{name}, which needs the whole model", "do without it")
         member = vars(owner)[name]
+        if isinstance(member, property | types.FunctionType):
+            self.uses.methods[path, name] = member
         if isinstance(member, property):
             self._method(member.fget, f"{type(module).__name__}.{name}", is_property=True)
             return Link(node, "")
@@ -250,6 +283,7 @@ class _Chains(ast.NodeTransformer):
             raise self._refuse(
                 node, f"uses self.{name}, a {type(member).__name__}", "write a property or a method"
             )
+        self.uses.attributes.add((path, name))
         return Link(node, "plain", member, f"{path}.{name}")
 
     def _method(self, function: Any, owner: str, is_property: bool = False) -> None:
@@ -403,6 +437,7 @@ def container_length(frame: Frame, node: ast.AST) -> int | None:
         case ast.Call(ast.Name("len"), [argument], []) if frame.is_builtin("len"):
             known = resolve_module(frame, argument)
             if known is not None and is_plain_container(known[0]):
+                frame.decided[frame.path, (*_steps(argument), None)] = len(known[0])  # type: ignore[arg-type]
                 return len(known[0])  # type: ignore[arg-type]
     return None
 

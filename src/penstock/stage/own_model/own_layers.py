@@ -10,7 +10,7 @@ import ast
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from penstock.stage.forward.frames import forward_frame
 from penstock.stage.forward.iteration import GIVEN
 from penstock.stage.forward.liveness import reads, surely_assigned
 from penstock.stage.forward.module_uses import Frame, analyse
-from penstock.stage.layers import Layer, as_layers, require_initialized
+from penstock.stage.layers import BatchNames, Layer, as_layers, require_initialized, require_values
 from penstock.stage.own_model.loss_piece import OwnLoss
 from penstock.stage.own_model.pieces import Piece, as_layer, assign_owners, carried, changed_before, grouped
 from penstock.stage.own_model.sample_check import check_sample
@@ -65,7 +65,7 @@ class _Inputs:
     named: dict[str, Any]
 
 
-def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any) -> ModelLayers:
+def split(model: nn.Module, /, *sample: Any, loss: bool | None = None, **named: Any) -> ModelLayers:
     """Split a model with a forward of its own into layers that a `Pipeline` takes, with the model's names and weights.
 
     The forward has a loop over blocks, ``for block in self.blocks:``, or calls an ``nn.Sequential`` of them. The first layer
@@ -98,6 +98,7 @@ def split(model: nn.Module, *sample: Any, loss: bool | None = None, **named: Any
             "penstock.from_transformers"
         )
     require_initialized(type(model).__name__, model)
+    require_values([("", model)])
     second = _second_input(model)
     if len(sample) == 1 and second in named and loss is not False:
         sample = (*sample, named.pop(second))
@@ -150,6 +151,8 @@ def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
     ends.append(_last(frame, every, pieces, of_loss, inputs))
     takes = [(inputs.first,), *ends[:-1]]
     layers = [as_layer(model, pieces, n, inputs.named, takes[n], ends[n]) for n in range(len(pieces))]
+    names = BatchNames(inputs.first, inputs.target, frozenset(inputs.named))
+    layers[0] = replace(layers[0], batch=names)
     loss_fn = None
     if of_loss and inputs.target is not None:
         loss_fn = OwnLoss(model, of_loss, ends[-1], inputs.target)
@@ -158,9 +161,9 @@ def _split(model: nn.Module, own_loss: bool) -> ModelLayers:
     )
     if of_loss:
         rows += (f"  loss_fn: {_lines(of_loss)}",)
-    attributes = frame.decided.union(*(flow.step.uses.attributes for flow in (*every, *of_loss)))
+    used = [flow.step for flow in (*every, *of_loss)]
     paths = {path for piece in pieces for path in piece.paths}
-    return ModelLayers(layers, model, loss_fn, rows, UnchangedModel(model, paths, attributes))
+    return ModelLayers(layers, model, loss_fn, rows, UnchangedModel(model, paths, used, frame.decided))
 
 
 def _inputs(frame: Frame, own_loss: bool) -> _Inputs:

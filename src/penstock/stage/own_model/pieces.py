@@ -13,8 +13,9 @@ from penstock.errors import SplitError
 from penstock.stage.forward.fragments import Flow, compiled
 from penstock.stage.forward.module_uses import is_constant, resolve_module
 from penstock.stage.layers import Layer, Role, joint_name
+from penstock.stage.live import INTERNAL
 from penstock.stage.named import names_taken
-from penstock.stage.own_model.piece import INTERNAL, PieceCode, make_piece
+from penstock.stage.own_model.piece import PieceCode, make_piece
 
 
 @dataclass

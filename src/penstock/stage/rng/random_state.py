@@ -25,6 +25,7 @@ from penstock.stage.compute.module_buffers import (
     replaced_buffers,
     snapshot_buffers,
 )
+from penstock.stage.live import source_of
 from penstock.stage.rng.audit import Audit, NoForwardMode, refused_draw
 from penstock.stage.rng.default_generators import cuda_generators, cuda_in_use, cuda_states, default_states
 from penstock.stage.rng.isolated_rng import isolated_rng
@@ -255,5 +256,5 @@ def _settings(module: nn.Module | None) -> tuple[bool | float, ...]:
     """Return the bools and floats of a layer's modules (training, p, gradient_checkpointing and so on), in order."""
     if module is None:
         return ()
-    values = (value for m in module.modules() for value in vars(m).values())
+    values = (value for m in module.modules() for value in vars(source_of(m)).values())
     return tuple(value for value in values if type(value) is bool or type(value) is float)
