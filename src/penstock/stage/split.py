@@ -77,9 +77,9 @@ def warn_of_a_large_layer(layers: Sequence[Layer], costs: Sequence[float], what:
     name, count = blocks
     where = whole_name(layer.name, name) if name else layer.name
     warnings.warn(
-        f"layer {layer.name!r} has {share:.0%} of the model's {what}, and one rank has a layer as a whole, so the other ranks "
-        f"wait for it. Let the model's forward loop over the {count} blocks of {where}, or make each of them a layer, as "
-        "docs/models.md shows under 'Layers by hand'",
+        f"layer {layer.name!r} has {share:.0%} of the model's {what}, and one rank has a layer as a whole, so the other "
+        f"ranks wait for it. Let the model's forward loop over the {count} blocks of {where}, or make each of them a "
+        "layer, as docs/models.md shows under 'Layers by hand'",
         UserWarning,
         stacklevel=4,
     )
@@ -99,7 +99,7 @@ def parameter_counts(layers: Sequence[Layer]) -> list[float] | None:
 
 
 def _blocks_within(module: nn.Module) -> tuple[str, int] | None:
-    """Return name and length of the container that has most of a module's parameters, in parts; None if none has."""
+    """Return name and length of the container with most of a module's parameters, in parts; None if none has them."""
     total = _size(module)
     for name, inner in module.named_modules():
         parts = [child for child in inner.children() if _size(child)]
