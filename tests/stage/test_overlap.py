@@ -344,6 +344,21 @@ def test_a_write_into_an_input_that_is_the_target_is_refused():
             assert torch.equal(x, before)
 
 
+def target_is_input(rank: int) -> str:
+    x, _ = batch(0)
+    with penstock.Pipeline(nn.Sequential(Writes(), Pass()), mean_square, microbatches=MICROBATCHES) as pipe:
+        try:
+            pipe.step(x, x)
+        except PenstockError as error:
+            return str(error)
+    return ""
+
+
+def test_processes_refuse_it_on_every_rank(processes: LocalProcesses):
+    for text in processes.run(2, target_is_input):
+        assert "shares memory with the target" in text
+
+
 class TakesTwo(nn.Module):
     def __init__(self, writes: bool) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class UnchangedModel:
                 )
                 raise _changed(path, name)
         for (path, name), (module, member) in self._code.items():
-            if name in vars(module) or inspect.getattr_static(type(module), name) is not member:
+            if name in vars(module) or inspect.getattr_static(type(module), name, None) is not member:
                 raise _changed(path, name)
         for path, way, module, value in self._decided:
             try:
