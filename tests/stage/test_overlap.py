@@ -344,6 +344,27 @@ def test_a_write_into_an_input_that_is_the_target_is_refused():
             assert torch.equal(x, before)
 
 
+def target_is_input(rank: int, writes: bool) -> str:
+    """Take a step whose input, which the first stages pass on, is the target; return the error, or what differs."""
+    x, _ = batch(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(Pass(), Pass(), Writes() if writes else nn.Linear(WIDTH, WIDTH), Pass())
+    plain = copy.deepcopy(net)
+    with penstock.Pipeline(net, mean_square, ranks=2, microbatches=MICROBATCHES) as pipe:
+        try:
+            seen = pipe.step(x, x).losses
+        except PenstockError as error:
+            return str(error)
+    expected = [mean_square(plain(part), part).detach() for part in x.chunk(MICROBATCHES)]
+    return "" if torch.equal(seen, torch.stack(expected)) else f"{seen} for {expected}"
+
+
+def test_an_input_that_is_the_target_may_be_read_and_is_not_written_behind_a_cut(processes: LocalProcesses):
+    for found in (target_is_input(0, True), *processes.run(2, target_is_input, True)):
+        assert "shares memory with the target" in found
+    assert [target_is_input(0, False), *processes.run(2, target_is_input, False)] == [""] * 3
+
+
 class TakesTwo(nn.Module):
     def __init__(self, writes: bool) -> None:
         super().__init__()

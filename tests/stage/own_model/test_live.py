@@ -273,3 +273,38 @@ def test_a_layer_that_writes_into_its_input_in_evaluation_alone_gets_a_copy_ther
         seen = pipe.step(x, y).losses
     expected = torch.stack([mean_square(net(part.clone()), part) for part in x.chunk(2)])
     assert torch.equal(seen, expected)
+
+
+class Monte(nn.Module):
+    """Its dropout may train while the layer does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.dropout = nn.Linear(own_models.WIDTH, own_models.WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.inner(x))
+
+
+def drawing_loss(criterion: Criterion, output: Tensor, target: Tensor) -> Tensor:
+    return criterion(output[..., None].expand(-1, -1, own_models.VOCABULARY) * 1.0, target.long())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_numbers_do_not_depend_on_an_evaluation_before(ranks: int):
+    x = torch.randn(8, own_models.WIDTH, generator=torch.Generator().manual_seed(1))
+    y = torch.zeros(8, own_models.WIDTH)
+    seen = []
+    for first in (False, True):
+        torch.manual_seed(0)
+        net, criterion = nn.Sequential(*[Monte() for _ in range(4)]), Criterion()
+        net.eval()
+        for layer in net:
+            layer.dropout.train()
+        loss_fn = partial(drawing_loss, criterion)
+        with penstock.Pipeline(net, lambda o, t, f=loss_fn: f(o, t), ranks=ranks, microbatches=2) as pipe:
+            if first:
+                pipe.evaluate(x, y)
+            torch.manual_seed(len(seen))  # of the default generator, which nothing draws from
+            seen.append(pipe.step(x, y).losses)
+    assert torch.equal(*seen)

@@ -176,6 +176,7 @@ class BatchSplitter:
             tuple(rows_in[local]),
             tuple(rows_out[local]),
             local.start,
+            [leaf for leaf in leaves_of(y) if isinstance(leaf, Tensor)] if self.holds_first else (),
             None if not self.compares or x is None or y is None
             else batch_digest((x, y), options.number, options.trains),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.runtime.consensus import Losses
 from penstock.stage.compute.runner import LossWeight
-from penstock.stage.values import Message, StageState, flatten, leaves_of, share
+from penstock.stage.values import Message, StageState, flatten, share
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class LocalBatch:
         weights: weights of the microbatches' losses.
         rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
+        target_tensors: tensors of the whole target, with which an input may share memory.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
     """
 
@@ -55,6 +56,7 @@ class LocalBatch:
     rows_in: tuple[int, ...] = ()
     rows_out: tuple[int, ...] = ()
     first: int = 0
+    target_tensors: Sequence[Tensor] = ()
     digest: int | None = None
 
 
@@ -97,10 +99,8 @@ class Work:
         """Return a microbatch as the first stage takes it."""
         value = self.batch.inputs[microbatch]
         every, structure = flatten(value)
-        targets = self.batch.targets
-        outside = [t for t in leaves_of(targets[microbatch]) if isinstance(t, Tensor)] if targets else []
         wants_grads = self.options.input_grads  # then each leaf gets its own
-        leaves, structure = share(every, structure, outside=outside, once=not wants_grads)
+        leaves, structure = share(every, structure, outside=self.batch.target_tensors, once=not wants_grads)
         if not wants_grads:
             return Message(tuple(leaves), structure, (False,) * len(leaves))
         # Named values come after the batch, and get no gradients.

@@ -64,8 +64,8 @@ class UnchangedModel:
                     n for n in {**before, **members} if not _same_member(members.get(n), before.get(n))
                 )
                 raise _changed(path, name)
-        for (path, name), (module, before) in self._code.items():
-            if name in vars(module) or _definitions(module, name) != before:
+        for (path, name), (module, members) in self._code.items():
+            if name in vars(module) or _definitions(module, name) != members:
                 raise _changed(path, name)
         for path, way, module, value in self._decided:
             try:

@@ -72,7 +72,7 @@ class RandomState:
         self.seed = seed
         self.in_threads = False
         self._audit_lock = Lock()
-        self._audits: dict[tuple[object, bool], _AuditResult] = {}
+        self._audits: dict[_Key, _AuditResult] = {}
         self._trusts_audits = True
 
     def run(self, name: str, layer: Any, step: int, microbatch: int, call: Callable[[], T]) -> T:
@@ -92,7 +92,7 @@ class RandomState:
             ConfigError: if the layer draws in a way that cannot be made independent of the split.
         """
         module = layer if isinstance(layer, nn.Module) else None
-        key = (layer, module is not None and module.training)
+        key = _key(layer)
         audit = self._audits.get(key)
         if audit is None or audit.step != step or not audit.valid:
             if module is not None and _compiled(module):
@@ -112,7 +112,7 @@ class RandomState:
 
     def is_rng_free(self, layer: Any, step: int) -> bool:
         """Return whether a layer that has run in this step draws nothing, so that later calls need no isolation."""
-        audit = self._audits.get((layer, isinstance(layer, nn.Module) and layer.training))
+        audit = self._audits.get(_key(layer))
         return (
             audit is not None
             and self._trusts_audits
@@ -139,7 +139,7 @@ class RandomState:
     def _audit(
         self,
         name: str,
-        key: tuple[object, bool],
+        key: _Key,
         settings: tuple[bool | float, ...],
         step: int,
         microbatch: int,
@@ -180,6 +180,14 @@ class RandomState:
                 "0, or do not compile it"
             )
         return result
+
+
+_Key = tuple[object, bool, bool]
+"""(layer, whether it trains, whether the step does): a loss function's mode may only show in the latter."""
+
+
+def _key(layer: object) -> _Key:
+    return layer, isinstance(layer, nn.Module) and layer.training, torch.is_grad_enabled()
 
 
 def _has_no_rows(result: object) -> bool:
