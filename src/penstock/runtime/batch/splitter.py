@@ -15,6 +15,7 @@ from penstock.runtime.batch.work import LocalBatch, StepOptions
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.layers import BatchNames
+from penstock.stage.overlap import shares_memory
 from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, split_batch
 
 Reduction = str | Callable[[object], object]
@@ -176,7 +177,7 @@ class BatchSplitter:
             tuple(rows_in[local]),
             tuple(rows_out[local]),
             local.start,
-            [leaf for leaf in leaves_of(y) if isinstance(leaf, Tensor)] if self.holds_first else (),
+            _tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
             None if not self.compares or x is None or y is None
             else batch_digest((x, y), options.number, options.trains),
         )  # fmt: skip
@@ -198,6 +199,10 @@ class BatchSplitter:
                     "microbatch in penstock.Microbatches"
                 )
         return [StageState(x, {k: v[n] for k, v in by_name.items()}, {}) for n, x in enumerate(inputs)]
+
+
+def _tensors(*values: object) -> list[Tensor]:
+    return [leaf for value in values for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def _unequal(what: str, rows: Sequence[int], rows_in: Sequence[int]) -> str:
