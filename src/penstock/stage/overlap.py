@@ -135,7 +135,7 @@ class Watched(NamedTuple):
 
     @property
     def written(self) -> bool:
-        """Whether it was written into."""
+        """True if it was written into."""
         if isinstance(self.before, Tensor):
             return not torch.equal(self.tensor, self.before)
         return self.tensor._version != self.before

@@ -63,7 +63,7 @@ def arguments_of(
         x, y, named: arguments of the step.
 
     Raises:
-        BatchError: if the mapping has a key that is no argument, or one that is given twice.
+        BatchError: if the mapping has a key that the model does not know, or one that is given twice.
     """
     if names is None:
         return x, y, named
@@ -74,7 +74,7 @@ def arguments_of(
         known = sorted({names.first, *names.others, *([] if target is None else [target])})
         if strange := [key for key in x if key not in known]:
             raise BatchError(
-                f"the batch has {strange[0]!r}, which is no argument of the model and not the target; its keys may be "
+                f"the batch has {strange[0]!r}, which is neither an argument of the model nor the target; its keys may be "
                 f"{', '.join(map(repr, known))}. The target has the name of the loss function's second parameter, unless "
                 "that is an argument of the model; otherwise call pipe.step(x, y, NAME=...)"
             )
