@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.counts import require_count
 from penstock.errors import PenstockError
+from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
@@ -22,6 +23,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.flow.step_flow import StepFlow, Update
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
+from penstock.runtime.model.elsewhere import require_values
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
@@ -156,6 +158,7 @@ class Pipeline(PipelineModel):
         )
         if self.world is not None:
             require_same_schedule(self.schedule, self.world)
+        run_each(lambda: require_values(given.layers), None if self.world is None else self.world.all_gather)
         split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed, autocast)
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
@@ -202,7 +205,10 @@ class Pipeline(PipelineModel):
         self._container = given.container
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
-        super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world)
+        others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world, others)
+        if self._emptied:
+            self._container.record()
         self.global_norm = GlobalNorm(parameters, self.world)
 
     def step(
@@ -386,12 +392,11 @@ class Pipeline(PipelineModel):
         with self._random.watching(), self._engine.step(trains):
             if trains:
                 self._container.require_unchanged()
+                self._require_same_parameters()
                 require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
             batches = [splitter.split(x, y, named, options) for splitter in self._splitters]
             works = self._engine.run(batches, options)
         self.steps += trains
-        if trains:
-            self._mark_trained()
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)

@@ -14,7 +14,7 @@ from penstock.stage.forward.hoisting import Numbered, first_call
 from penstock.stage.forward.iteration import rounds, specialised
 from penstock.stage.forward.liveness import assigned
 from penstock.stage.forward.module_uses import Frame, analyse, chain_value
-from penstock.stage.own_model.partly_trained import has_forward_hooks
+from penstock.stage.layers import has_forward_hooks
 
 
 @dataclass

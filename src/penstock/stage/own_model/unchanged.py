@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import SplitError
-from penstock.stage.own_model.partly_trained import has_forward_hooks
+from penstock.stage.layers import has_forward_hooks
 
 
 class UnchangedModel:
@@ -25,14 +25,18 @@ class UnchangedModel:
         above = {""} | {p.rpartition(".")[0] for p in paths}
         above |= {".".join(a.split(".")[:n]) for a in above for n in range(1, a.count(".") + 1)}
         self._above = [(name, model.get_submodule(name)) for name in sorted(above)]
+        self.record()
+        self._attributes = [
+            (path, name, vars(model.get_submodule(path)), vars(model.get_submodule(path)).get(name))
+            for path, name in sorted(set(attributes))
+        ]
+
+    def record(self) -> None:
+        """Take the modules, parameters and buffers that the model has now for those of the split."""
         self._members = [
             (name, vars(module)[kind], dict(vars(module)[kind]))
             for name, module in self._above
             for kind in ("_modules", "_parameters", "_buffers")
-        ]
-        self._attributes = [
-            (path, name, vars(model.get_submodule(path)), vars(model.get_submodule(path)).get(name))
-            for path, name in sorted(set(attributes))
         ]
 
     def require_unchanged(self) -> None:
