@@ -24,6 +24,7 @@ from penstock.runtime.flow.step_flow import StepFlow, Update
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
 from penstock.runtime.model.elsewhere import require_values
+from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
@@ -46,6 +47,7 @@ from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.own_model.own_layers import ModelLayers
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -203,6 +205,12 @@ class Pipeline(PipelineModel):
         common = (self.device, self.reduction, self._local.routes, *ends, self.in_processes and not alone)
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = given.container
+        self._first_step: FirstStepCheck | None = None
+        if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:
+            checker = self.schedule.placement.holders[-1][0]
+            self._first_step = FirstStepCheck(
+                given.layers, loss_fn, parameters, self.world, checker, autocast
+            )
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
         others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
@@ -396,6 +404,9 @@ class Pipeline(PipelineModel):
                 require_no_graph({"y": y, **named} if input_grads else {"x": x, "y": y, **named})
             batches = [splitter.split(x, y, named, options) for splitter in self._splitters]
             works = self._engine.run(batches, options)
+            if trains and self._first_step is not None:
+                self._first_step.run(batches[0])
+                self._first_step = None
         self.steps += trains
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
