@@ -207,9 +207,10 @@ class Pipeline(PipelineModel):
         self._container = given.container
         self._first_step: FirstStepCheck | None = None
         if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:
+            of_layer = [s for s, layers in enumerate(layers_of_stages) for _ in layers]
             checker = self.schedule.placement.holders[-1][0]
             self._first_step = FirstStepCheck(
-                given.layers, loss_fn, parameters, self.world, checker, autocast
+                given.layers, loss_fn, of_layer, parameters, self.world, checker, autocast
             )
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters

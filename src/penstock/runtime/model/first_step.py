@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class FirstStepCheck:
     Args:
         layers: layers of the model.
         loss_fn: loss function of the pipeline.
+        stages: stage of each layer.
         parameters: parameters and buffers of this process.
         world: the processes; None if the ranks are threads of one process.
         checker: rank that checks.
@@ -47,12 +49,13 @@ class FirstStepCheck:
         self,
         layers: ModelLayers,
         loss_fn: LossFunction,
+        stages: Sequence[int],
         parameters: LocalParameters,
         world: World | None,
         checker: int,
         autocast: torch.dtype | None,
     ) -> None:
-        self._layers, self._parameters, self._world = layers, parameters, world
+        self._layers, self._stages, self._parameters, self._world = layers, stages, parameters, world
         self._own_loss = layers.loss_fn is not None
         self._loss_fn = layers.loss_fn or loss_fn
         self._checker, self._autocast = checker, autocast
@@ -142,7 +145,7 @@ class FirstStepCheck:
         try:
             check_sample(
                 self._layers.model, self._layers, self._loss_fn, (value, target), named,
-                own_loss=self._own_loss, tensors=tensors, autocast=self._autocast,
+                own_loss=self._own_loss, stages=self._stages, tensors=tensors, autocast=self._autocast,
             )  # fmt: skip
         except SplitError as error:
             return f"in the first step {error}", None

@@ -30,10 +30,11 @@ def check_sample(
     named: Mapping[str, Any],
     *,
     own_loss: bool = True,
+    stages: Sequence[int] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     autocast: torch.dtype | None = None,
 ) -> None:
-    """Run a model and its layers on a sample, each layer on a copy of its own, and compare output, loss and gradients.
+    """Run a model and its layers on a sample, each stage on a copy of its own, and compare output, loss and gradients.
 
     The copies share the parameters' memory, except of those that are all zero, such as gates that are to open in training:
     behind them all gradients would be equal, and so they get random numbers. Results on a CPU are compared bit for bit,
@@ -46,6 +47,7 @@ def check_sample(
         sample: the batch, and the target if there is a loss.
         named: keyword arguments.
         own_loss: whether the model takes the target, and returns the loss (default True).
+        stages: stage of each layer (default: each layer is one).
         tensors: values of parameters and buffers by their names in the model (default: its own).
         autocast: dtype of mixed precision (default None).
 
@@ -60,7 +62,7 @@ def check_sample(
     casting: AbstractContextManager[Any] = nullcontext()
     if autocast is not None:
         casting = torch.autocast(device.type, dtype=autocast)
-    reference = copies.of(model, "")
+    reference = copies.of(model, "", {})
     with _same_draws(), casting:
         inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
         expected = reference(*(inputs if own_loss else inputs[:1]), **named_inputs)
@@ -73,9 +75,12 @@ def check_sample(
     known = {name: names[id(p)] for name, p in reference.named_parameters(remove_duplicate=False)}
     del reference, names
     starts = ["" if is_joint(layer.name) else f"{layer.name}." for layer in layers]
+    memos: dict[int, dict[int, Any]] = {}
     alone = [
-        StageModule([Layer(layer.name, layer.build, module=copies.of(layer.module, start))])
-        for layer, start in zip(layers, starts, strict=True)
+        StageModule(
+            [Layer(layer.name, layer.build, module=copies.of(layer.module, start, memos.setdefault(s, {})))]
+        )
+        for layer, start, s in zip(layers, starts, stages or range(len(layers)), strict=True)
     ]
     with _same_draws(), casting:
         inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
@@ -84,11 +89,11 @@ def check_sample(
             result = _own(loss_fn)(result, inputs[1])
     _require_equal(type(model).__name__, expected, _detached(result), close)
     _backward(result)
-    ours: dict[str, list[Tensor]] = {}
-    for stage, start in zip(alone, starts, strict=True):
-        for inner, p in stage.layers[0].named_parameters():
+    ours: dict[str, list[nn.Parameter]] = {}
+    for layer, start in zip(alone, starts, strict=True):
+        for inner, p in layer.layers[0].named_parameters():
             if p.grad is not None:
-                ours.setdefault(known[start + inner], []).append(_dense(p.grad))
+                ours.setdefault(known[start + inner], []).append(p)
     for name, gradient in gradients.items():
         _require_same_gradient(name, gradient, ours.get(name, []), close)
 
@@ -116,19 +121,16 @@ class _Copies:
                 noise = torch.empty(value.shape).normal_(0.0, 0.02, generator=generator)
                 self._noise[_place(value)] = noise.to(value.device, value.dtype)
 
-    def of(self, module: M, start: str) -> M:
+    def of(self, module: M, start: str, memo: dict[int, Any]) -> M:
         """Return a copy with gradients and buffers of its own.
 
         Args:
             module: the module; anything else is returned as it is.
             start: beginning of its parameters' names in the model.
-
-        Raises:
-            SplitError: if it cannot be copied.
+            memo: objects copied before by id, as for ``copy.deepcopy``.
         """
         if not isinstance(module, nn.Module):
             return module
-        memo: dict[int, Any] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             value = self._tensors.get(start + name, p)
             value = self._noise.get(_place(value), value)
@@ -214,8 +216,8 @@ class _Closeness:
         self._autocast = autocast is not None
         self._tolerance = 1e-4 if autocast is None else 4 * torch.finfo(autocast).eps
 
-    def __call__(self, one: Any, other: Any, parts: int = 1) -> bool:
-        """Return whether two values are equal; `other` is a sum of so many parts, which may have another order."""
+    def __call__(self, one: Any, other: Any, terms: int = 1) -> bool:
+        """Return whether two values are equal; they are sums of so many terms, which may have another order."""
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             return type(one) is type(other) and bool(one == other)
         if one.dtype != other.dtype or one.shape != other.shape:
@@ -228,7 +230,7 @@ class _Closeness:
         if torch.equal(one, other):
             return True
         # Autocast casts a weight once for all its uses, and adds up their gradients before it casts them back.
-        if self._exact and parts < (2 if self._autocast else 3):
+        if self._exact and terms < (2 if self._autocast else 3):
             return False
         size = torch.linalg.vector_norm(one.double())
         distance = torch.linalg.vector_norm(one.double() - other.double())
@@ -245,12 +247,13 @@ def _require_equal(name: str, expected: list[Any], result: list[Any], close: _Cl
 
 
 def _require_same_gradient(
-    name: str, expected: Tensor | None, parts: Sequence[Tensor], close: _Closeness
+    name: str, expected: Tensor | None, uses: Sequence[nn.Parameter], close: _Closeness
 ) -> None:
-    if expected is None and not parts:
+    """Compare a gradient with that of the layers: `uses` has the parameter's copy, one of each stage, for each layer."""
+    if expected is None and not uses:
         return
-    total = sum(parts[1:], parts[0]) if parts else None
-    if expected is None or total is None or not close(expected, total, len(parts)):
+    parts = [_dense(p.grad) for p in {id(p): p for p in uses}.values()]
+    if expected is None or not parts or not close(expected, sum(parts[1:], parts[0]), len(uses)):
         raise SplitError(
             f"the layers give {name} a different gradient from the model's on the same input, so it is not split: a value "
             "may reach a layer in a way other than through the forward's variables. Give the layers yourself, as "
