@@ -26,7 +26,7 @@ from penstock.stage.forward.iteration import (
 from penstock.stage.forward.liveness import assigned, own_returns, reads
 from penstock.stage.forward.module_uses import Frame, analyse, calls_its_forward, resolve_module
 from penstock.stage.forward.no_blocks import no_blocks
-from penstock.stage.own_model.partly_trained import has_forward_hooks
+from penstock.stage.layers import has_forward_hooks
 
 LEAST_SHARE = 0.25
 """Parameters in a round of a loop, over those in a round of the largest loop, from which on the rounds are blocks, too."""
