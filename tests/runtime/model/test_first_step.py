@@ -222,11 +222,32 @@ def too_large(rank: int) -> tuple[list[str], list[float]]:
     return [str(w.message) for w in caught if w.category is RuntimeWarning], losses
 
 
-def test_what_does_not_fit_is_not_compared_and_said_so():
-    ((text,), losses) = too_large(0)
-    assert "WithUnused" in text
-    assert "check_split=False" in text
-    assert len(set(losses)) == 1
+def test_what_does_not_fit_is_not_compared_and_said_so(processes: LocalProcesses):
+    in_processes = processes.run(2, too_large)
+    for texts, losses in (too_large(0), in_processes[0]):
+        (text,) = texts
+        assert "WithUnused" in text
+        assert "check_split=False" in text
+        assert len(set(losses)) == 1
+    assert not in_processes[1][0]
+
+
+def with_tensor_parallelism(rank: int) -> list[str]:
+    net = own_models.made(own_models.NanoGPT)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        pipeline(net, None, None, mesh=penstock.MeshShape(pp=2, tp=2)) as pipe,
+    ):
+        warnings.simplefilter("always")
+        pipe.step(*own_models.batch())
+    return [str(w.message) for w in caught if w.category is RuntimeWarning]
+
+
+def test_sharded_matrices_are_not_compared_and_one_process_says_so(processes: LocalProcesses):
+    (text,), *others = processes.run(4, with_tensor_parallelism)
+    assert "NanoGPT" in text
+    assert "sharded" in text
+    assert not any(others)
 
 
 class Tired(own_models.Block):
