@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 import penstock
 from penstock.errors import SplitError
@@ -112,7 +113,51 @@ def test_it_runs_once_and_not_after_a_sample():
                 assert len(CALLS) == calls
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(own_models.WIDTH, own_models.WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+def changed(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    """A model whose blocks were changed."""
+
+    def make() -> nn.Module:
+        net = own_models.WithUnused()
+        for block in net.blocks:
+            change(block)
+        return net
+
+    return make
+
+
+def hooked(block: nn.Module) -> None:
+    block.register_forward_hook(lambda module, inputs, output: 1.5 * output)
+    block.inner.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+
+
+def recurrent() -> nn.Module:
+    net = own_models.WithUnused()
+    net.blocks = nn.ModuleList([Recurrent() for _ in range(4)])
+    return net
+
+
+def sparse() -> nn.Module:
+    net = own_models.WithUnused()
+    net.embedding = nn.Embedding(own_models.VOCABULARY, own_models.WIDTH, sparse=True)
+    return net
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "recurrent": (recurrent, False),
+    "sparse gradients": (sparse, False),
+    "hooks": (changed(hooked), False),
+    "weight_norm": (changed(lambda block: parametrizations.weight_norm(block.inner)), False),
+    "spectral_norm": (changed(lambda block: nn.utils.spectral_norm(block.inner)), False),
+    "pruned": (changed(lambda block: prune.random_unstructured(block.inner, "weight", 0.3)), False),
     "statistics": (own_models.Statistics, False),
     "draws": (own_models.Random, False),
     "tied": (lambda: own_models.NanoGPT(dropout=0.1), True),
@@ -130,7 +175,7 @@ def steps(
     make, own_loss = KINDS[kind]
     net = own_models.made(make)
     first = next(net.parameters())
-    first.requires_grad_(own_loss)  # frozen, where no other name has it
+    first.requires_grad_(own_loss or kind == "sparse gradients")  # frozen, where no other name has it
     [*net.parameters()][-1].register_hook(lambda g: 2 * g)
     torch.manual_seed(5)
     execution = penstock.ExecutionOptions(check_split=check)
@@ -141,7 +186,7 @@ def steps(
             optimizer.zero_grad()
             losses.append(pipe.step(*own_models.batch(4, n)).loss)
             optimizer.step()
-        gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad.to_dense() for n, p in pipe.named_parameters() if p.grad is not None}
         return losses, gradients, pipe.full_state_dict(), torch.get_rng_state()
 
 
@@ -149,7 +194,8 @@ def assert_same(one: tuple, other: tuple) -> None:
     assert torch.equal(torch.stack(one[0]), torch.stack(other[0]))
     for these, those in zip(one[1:3], other[1:3], strict=True):
         assert these.keys() == those.keys()
-        assert all(torch.equal(value, those[name]) for name, value in these.items())
+        for name, value in these.items():
+            assert torch.equal(value, those[name]), name
     assert torch.equal(one[3], other[3])
 
 
