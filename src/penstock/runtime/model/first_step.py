@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.encoding import encode
-from penstock.errors import PenstockError, SplitError
+from penstock.errors import PenstockError, SplitError, first_line
 from penstock.host import memory
 from penstock.parallel.dtensor import is_dtensor
 from penstock.runtime.batch.work import LocalBatch
@@ -95,7 +95,7 @@ class FirstStepCheck:
             return None, _SHARDED
         if reason := self._too_large(0):
             return None, reason
-        return self._compare(batch.inputs[0], batch.targets[0], self._own())
+        return self._compare(lambda: (batch.inputs[0], self._own()), batch.targets[0])
 
     def _in_processes(self, world: World, batch: LocalBatch) -> _Outcome:
         """Return the outcome on the rank that checks; the others of the pipeline send it what it lacks, and return none."""
@@ -119,16 +119,19 @@ class FirstStepCheck:
         gathered = gather_state(on_cpu, world, checks)
         if not checks:
             return None, None
-        target = batch.targets[0]
-        own = self._own()
-        device = next((value.device for value in own.values()), torch.device("cpu"))
-        if batch.inputs:
-            value = batch.inputs[0]
-        else:
+
+        def everything() -> tuple[Any, dict[str, Tensor]]:
+            here = self._own()
+            device = next((value.device for value in here.values()), torch.device("cpu"))
+            whole = {name: value.to(device) for name, value in gathered.items()} | here
+            if batch.inputs:
+                return batch.inputs[0], whole
             leaves, text = next(one for one, _ in found if one is not None)
             moved = tuple(x.to(device) if isinstance(x, Tensor) else x for x in leaves)
-            value = unpack(Message(moved, None if text is None else loads(text), (False,) * len(moved)))
-        return self._compare(value, target, {n: v.to(device) for n, v in gathered.items()} | own)
+            structure = None if text is None else loads(text)
+            return unpack(Message(moved, structure, (False,) * len(moved))), whole
+
+        return self._compare(everything, batch.targets[0])
 
     def _own(self) -> dict[str, Tensor]:
         state = self._parameters.state_dict() | self._parameters.non_persistent_buffers()
@@ -137,22 +140,24 @@ class FirstStepCheck:
     def _sharded(self) -> bool:
         return any(is_dtensor(p) for _, p in self._parameters.named_parameters())
 
-    def _compare(self, value: Any, target: Any, tensors: dict[str, Tensor]) -> _Outcome:
-        tensors |= {n: tensors[first] for n, first in self._parameters.tied_names.items() if first in tensors}
-        named: dict[str, Any] = {}
-        if isinstance(value, StageState):
-            value, named = value.value, value.named
+    def _compare(self, gather: Callable[[], tuple[Any, dict[str, Tensor]]], target: Any) -> _Outcome:
+        """Compare on the microbatch and with the weights that a function returns."""
+        name = type(self._layers.model).__name__
         try:
+            value, tensors = gather()
+            tensors |= {
+                n: tensors[first] for n, first in self._parameters.tied_names.items() if first in tensors
+            }
+            value, named = (value.value, value.named) if isinstance(value, StageState) else (value, {})
             check_sample(
                 self._layers.model, self._layers, self._loss_fn, (value, target), named,
                 own_loss=self._own_loss, stages=self._stages, tensors=tensors, autocast=self._autocast,
             )  # fmt: skip
         except SplitError as error:
-            return f"in the first step {error}", None
+            return f"in the first step {error}. No weight was changed", None
         except (torch.OutOfMemoryError, MemoryError) as error:
-            return None, f"it does not fit into memory ({str(error).splitlines()[0]})"
+            return None, f"it does not fit into memory ({first_line(error)})"
         except Exception as error:  # the user's code, which ran in the layers
-            name = type(self._layers.model).__name__
             return (
                 f"the first step compares the layers of {name} with {name} itself, which failed on the first microbatch: "
                 f"{type(error).__name__}: {error}. Let {name} run on it alone, or leave the comparison out with "

@@ -63,12 +63,13 @@ def check_sample(
     if autocast is not None:
         casting = torch.autocast(device.type, dtype=autocast)
     reference = copies.of(model, "", {})
-    with _same_draws(), casting:
+    with _same_draws():
         inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
-        expected = reference(*(inputs if own_loss else inputs[:1]), **named_inputs)
-        if loss_fn is not None:
-            expected = loss_in(expected) if own_loss else _own(loss_fn)(expected, inputs[1])
-    _backward(expected)
+        with casting:
+            expected = reference(*(inputs if own_loss else inputs[:1]), **named_inputs)
+            if loss_fn is not None:
+                expected = loss_in(expected) if own_loss else _own(loss_fn)(expected, inputs[1])
+        _backward(expected)
     expected = _detached(expected)
     gradients = {name: _dense(p.grad) for name, p in reference.named_parameters()}
     names = {id(p): name for name, p in reference.named_parameters()}
@@ -82,13 +83,14 @@ def check_sample(
         )
         for layer, start, s in zip(layers, starts, stages or range(len(layers)), strict=True)
     ]
-    with _same_draws(), casting:
+    with _same_draws():
         inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
-        result = _through(alone, inputs[0], named_inputs)
-        if loss_fn is not None:
-            result = _own(loss_fn)(result, inputs[1])
-    _require_equal(type(model).__name__, expected, _detached(result), close)
-    _backward(result)
+        with casting:
+            result = _through(alone, inputs[0], named_inputs)
+            if loss_fn is not None:
+                result = _own(loss_fn)(result, inputs[1])
+        _require_equal(type(model).__name__, expected, _detached(result), close)
+        _backward(result)
     ours: dict[str, list[nn.Parameter]] = {}
     for layer, start in zip(alone, starts, strict=True):
         for inner, p in layer.layers[0].named_parameters():
@@ -112,12 +114,8 @@ class _Copies:
         generator = torch.Generator().manual_seed(SEED)
         for name, p in model.named_parameters(remove_duplicate=False):
             value = tensors.get(name, p).detach()
-            if (
-                _place(value) not in self._noise
-                and p.requires_grad
-                and p.is_floating_point()
-                and not value.any()
-            ):
+            trains = p.requires_grad and p.is_floating_point()
+            if trains and _place(value) not in self._noise and not value.any():
                 noise = torch.empty(value.shape).normal_(0.0, 0.02, generator=generator)
                 self._noise[_place(value)] = noise.to(value.device, value.dtype)
 
@@ -204,7 +202,7 @@ def _backward(value: Any) -> None:
 
 
 class _Closeness:
-    """How equal results must be.
+    """Test of whether two results are equal.
 
     Args:
         exact: whether the device computes the same bits each time.
