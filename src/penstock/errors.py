@@ -3,7 +3,7 @@
 ::
 
     PenstockError
-    ├── ConfigError          a value the user gave that cannot be used (exit code 2 on the command line)
+    ├── ConfigError          a value the user gave that cannot be used (exit code 2 on the command line, before a run begins)
     │   ├── ScheduleError    a schedule that is malformed, incomplete, out of order or can deadlock
     │   │   └── ScheduleCodeError  a schedule function of the user that failed, or returned no schedule
     │   ├── SplitError       a model that cannot be split as requested
@@ -33,7 +33,13 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError, ValueError):
-    """A value the user gave that cannot be used."""
+    """A value the user gave that cannot be used.
+
+    Attributes:
+        begun: whether it ended a training run that had begun, and may have written files.
+    """
+
+    begun = False
 
 
 class ScheduleError(ConfigError):

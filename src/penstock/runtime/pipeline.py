@@ -26,8 +26,8 @@ from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
+from penstock.runtime.start.agreement import require_same_pipeline
 from penstock.runtime.start.cpu_threads import cpu_threads
-from penstock.runtime.start.same_schedule import require_same_schedule
 from penstock.runtime.validation import (
     LossScale,
     local_device,
@@ -151,11 +151,21 @@ class Pipeline(PipelineModel):
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
         waits = Timeout(self.timeout, execution.first_timeout)
+        compare = partial(
+            require_same_pipeline,
+            schedule=self.schedule,
+            layers=self.layers,
+            given={
+                "microbatches": microbatches, "schedule": schedule, "mesh": shape, "split": split, "timeout": self.timeout,
+                "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "parallel": parallel,
+                "execution": execution, "device": None if self.device is None else self.device.type,
+            },
+        )  # fmt: skip
         self.world = (
-            world.join(self.timeout, axes, waits.first) if world is not None and self.in_processes else None
+            world.join(self.timeout, axes, waits.first, compare)
+            if world is not None and self.in_processes
+            else None
         )
-        if self.world is not None:
-            require_same_schedule(self.schedule, self.world)
         split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed, autocast)
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
