@@ -169,13 +169,13 @@ def is_gloo_timeout(error: RuntimeError) -> bool:
     return "imed out" in str(error)  # "Timed out" or "timed out"; gloo has no class of its own for it
 
 
-def nearest(given: str, allowed: list[str], cutoff: float = 0.5) -> str:
+def nearest(given: str, allowed: list[str], cutoff: float = 0.6) -> str:
     """Return ``' (did you mean ...?)'`` with the closest allowed names, or an empty string.
 
     Args:
         given: the unknown name.
         allowed: known names.
-        cutoff: least likeness of a name to suggest, from 0 to 1 for equal names (default 0.5).
+        cutoff: least likeness of a name to suggest, from 0 to 1 for equal names (default 0.6).
     """
     import difflib
 

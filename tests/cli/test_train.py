@@ -118,7 +118,7 @@ def test_a_config_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["--colour", "2"], "No such option '--colour'."),
         (
             ["train.step=2"],
-            "no key train.step (did you mean 'steps' or 'seed'?), as in train.steps=2; [train] has",
+            "no key train.step (did you mean 'steps'?), as in train.steps=2; [train] has",
         ),
         (["steps=2"], "got 'steps=2'; did you mean train.steps=2?"),
         (["train.steps", "2"], "train.steps has no value; write  penstock train train.steps=VALUE"),

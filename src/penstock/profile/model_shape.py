@@ -352,9 +352,8 @@ def _unknown(table: dict[str, Any]) -> str:
     what = f"no closed form for a model of type {kind!r}"
     if isinstance(part, dict) and part.get("model_type") in _TRAITS:
         return f"{what}; its text part ({part['model_type']}) has one: write text_config to a config.json of its own"
-    near = nearest(str(kind), list(_TRAITS), cutoff=0.7)
     return (
-        f"{what}{near}; the types are {', '.join(_TRAITS)}. Give any other model as a list of layers to "
+        f"{what}; the types are {', '.join(_TRAITS)}. Give any other model as a list of layers to "
         "`penstock.profile_layers`, trace it without weights (measure=False), save the profile as JSON, and plan that; see "
         "docs/planning.md"
     )
