@@ -108,6 +108,16 @@ class ModelShape:
         return matrices + biases + self.norm_weights * self.hidden + self.head_norm_weights + latents
 
     @property
+    def whole_parameters(self) -> int:
+        """Number of parameters of a block that tensor parallelism does not divide.
+
+        They are those of norms, and the biases that are added after the ranks' products are summed: of the matrices from
+        attention and from the feed-forward to the hidden state.
+        """
+        summed = int(self.output_bias) + int(self.ffn_bias)
+        return (self.norm_weights + summed) * self.hidden + self.head_norm_weights
+
+    @property
     def attention_sizes(self) -> tuple[int, int, int]:
         """Values of a token's queries, keys and values over all heads."""
         value = self.value_size or self.head_size
