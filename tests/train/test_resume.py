@@ -119,7 +119,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path: Path
     shutil.rmtree(straight / "checkpoints")
     before = files_of(straight)
     config = config_of(tmp_path, tmp_path / "text", "straight", 6, "auto", optim={"lr": 1e-3})
-    with pytest.raises(ConfigError, match="a different run: optim.lr was 0.004 and is 0.001"):
+    with pytest.raises(ConfigError, match=r"a different run: optim.lr was 0.004 and is 0.001"):
         run(config)
     assert files_of(straight) == before
     config = config_of(tmp_path, tmp_path / "text", "straight", 6, "auto")
