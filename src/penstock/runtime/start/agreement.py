@@ -18,7 +18,6 @@ import torch
 import penstock
 from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
-from penstock.runtime.start.launch_environment import find_launch
 from penstock.runtime.workers.collectives import Collectives
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import is_csv
@@ -106,10 +105,8 @@ def require_same_pipeline(
 
 
 def version_facts() -> Facts:
-    """Return the versions that must be equal, with a digest of Penstock's own code, and the launcher's job."""
-    launch = find_launch()
+    """Return the versions that must be equal, with a digest of Penstock's own code."""
     return {
-        "the launcher's job": launch.job if launch is not None else "",
         "Penstock": f"{penstock.__version__}, code {_code()}",
         "torch": torch.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),

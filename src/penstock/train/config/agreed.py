@@ -42,7 +42,7 @@ def agreed_config(read: Callable[[], Config]) -> Config:
 
     Raises:
         ConfigError: on every process: if `read` raises it in one of them; or if the configs, the versions of Penstock, torch
-            or Python, the launcher's job or the run's folder differ.
+            or Python, or the run's folder differ.
         WaitTimeoutError, PeerError: if the processes do not all meet.
     """
     refused: ConfigError | None = None
