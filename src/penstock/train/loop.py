@@ -198,7 +198,7 @@ def train(
 
 
 class _Prepared(NamedTuple):
-    """What a process needs for a run before it has a pipeline; `level` is that of its log."""
+    """Parts of a run that a process has before its pipeline; `level` is that of its log."""
 
     config: Config
     path: Path

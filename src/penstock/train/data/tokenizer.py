@@ -144,7 +144,7 @@ class HFTokenizer:
 
 @contextlib.contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """Raise errors of ``tokenizers`` as DataError; a panic of its Rust code is no Exception."""
+    """Raise errors of ``tokenizers`` as DataError, also panics of its Rust code, whose class is not an Exception."""
     try:
         yield
     except BaseException as error:
