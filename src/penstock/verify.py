@@ -16,6 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from penstock.current_folder import current_folder_last
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.pipeline import Pipeline
@@ -91,7 +92,8 @@ def load_target(name: str) -> VerifyTarget:
     """
     module, _, function = name.partition(":")
     try:
-        make = getattr(importlib.import_module(module), function)
+        with current_folder_last():
+            make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"cannot find {name!r} ({error}); give MODULE:FUNCTION, a function without arguments that "

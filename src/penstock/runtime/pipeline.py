@@ -29,14 +29,13 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.flow.step_flow import StepFlow, Update
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
-from penstock.runtime.model.elsewhere import require_values
 from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
 from penstock.runtime.options import ExecutionOptions, ParallelOptions
+from penstock.runtime.start.agreement import require_same_pipeline
 from penstock.runtime.start.cpu_threads import cpu_threads
-from penstock.runtime.start.same_schedule import require_same_schedule
 from penstock.runtime.validation import (
     LossScale,
     local_device,
@@ -53,6 +52,7 @@ from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.layers import require_values
 from penstock.stage.own_model.own_layers import ModelLayers
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
@@ -162,12 +162,25 @@ class Pipeline(PipelineModel):
         self.in_processes = processes is not None
         self.device = local_device(device, self.in_processes)
         waits = Timeout(self.timeout, execution.first_timeout)
+        compare = partial(
+            require_same_pipeline,
+            schedule=self.schedule,
+            layers=self.layers,
+            given={
+                "microbatches": microbatches, "schedule": schedule, "mesh": shape, "split": split, "timeout": self.timeout,
+                "recompute": recompute, "autocast": autocast, "seed": seed, "reduction": reduction, "parallel": parallel,
+                "execution": execution, "device": None if self.device is None else self.device.type,
+            },
+        )  # fmt: skip
         self.world = (
-            world.join(self.timeout, axes, waits.first) if world is not None and self.in_processes else None
+            world.join(self.timeout, axes, waits.first, compare)
+            if world is not None and self.in_processes
+            else None
         )
-        if self.world is not None:
-            require_same_schedule(self.schedule, self.world)
-        run_each(lambda: require_values(given.layers), None if self.world is None else self.world.all_gather)
+        run_each(
+            lambda: require_values((x.name, x.module) for x in given.layers if x.module is not None),
+            None if self.world is None else self.world.all_gather,
+        )
         split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed, autocast)
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0

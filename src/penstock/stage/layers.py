@@ -277,8 +277,8 @@ def require_values(named: Iterable[tuple[str, nn.Module]]) -> None:
         if on_meta := [inner for inner, tensor in tensors if tensor.is_meta]:
             first = whole_name(name, on_meta[0]) if name else on_meta[0]
             raise SplitError(
-                f"{first} is on the meta device, where it has no values (so are {len(on_meta)} of {len(tensors)} tensors); "
-                "call model.to_empty(device='cpu') and load the weights, or give functions that build the layers. A model "
-                "that another pipeline trained in processes gets its weights back by "
-                "model.load_state_dict(pipe.full_state_dict(), assign=True), before that pipeline is closed"
+                f"{first} is on the meta device, where it has no values (so are {len(on_meta)} of {len(tensors)} tensors). "
+                "If an earlier Pipeline trained the model in several processes, each has a part of it: on every rank, call "
+                "state = pipe.full_state_dict(), close that pipeline, and call model.load_state_dict(state, assign=True). "
+                "Otherwise call model.to_empty(device='cpu') and load the weights, or give functions that build the layers"
             )

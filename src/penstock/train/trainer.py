@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -120,7 +121,10 @@ class Trainer:
             NonFiniteError: if more steps in a row than ``train.skip_nonfinite`` were NaN or infinite.
             PenstockError: if a step failed.
         """
-        train = self._run.config.train
+        train, final = self._run.config.train, self._progress.final
+        if final is not None:
+            values: dict[str, Any] = {each.name: final.get(each.name) for each in fields(Result)}
+            return Result(**values)
         while self._progress.done < train.steps:
             self._stop_if_asked()
             self._take(self._progress.done)

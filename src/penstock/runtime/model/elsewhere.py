@@ -11,31 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import SplitError
 from penstock.stage.layers import Layer, whole_name
 
 Place = tuple[nn.Module, str, Tensor]
 """A module, the name of a parameter or buffer in it, and the tensor."""
-
-
-def require_values(layers: Iterable[Layer]) -> None:
-    """Check that no parameter and no buffer of the layers is on the meta device.
-
-    Raises:
-        SplitError: if one is; names it.
-    """
-    for layer in layers:
-        for owner, inner, tensor in () if layer.module is None else _places(layer.module.modules()):
-            if tensor.is_meta:
-                name = next(n for n, m in layer.module.named_modules() if m is owner)  # type: ignore[union-attr]
-                parameter = isinstance(tensor, nn.Parameter)
-                raise SplitError(
-                    f"{whole_name(layer.name, f'{name}.{inner}' if name else inner, parameter)} is on the meta device and "
-                    "has no values. If an earlier Pipeline trained the model in several processes, each has a part of it: "
-                    "on every rank, call state = pipe.full_state_dict(), close that pipeline, and call "
-                    "model.load_state_dict(state, assign=True). Otherwise give the model values, or give functions that "
-                    "build the layers"
-                )
 
 
 def put_on_meta(layers: Sequence[Layer], own: Iterable[nn.Module], given: nn.Module | None) -> list[Tensor]:

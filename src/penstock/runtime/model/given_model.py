@@ -9,7 +9,7 @@ from torch import nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.layers import Container, Layer, as_layers, require_values
+from penstock.stage.layers import Container, Layer, as_layers
 from penstock.stage.own_model.own_layers import ModelLayers, split
 from penstock.stage.own_model.unchanged import UnchangedModel
 
@@ -43,8 +43,7 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
     """
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r}")
-    layers, own_loss, module = _layers(model, loss_fn is None)
-    require_values((layer.name, layer.module) for layer in layers if layer.module is not None)
+    layers, own_loss, module = layers_of(model, loss_fn is None)
     loss = loss_fn if loss_fn is not None else own_loss
     if loss is None:
         raise ConfigError(
@@ -54,7 +53,13 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
     return GivenModel(layers, loss, module, unchanged or Container(model))
 
 
-def _layers(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction | None, nn.Module | None]:
+def layers_of(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction | None, nn.Module | None]:
+    """Return the layers of a model as `given_model`, the loss that it computes itself, and the module that they are of.
+
+    Args:
+        model: model as `penstock.Pipeline` takes it.
+        own_loss: whether the loss is what a model with a forward of its own returns for an input and a target.
+    """
     if isinstance(model, ModelLayers):
         return model, model.loss_fn, model.model
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):

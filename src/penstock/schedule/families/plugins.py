@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import EntryPoint, distributions
-from importlib.util import find_spec
 from typing import NamedTuple
 
+from penstock.current_folder import current_folder_last
 from penstock.errors import ScheduleCodeError, ScheduleError, first_line
 from penstock.schedule.families.catalogue import FAMILIES
 from penstock.schedule.families.own_family import OwnFamily, ScheduleFunction, load_function, where_defined
@@ -177,13 +177,8 @@ def _referenced(name: str) -> OwnFamily:
         raise ScheduleCodeError(
             f"a schedule of your own is MODULE:FUNCTION, such as zigzag:build, got {name!r}{near}"
         )
-    module, path = match[1], match[2]
-    top = module.partition(".")[0]
-    if top not in sys.modules and find_spec(top) is None and os.getcwd() not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # the `penstock` command does not have it there, as `python -m penstock` does
-    found = load_function(module, path, name)
+    with current_folder_last():
+        found = load_function(match[1], match[2], name)
     return OwnFamily(name, found, where_defined(found))
 
 
