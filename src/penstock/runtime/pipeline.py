@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
-from penstock.runtime.batch.result import StepResult, step_result
+from penstock.runtime.batch.result import Ends, StepResult, step_result
 from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no_graph, require_reduction
 from penstock.runtime.batch.work import StepOptions
 from penstock.runtime.engine import Engine
@@ -96,6 +96,7 @@ class Pipeline(PipelineModel):
         replicas, replica: number of pipelines that share the batch, and index of this one.
         world: the processes of the pipeline; None if its ranks are threads of one process.
         tensor_ranks: processes that share this one's matrices.
+        holds_first, holds_last: whether this process holds the first and the last stage.
         is_first: whether this process is of the mesh's first pipeline and has the first shards.
         reduce_gradients: whether steps reduce their gradients over replicas; set it to False to accumulate locally.
         threads: CPU threads of each rank; see `ExecutionOptions`.
@@ -223,8 +224,9 @@ class Pipeline(PipelineModel):
             x: input of the model: a tensor, or tensors in tuples, lists and dicts, batch first; or `Microbatches`. In
                 processes only the rank of the first stage needs it.
             y: target, likewise; in processes only the rank of the last stage needs it.
-            outputs: also return the last stage's outputs (default False).
-            input_grads: also return the gradients of the floating-point inputs (default False).
+            outputs: also return the last stage's outputs, on the ranks that hold it (default False).
+            input_grads: also return the gradients of the floating-point inputs, on the ranks of the first stage (default
+                False).
             named: keyword inputs, split like `x`; each goes to the layers whose forward has a parameter of that name.
 
         Raises:
@@ -397,4 +399,6 @@ class Pipeline(PipelineModel):
             self._engine.choose_recompute(memory)
         microbatches = self.microbatches * self.replicas
         flow = self._engine.flow if trains else None
-        return step_result(works, microbatches) if flow is None else flow.result(works, microbatches)
+        holders = self.schedule.placement.holders
+        ends = Ends(self.local_ranks, holders[0], holders[-1])
+        return (step_result if flow is None else flow.result)(works, microbatches, ends)

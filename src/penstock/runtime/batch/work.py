@@ -89,7 +89,7 @@ class Work:
 
     def without_batch(self) -> Work:
         """Return the results alone."""
-        results = Work()
+        results = Work(options=self.options)
         results.losses, results.outputs, results.grads = self.losses, self.outputs, self.grads
         return results
 
