@@ -16,7 +16,13 @@ from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
 from penstock.runtime.batch.result import Ends, StepResult, step_result
-from penstock.runtime.batch.splitter import BatchSplitter, Reduction, require_no_graph, require_reduction
+from penstock.runtime.batch.splitter import (
+    BatchSplitter,
+    Reduction,
+    ignore_index_of,
+    require_no_graph,
+    require_reduction,
+)
 from penstock.runtime.batch.work import StepOptions
 from penstock.runtime.engine import Engine
 from penstock.runtime.flow.step_flow import StepFlow, Update
@@ -87,8 +93,9 @@ class Pipeline(PipelineModel):
         seed: random seed of layers given as functions, and of random numbers that layers draw (dropout). Both depend on the
             seed and the layer's name, dropout on step and microbatch too, and neither on the split.
         reduction: how the microbatches' losses make the step's loss and gradients: "mean" weighs each by its rows, "sum"
-            adds them, and a function of a microbatch's target weighs each by what it counts, such as valid tokens, so that
-            the gradient is that of the whole batch however uneven the microbatches are.
+            adds them, "valid" weighs each by its targets that are not `loss_fn`'s ``ignore_index`` (default -100), and a
+            function of a microbatch's target by what it returns; the last two give the gradient of the whole batch however
+            uneven the microbatches are. By default `valid_tokens` with `causal_lm_loss`, otherwise "mean".
         parallel: options of replicas and tensor parallelism.
         execution: options of how stages run.
 
@@ -123,7 +130,7 @@ class Pipeline(PipelineModel):
         recompute: Policy = "none",
         autocast: torch.dtype | None = None,
         seed: int = 0,
-        reduction: Reduction = "mean",
+        reduction: Reduction | None = None,
         parallel: ParallelOptions = ParallelOptions(),
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
@@ -138,7 +145,7 @@ class Pipeline(PipelineModel):
         self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
         settings = make_settings(recompute, autocast, execution, self._random)
-        self.reduction = require_reduction(reduction)
+        self.reduction = require_reduction(given.reduction if reduction is None else reduction)
         world = current_world()
         ranks, processes = resolve_mesh(axes, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
@@ -198,7 +205,8 @@ class Pipeline(PipelineModel):
         local_replicas = [self.replica] if self.in_processes else range(self.replicas)
         ends = self.holds_first, self.holds_last
         alone = all(ends) and self.replicas * self.tensor_ranks == 1  # takes only its own batch
-        common = (self.device, self.reduction, self._local.routes, *ends, self.in_processes and not alone)
+        losses = self.reduction, ignore_index_of(loss_fn)
+        common = (self.device, *losses, self._local.routes, *ends, self.in_processes and not alone)
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = given.container
         self._memory = execution.memory

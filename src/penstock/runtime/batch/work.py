@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from penstock.runtime.consensus import Losses
 from penstock.stage.compute.runner import LossWeight
-from penstock.stage.values import Message, StageState, flatten
+from penstock.stage.values import Message, StageState, flatten, leaves_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class LocalBatch:
         weights: weights of the microbatches' losses.
         rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
+        ignore_index: target that the loss function ignores.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
     """
 
@@ -55,7 +57,25 @@ class LocalBatch:
     rows_in: tuple[int, ...] = ()
     rows_out: tuple[int, ...] = ()
     first: int = 0
+    ignore_index: int = -100
     digest: int | None = None
+
+    def ignored_index(self, number: int) -> int | None:
+        """Return the ignored index if no target of a microbatch counts, by its number in the global batch.
+
+        In rows of labels that the loss may shift, the first one does not count either.
+        """
+        if not self.targets:
+            return None
+        ignored = [each == self.ignore_index for each in class_targets(self.targets[number - self.first])]
+        nothing = any(bool(each.all()) or (each.dim() == 2 and bool(each[:, 1:].all())) for each in ignored)
+        return self.ignore_index if nothing else None
+
+
+def class_targets(target: object) -> list[Tensor]:
+    """Return the leaves of a target that may have an ignored index: tensors of integers."""
+    integers = (torch.int64, torch.int32, torch.int16)
+    return [leaf for leaf in leaves_of(target) if isinstance(leaf, Tensor) and leaf.dtype in integers]
 
 
 @dataclass
