@@ -100,11 +100,12 @@ class Checkpoints:
         self.folder = Path(folder).expanduser()
         self.pipe = pipe
         self.optimizer = optimizer
-        self._optimizer = _with_state(pipe, optimizer, scheduler)
+        with pipe.calling("Checkpoints()"):
+            self._optimizer = _with_state(pipe, optimizer, scheduler)
+            self._together = Together(pipe.world, timeout)
         self.keep_last = keep_last
         self.keep_every = keep_every
         self._facts = Facts(pipe.schedule.stages, pipe.seed, _layout(pipe), dict(config or {}))
-        self._together = Together(pipe.world, timeout)
         self._host_buffers = HostBuffers()
         self._frozen = None if keep_frozen else FrozenDigests()
         self._thread: Thread | None = None
@@ -113,17 +114,30 @@ class Checkpoints:
         self._failure: BaseException | None = None
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Copy the current state and write it in the background, after waiting for the previous save.
+        """Copy the state and write it in the background, after waiting for the previous save; every process calls it.
 
         Args:
             extra: your own numbers, texts, lists, dictionaries and tensors (default none).
 
         Raises:
-            ConfigError: if the state has a value that cannot be kept; nothing is written.
+            CallOrderError: if another rank makes another call; names both.
+            ConfigError: on every process, if the state has a value that cannot be kept; nothing is written.
             PenstockError: if the previous save failed, as in `wait`; nothing is written.
         """
         self.wait()
-        snapshot = take_snapshot(self.pipe, self._optimizer, extra or {}, self._host_buffers, self._frozen)
+        taken: list[Snapshot] = []
+
+        def take() -> None:
+            taken.append(
+                take_snapshot(self.pipe, self._optimizer, extra or {}, self._host_buffers, self._frozen)
+            )
+
+        world = self.pipe.world
+        with self.pipe.calling("Checkpoints.save()"):
+            run_each(
+                take, None if world is None else partial(world.all_gather_run, action="save a checkpoint")
+            )
+        (snapshot,) = taken
         self._target = path_of(self.folder, snapshot.step)
         self._thread = Thread(target=self._write, args=(snapshot,), name="penstock-checkpoint", daemon=True)
         self._thread.start()
@@ -173,6 +187,10 @@ class Checkpoints:
             DataError: if there are checkpoints, but none is sound; names the defects of each.
         """
         self.wait()
+        with self.pipe.calling("Checkpoints.load_newest()"):
+            return self._load_newest()
+
+    def _load_newest(self) -> Loaded | None:
         seen_by_leader = self._together.each(lambda: [str(path) for _, path in steps_in(self.folder)])[0]
         refused: list[str] = []
         for path in map(Path, seen_by_leader):
@@ -198,10 +216,11 @@ class Checkpoints:
         path = Path(path).expanduser()
         if not is_checkpoint(path):
             raise ConfigError(f"{path} is not a checkpoint; their folders are called step-NUMBER")
-        prepared, wrong = self._prepare(path)
-        if prepared is None:
-            raise DataError("; ".join(wrong))
-        return self._load(path, prepared, ())
+        with self.pipe.calling("Checkpoints.load()"):
+            prepared, wrong = self._prepare(path)
+            if prepared is None:
+                raise DataError("; ".join(wrong))
+            return self._load(path, prepared, ())
 
     def _load(self, path: Path, prepared: Prepared, refused: tuple[str, ...]) -> Loaded:
         load_into(prepared, self.pipe, self._optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -310,7 +311,8 @@ class Pipeline(PipelineModel):
             The norm over all stages before scaling, the same number on every rank and for any split, and equal to
             ``torch.nn.utils.clip_grad_norm_`` of the unsplit model.
         """
-        return self.global_norm.clip_(max_norm, self.shards)
+        with self.calling("pipe.clip_grad_norm_()"):
+            return self.global_norm.clip_(max_norm, self.shards)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
@@ -329,10 +331,11 @@ class Pipeline(PipelineModel):
         if self.world is None:
             return values
         total = values.clone()
-        self.world.all_reduce_tp(total)
-        self.world.all_reduce(total)
-        if replicas:
-            self.world.all_reduce_dp(total)
+        with self.calling("pipe.sum_over_ranks()"):
+            self.world.all_reduce_tp(total)
+            self.world.all_reduce(total)
+            if replicas:
+                self.world.all_reduce_dp(total)
         return total
 
     def trace(self) -> Trace | None:
@@ -352,7 +355,12 @@ class Pipeline(PipelineModel):
         """
         self._require_open()
         local = in_a_row(steps, self.microbatches * self.replicas) if steps else self.trace()
-        return self._engine.gather_trace(local)
+        with self.calling("pipe.gather_trace()"):
+            return self._engine.gather_trace(local)
+
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a call that all ranks make together; a rank that makes another one is named."""
+        return self._engine.calling(name)
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model remains usable.

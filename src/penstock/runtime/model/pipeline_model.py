@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Self, SupportsIndex
 
 from torch import Tensor, nn
@@ -91,15 +91,17 @@ class PipelineModel:
             rank0_only: whether to return an empty dictionary on all processes but the run's first (default False).
 
         Raises:
+            CallOrderError: if another rank makes another call, as where this one is within ``if pipe.rank == 0:``.
             PenstockError: if another rank failed, or the pipeline is closed and other processes have a part of the model.
         """
         self.wait()
         keeps = not rank0_only or self._world is None or (self._world.is_first and self._world.rank == 0)
-        own = {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in self._parameters.own_state().items()
-        }
-        state = own if self._world is None else gather_state(own, self._world, keeps)
+        with self.calling("pipe.full_state_dict()"):
+            own = {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for name, value in self._parameters.own_state().items()
+            }
+            state = own if self._world is None else gather_state(own, self._world, keeps)
         with without_warning(self._given):
             return self._parameters.with_all_names(state, self._given) if keeps else {}
 
@@ -131,6 +133,10 @@ class PipelineModel:
 
     def close(self) -> None:
         """End what the pipeline has started; defined by `Pipeline`."""
+
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a call that all ranks make together; defined by `Pipeline`."""
+        return nullcontext()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers from a state by whole-model name; entries of stages held elsewhere are left alone.
