@@ -105,8 +105,8 @@ class TorchOptimizer:
         others = [key for key in self._optimizer.state if key not in parameters]
         if others:
             raise ConfigError(
-                f"{type(self._optimizer).__name__} keeps state under {str(others[0])[:80]!r}, which is no parameter; keep "
-                "it in optimizer.state[parameter], or in a group's options"
+                f"{type(self._optimizer).__name__} keeps state under {str(others[0])[:80]!r}, not under a parameter; "
+                "keep it in optimizer.state[parameter], or in a group's options"
             )
         self.steps = self.pipe.steps
         return optimizer_state.collect(self)

@@ -228,6 +228,8 @@ def loss_weights(
             f"reduction counted {counts} for the microbatches; it must return numbers of at least 0, not all 0. If the "
             "whole batch has no target that counts, leave it out"
         )
+    if len(set(counts)) == 1:
+        return [LossWeight(divisor=count, scale=scale)] * count  # with the bits of the mean
     return [LossWeight(n / total, scale=scale) for n in counts]
 
 

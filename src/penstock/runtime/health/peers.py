@@ -80,6 +80,7 @@ class PeerRegistry:
         progress: numbers of this process's rank.
         describe: function that describes the progress of a rank.
         rank, pipeline: rank of this process, and number that the processes of its pipeline share.
+        calls: number of collective calls of this process that are under way, one within the other.
         failed: description of the first other process seen to end without closing its pipeline; None if there is none.
     """
 
@@ -88,7 +89,7 @@ class PeerRegistry:
         self.describe: Callable[[RankProgress], str] = lambda progress: ""
         self.failed: str | None = None
         self.rank = self.pipeline = 0
-        self._calls = 0  # calls of this process under way, one within the other
+        self.calls = 0
         self._page: _Page | None = None
         self._descriptor = -1
         self._others: list[tuple[PeerEntry, _Page]] = []
@@ -165,16 +166,16 @@ class PeerRegistry:
         Raises:
             CallOrderError: if another rank is seen to make another call.
         """
-        if not self._calls:
+        if not self.calls:
             record_call(self.progress, name)
             # Of two ranks the later one sees the other here, and begins no collective. One that all never join would keep
             # its communicator, and so this process, until the timeout.
             self.require_same_call()
-        self._calls += 1
+        self.calls += 1
         try:
             yield
         finally:
-            self._calls -= 1
+            self.calls -= 1
 
     @property
     def call(self) -> str:
@@ -192,7 +193,7 @@ class PeerRegistry:
         """Name the ranks of this pipeline that have not made this one's last call; empty if none is seen."""
         number, others = self.progress[CALLS], self.progress_of(self.pipeline)
         late = [rank for rank, progress in sorted(others.items()) if progress[CALLS] < number]
-        return f"rank {', '.join(map(str, late))} did not call {self.call}" if late and self._calls else ""
+        return f"rank {', '.join(map(str, late))} did not call {self.call}" if late and self.calls else ""
 
     def find_failed(self, patience: float = 0.0) -> str | None:
         """Describe the process that is stopped or gone, and its error; None if none is seen to be.

@@ -55,7 +55,7 @@ def record_call(progress: RankProgress, name: str) -> None:
     """Record that a rank makes its next collective call."""
     number = progress[CALLS] + 1
     progress[CALLS + 1 + number % KEPT] = CALL_NAMES.index(name)
-    progress[CALLS] = number  # last, so that whoever sees the number finds the name
+    progress[CALLS] = number  # last, so that a process that reads the number finds the name
 
 
 def call_of(progress: RankProgress, number: int) -> str:

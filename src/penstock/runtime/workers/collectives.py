@@ -177,6 +177,7 @@ class Collectives:
         registry = self.peer_registry
         missing = registry.find_failed() or registry.missing() or (visit.missing() if visit else "")
         text = f"waited {seconds:g} s for the other processes, to {action}"
+        text += f" in {registry.call}" if registry.calls else ""
         error = WaitTimeoutError(
             f"{text}: {missing}"
             if missing
