@@ -41,7 +41,6 @@ CALL_NAMES = (
     "pipe.sum_over_ranks()",
     "pipe.gather_trace()",
     CLOSE,
-    "PipelineOptimizer()",
     "PipelineOptimizer.step()",
     "Checkpoints()",
     "Checkpoints.save()",
