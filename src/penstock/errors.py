@@ -18,7 +18,7 @@
     │   ├── PeerError         another rank failed first; the message includes that rank's error
     │   └── WaitTimeoutError  a wait timed out
     │       └── HangError     a rank of this process hangs, and its thread cannot be ended
-    ├── CallOrderError       ranks that do not call step() and evaluate() in the same order
+    ├── CallOrderError       ranks that do not make the same calls in the same order
     ├── ReplicaError         copies of one parameter or buffer have diverged
     └── StoppedError         the run stopped on request; its state is saved
 
@@ -130,9 +130,9 @@ class HangError(WaitTimeoutError):
 
 
 class CallOrderError(PenstockError):
-    """Ranks that do not all call ``step`` and ``evaluate`` in the same order.
+    """Ranks that do not all make the same calls of a pipeline in the same order, such as ``step`` and ``full_state_dict``.
 
-    The rank that notices raises it; the others raise a `PeerError` with its text.
+    The ranks that notice raise it; others raise a `PeerError` with its text, which names the ranks and their calls.
     """
 
 

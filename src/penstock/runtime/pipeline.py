@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,11 +17,12 @@ from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
-from penstock.runtime.batch.result import StepResult, step_result
+from penstock.runtime.batch.result import Ends, StepResult, step_result
 from penstock.runtime.batch.splitter import (
     BatchSplitter,
     Reduction,
     arguments_of,
+    ignore_index_of,
     require_no_graph,
     require_reduction,
 )
@@ -97,8 +99,9 @@ class Pipeline(PipelineModel):
         seed: random seed of layers given as functions, and of random numbers that layers draw (dropout). Both depend on the
             seed and the layer's name, dropout on step and microbatch too, and neither on the split.
         reduction: how the microbatches' losses make the step's loss and gradients: "mean" weighs each by its rows, "sum"
-            adds them, and a function of a microbatch's target weighs each by what it counts, such as valid tokens, so that
-            the gradient is that of the whole batch however uneven the microbatches are.
+            adds them, "valid" weighs each by its targets that are not `loss_fn`'s ``ignore_index`` (default -100), and a
+            function of a microbatch's target by what it returns; the last two give the gradient of the whole batch however
+            uneven the microbatches are. By default `valid_tokens` with `causal_lm_loss`, otherwise "mean".
         parallel: options of replicas and tensor parallelism.
         execution: options of how stages run.
 
@@ -106,6 +109,7 @@ class Pipeline(PipelineModel):
         replicas, replica: number of pipelines that share the batch, and index of this one.
         world: the processes of the pipeline; None if its ranks are threads of one process.
         tensor_ranks: processes that share this one's matrices.
+        holds_first, holds_last: whether this process holds the first and the last stage.
         is_first: whether this process is of the mesh's first pipeline and has the first shards.
         reduce_gradients: whether steps reduce their gradients over replicas; set it to False to accumulate locally.
         threads: CPU threads of each rank; see `ExecutionOptions`.
@@ -132,7 +136,7 @@ class Pipeline(PipelineModel):
         recompute: Policy = "none",
         autocast: torch.dtype | None = None,
         seed: int = 0,
-        reduction: Reduction = "mean",
+        reduction: Reduction | None = None,
         parallel: ParallelOptions = ParallelOptions(),
         execution: ExecutionOptions = ExecutionOptions(),
     ) -> None:
@@ -148,7 +152,7 @@ class Pipeline(PipelineModel):
         self.mesh, self.parallel, self.execution = shape, parallel, execution
         self._random = RandomState(self.seed)
         settings = make_settings(recompute, autocast, execution, self._random)
-        self.reduction = require_reduction(reduction)
+        self.reduction = require_reduction(given.reduction if reduction is None else reduction)
         world = current_world()
         ranks, processes = resolve_mesh(axes, ranks, world)
         self.schedule = resolve_schedule(schedule, ranks, microbatches, virtual_stages, processes)
@@ -222,7 +226,8 @@ class Pipeline(PipelineModel):
         local_replicas = [self.replica] if self.in_processes else range(self.replicas)
         ends = self.holds_first, self.holds_last
         alone = all(ends) and self.replicas * self.tensor_ranks == 1  # takes only its own batch
-        common = (self.device, self.reduction, self._local.routes, *ends, self.in_processes and not alone)
+        losses = self.reduction, ignore_index_of(loss_fn)
+        common = (self.device, *losses, self._local.routes, *ends, self.in_processes and not alone)
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = given.container
         self._first_step: FirstStepCheck | None = None
@@ -263,8 +268,9 @@ class Pipeline(PipelineModel):
             y: target, likewise; in processes only the rank of the last stage needs it. In a mapping it is called like the
                 forward's second argument if the forward computes the loss, ``labels`` for Hugging Face, and otherwise like
                 the second parameter of `loss_fn`.
-            outputs: also return the last stage's outputs (default False).
-            input_grads: also return the gradients of the floating-point inputs (default False).
+            outputs: also return the last stage's outputs, on the ranks that hold it (default False).
+            input_grads: also return the gradients of the floating-point inputs, on the ranks of the first stage (default
+                False).
             named: keyword inputs, split like `x`; each goes to the layers whose forward has a parameter of that name.
 
         Raises:
@@ -342,7 +348,8 @@ class Pipeline(PipelineModel):
             The norm over all stages before scaling, the same number on every rank and for any split, and equal to
             ``torch.nn.utils.clip_grad_norm_`` of the unsplit model.
         """
-        return self.global_norm.clip_(max_norm, self.shards)
+        with self.calling("pipe.clip_grad_norm_()"):
+            return self.global_norm.clip_(max_norm, self.shards)
 
     def on_ranks(self, job: Callable[[int], T]) -> list[T]:
         """Call ``job(rank)`` once for each of the `local_ranks`, on that rank's own thread, and wait for all.
@@ -361,10 +368,11 @@ class Pipeline(PipelineModel):
         if self.world is None:
             return values
         total = values.clone()
-        self.world.all_reduce_tp(total)
-        self.world.all_reduce(total)
-        if replicas:
-            self.world.all_reduce_dp(total)
+        with self.calling("pipe.sum_over_ranks()"):
+            self.world.all_reduce_tp(total)
+            self.world.all_reduce(total)
+            if replicas:
+                self.world.all_reduce_dp(total)
         return total
 
     def trace(self) -> Trace | None:
@@ -384,7 +392,12 @@ class Pipeline(PipelineModel):
         """
         self._require_open()
         local = in_a_row(steps, self.microbatches * self.replicas) if steps else self.trace()
-        return self._engine.gather_trace(local)
+        with self.calling("pipe.gather_trace()"):
+            return self._engine.gather_trace(local)
+
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a call that all ranks make together; a rank that makes another one is named."""
+        return self._engine.calling(name)
 
     def close(self) -> None:
         """End the threads or the connections; may be called twice. The model remains usable.
@@ -448,4 +461,6 @@ class Pipeline(PipelineModel):
             self._engine.choose_recompute(memory)
         microbatches = self.microbatches * self.replicas
         flow = self._engine.flow if trains else None
-        return step_result(works, microbatches) if flow is None else flow.result(works, microbatches)
+        holders = self.schedule.placement.holders
+        ends = Ends(self.local_ranks, holders[0], holders[-1])
+        return (step_result if flow is None else flow.result)(works, microbatches, ends)

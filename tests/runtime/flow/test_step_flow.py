@@ -197,8 +197,11 @@ def read_on_one_rank(rank: int) -> tuple[list[float], dict[str, Any], tuple[int,
             if n == 4:
                 pipe.evaluate(*plain.batch(n, 2 * MICROBATCHES))
             losses.append(result)
-        outputs = losses[2].outputs
-        assert (outputs is not None) == pipe.holds_last
+        if pipe.holds_last:
+            assert len(losses[2].outputs) == MICROBATCHES
+        else:
+            with pytest.raises(ConfigError, match=rf"on rank \d, .* this is rank {rank}"):
+                losses[2].outputs  # noqa: B018
         return [float(each.loss) for each in losses], pipe.state_dict(), tuple(early)
 
 

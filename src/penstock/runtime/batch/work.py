@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.runtime.consensus import Losses
 from penstock.stage.compute.runner import LossWeight
-from penstock.stage.values import Message, StageState, flatten, share
+from penstock.stage.values import Message, StageState, flatten, leaves_of, share
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class LocalBatch:
         rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
         target_tensors: tensors of the whole target, if tensors of the batch share memory; None if they do not.
+        ignore_index: target that the loss function ignores.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
     """
 
@@ -58,7 +60,25 @@ class LocalBatch:
     rows_out: tuple[int, ...] = ()
     first: int = 0
     target_tensors: Sequence[Tensor] | None = None
+    ignore_index: int = -100
     digest: int | None = None
+
+    def ignored_index(self, number: int) -> int | None:
+        """Return the ignored index if no target of a microbatch counts, by its number in the global batch.
+
+        In rows of labels that the loss may shift, the first one does not count either.
+        """
+        if not self.targets:
+            return None
+        ignored = [each == self.ignore_index for each in class_targets(self.targets[number - self.first])]
+        nothing = any(bool(each.all()) or (each.dim() == 2 and bool(each[:, 1:].all())) for each in ignored)
+        return self.ignore_index if nothing else None
+
+
+def class_targets(target: object) -> list[Tensor]:
+    """Return the leaves of a target that may have an ignored index: tensors of integers."""
+    integers = (torch.int64, torch.int32, torch.int16)
+    return [leaf for leaf in leaves_of(target) if isinstance(leaf, Tensor) and leaf.dtype in integers]
 
 
 @dataclass
@@ -92,7 +112,7 @@ class Work:
 
     def without_batch(self) -> Work:
         """Return the results alone."""
-        results = Work()
+        results = Work(options=self.options)
         results.losses, results.outputs, results.grads = self.losses, self.outputs, self.grads
         return results
 

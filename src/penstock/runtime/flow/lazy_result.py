@@ -46,11 +46,11 @@ class FlowingResult(StepResult):
         return self._read().parts
 
     @property
-    def outputs(self) -> tuple[Any, ...] | None:
-        """Outputs of the last stage, if asked for."""
+    def outputs(self) -> tuple[Any, ...]:
+        """Outputs of the last stage by microbatch id; see `StepResult.outputs`."""
         return self._read().outputs
 
     @property
-    def input_grads(self) -> tuple[Any, ...] | None:
-        """Gradients of the inputs, if asked for."""
+    def input_grads(self) -> tuple[Any, ...]:
+        """Gradients of the inputs by microbatch id; see `StepResult.input_grads`."""
         return self._read().input_grads

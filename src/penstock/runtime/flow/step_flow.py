@@ -23,7 +23,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.errors import PeerError, PenstockError, describe_error, first_line
-from penstock.runtime.batch.result import StepResult, step_result
+from penstock.runtime.batch.result import Ends, StepResult, step_result
 from penstock.runtime.batch.work import Work
 from penstock.runtime.consensus import Losses
 from penstock.runtime.flow.flowing_step import FlowingStep
@@ -243,12 +243,13 @@ class StepFlow:
         last.updated = True
         return last
 
-    def result(self, works: Sequence[Work], microbatches: int) -> StepResult:
+    def result(self, works: Sequence[Work], microbatches: int, ends: Ends) -> StepResult:
         """Return the result of the step that has just ended here; reading it waits until the step has ended on all ranks.
 
         Args:
             works: work of this process's ranks.
             microbatches: number of microbatches in the global batch.
+            ends: ranks that hold the ends of the pipeline.
         """
         last = self._last
         assert last is not None, "a step has ended"
@@ -259,7 +260,7 @@ class StepFlow:
             if verdict.error is not None:
                 raise verdict.error
             done[0].losses = verdict.losses
-            return step_result(done, microbatches)
+            return step_result(done, microbatches, ends)
 
         return FlowingResult(wait)
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.runtime.batch.splitter import Reduction
 from penstock.stage.compute.runner import LossFunction
 from penstock.stage.layers import Container, Layer, as_layers
 from penstock.stage.own_model.own_layers import ModelLayers, split
@@ -22,12 +23,14 @@ class GivenModel(NamedTuple):
         loss_fn: loss of the last layer's output.
         module: the module that the layers are of; None if the model was given as a list.
         container: check that the module still has these layers.
+        reduction: default reduction of the loss: that of `causal_lm_loss` is by valid tokens, as in transformers.
     """
 
     layers: list[Layer]
     loss_fn: LossFunction
     module: nn.Module | None
     container: Container | UnchangedModel
+    reduction: Reduction
 
 
 def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
@@ -50,7 +53,9 @@ def given_model(model: object, loss_fn: LossFunction | None) -> GivenModel:
             "loss_fn must be given as loss_fn(output, target), unless the model's own forward(x, target) returns the loss"
         )
     unchanged = layers.unchanged if isinstance(layers, ModelLayers) else None
-    return GivenModel(layers, loss, module, unchanged or Container(model))
+    by_tokens = loss is penstock.causal_lm_loss
+    reduction: Reduction = penstock.valid_tokens if by_tokens else "mean"
+    return GivenModel(layers, loss, module, unchanged or Container(model), reduction)
 
 
 def layers_of(model: object, own_loss: bool) -> tuple[list[Layer], LossFunction | None, nn.Module | None]:

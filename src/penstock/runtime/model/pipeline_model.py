@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NoReturn, Self, SupportsIndex
@@ -93,21 +93,23 @@ class PipelineModel:
             rank0_only: whether to return an empty dictionary on all processes but the run's first (default False).
 
         Raises:
+            CallOrderError: if another rank makes another call, as where this one is within ``if pipe.rank == 0:``.
             PenstockError: if another rank failed, or the pipeline is closed and other processes have a part of the model.
         """
         self.wait()
         keeps = not rank0_only or self._world is None or (self._world.is_first and self._world.rank == 0)
-        own = {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in self._parameters.own_state().items()
-        }
-        if self._world is None:
-            return self._parameters.with_all_names(own, self._given)
-        state = gather_state(own, self._world, keeps)
-        not_in_it = {
-            n: value.detach().cpu() for n, value in self._parameters.non_persistent_buffers().items()
-        }
-        give_values(self._parameters.layers, gather_state(not_in_it, self._world, keeps))
+        with self.calling("pipe.full_state_dict()"):
+            own = {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for name, value in self._parameters.own_state().items()
+            }
+            if self._world is None:
+                return self._parameters.with_all_names(own, self._given)
+            state = gather_state(own, self._world, keeps)
+            not_in_it = {
+                n: value.detach().cpu() for n, value in self._parameters.non_persistent_buffers().items()
+            }
+            give_values(self._parameters.layers, gather_state(not_in_it, self._world, keeps))
         return self._parameters.with_all_names(state, self._given) if keeps else {}
 
     @property
@@ -138,6 +140,10 @@ class PipelineModel:
 
     def close(self) -> None:
         """End what the pipeline has started; defined by `Pipeline`."""
+
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a call that all ranks make together; defined by `Pipeline`."""
+        return nullcontext()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load parameters and buffers from a state by whole-model name; entries of stages held elsewhere are left alone.

@@ -233,6 +233,10 @@ class PipelineOptimizer:
             )
         if self._flow is not None:
             return self._flow_on(self._flow)
+        with self.pipe.calling("PipelineOptimizer.step()"):
+            return self._step()
+
+    def _step(self) -> OptimizerStep:
         rates = self._rates()
         self._set_accumulated(self._accumulated + 1)
         if self._accumulated < self.accumulate:

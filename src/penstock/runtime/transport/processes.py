@@ -12,7 +12,7 @@ from torch import distributed as dist
 from penstock.errors import CallOrderError, PeerError, TransportError
 from penstock.host import core_limits
 from penstock.runtime.health.peers import PeerRegistry, supported
-from penstock.runtime.health.rank_progress import WAITS, RankProgress
+from penstock.runtime.health.rank_progress import WAITS, RankProgress, other_calls
 from penstock.runtime.transport.channel import Failure
 from penstock.runtime.transport.process_group import Bulk, GroupIncoming, GroupOutgoing
 from penstock.runtime.transport.shared_memory import Host, SharedIncoming, SharedOutgoing, WakePipe
@@ -164,7 +164,7 @@ class ProcessChannel:
             return self._aside.pop((peer, tag))
         self.progress[WAITS] = peer + 1
         while True:
-            attempt, arrived, content = self._in[peer].next()
+            attempt, arrived, content = self._next(peer)
             if isinstance(content, Failure):
                 if attempt >= self._oldest_failure:
                     raise PeerError(content.message, content)
@@ -182,12 +182,16 @@ class ProcessChannel:
             elif content is not None:
                 self._aside[peer, arrived] = content
 
+    def _next(self, peer: int) -> tuple[int, int, Message | Failure | None]:
+        try:
+            return self._in[peer].next()
+        except TransportError:
+            self._peer_registry.require_same_call()  # the connection of a rank that has left after it was told
+            raise
+
     def _other_call(self, peer: int) -> CallOrderError:
-        here, there = ("a training step", "an evaluation")[:: -1 if self._kind else 1]
-        return CallOrderError(
-            f"rank {self._rank} runs {here}, but rank {peer} runs {there}; call step() and evaluate() on every rank, in "
-            "the same order, not within `if rank == 0:`"
-        )
+        calls = ("pipe.step()", "pipe.evaluate()")[:: -1 if self._kind else 1]
+        return CallOrderError(other_calls(dict(zip((self._rank, peer), calls, strict=True))))
 
     @property
     def _oldest_failure(self) -> int:

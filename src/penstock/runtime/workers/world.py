@@ -15,7 +15,7 @@ from torch import distributed as dist
 # Private, since there is no public way: groups keep the timeout they are made with, and the first step needs a longer one.
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from penstock.errors import TransportError
+from penstock.errors import CallOrderError, TransportError
 from penstock.parallel.data.attendance import Attendance
 from penstock.parallel.data.reducer import GroupReducer, Reducer
 from penstock.parallel.mesh import Mesh, MeshShape, make_mesh
@@ -350,8 +350,8 @@ class World:
         if self.channel is None:
             return
         if not failed:
-            # A rank that has ended or never comes no longer matters.
-            with contextlib.suppress(TransportError):
+            # A rank that has ended, never comes or makes another call no longer matters: it is told, too.
+            with contextlib.suppress(TransportError, CallOrderError):
                 self.collectives.barrier(self._reductions, "close")
         self.peer_registry.close()
         self.channel.close()
