@@ -181,7 +181,7 @@ class Decided(Parts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cfg = SimpleNamespace(deep=True, inner=SimpleNamespace(rounds=2))
+        self.cfg = SimpleNamespace(deep=True, inner=SimpleNamespace(blocks=4))
         self.opts = {"norm": True}
         self.ways = [True]
         self.flag = True
@@ -201,9 +201,8 @@ class Decided(Parts):
             x = x + 1
         if self.flag:
             x = x - 1
-        for _ in range(self.cfg.inner.rounds):
-            for block in self.blocks:
-                x = block(x)
+        for block in self.blocks[: self.cfg.inner.blocks]:
+            x = block(x)
         return self.finish(x)
 
 

@@ -74,6 +74,11 @@ def groups_of(
     return found
 
 
+def shares_memory(tensors: Sequence[Tensor]) -> bool:
+    """Return whether one of some tensors is there twice, or shares memory with another."""
+    return len({id(tensor) for tensor in tensors}) < len(tensors) or any(groups_of(tensors, {}))
+
+
 _Extent = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides in bytes, and bytes of an element."""
 
@@ -130,7 +135,7 @@ class Watched(NamedTuple):
 
     @property
     def written(self) -> bool:
-        """Whether it was written into."""
+        """True if it was written into."""
         if isinstance(self.before, Tensor):
             return not torch.equal(self.tensor, self.before)
         return self.tensor._version != self.before

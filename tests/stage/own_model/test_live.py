@@ -130,7 +130,7 @@ def field(net: Decided) -> None:
 
 
 def nested(net: Decided) -> None:
-    net.cfg.inner.rounds = 1
+    net.cfg.inner.blocks = 3
 
 
 def entry(net: Decided) -> None:
@@ -157,7 +157,7 @@ REFUSED = [
     (flag, "flag"),
     (class_flag, "wide"),
     (field, r"cfg\.deep"),
-    (nested, r"cfg\.inner\.rounds"),
+    (nested, r"cfg\.inner\.blocks"),
     (entry, r"opts\['norm'\]"),
     (item, r"ways\[0\]"),
     (gone, r"opts\['norm'\]"),

@@ -15,6 +15,7 @@ from penstock.runtime.batch.work import LocalBatch, StepOptions
 from penstock.runtime.routing import ValueRoutes
 from penstock.stage.compute.runner import LossWeight
 from penstock.stage.layers import BatchNames
+from penstock.stage.overlap import shares_memory
 from penstock.stage.values import Microbatches, StageState, has_tensor, leaves_of, split_batch
 
 Reduction = str | Callable[[object], object]
@@ -62,7 +63,7 @@ def arguments_of(
         x, y, named: arguments of the step.
 
     Raises:
-        BatchError: if the mapping has a key that is no argument, or one that is given twice.
+        BatchError: if the mapping has a key that the model does not know, or one that is given twice.
     """
     if names is None:
         return x, y, named
@@ -73,7 +74,7 @@ def arguments_of(
         known = sorted({names.first, *names.others, *([] if target is None else [target])})
         if strange := [key for key in x if key not in known]:
             raise BatchError(
-                f"the batch has {strange[0]!r}, which is no argument of the model and not the target; its keys may be "
+                f"the batch has {strange[0]!r}, which is neither an argument of the model nor the target; its keys may be "
                 f"{', '.join(map(repr, known))}. The target has the name of the loss function's second parameter, unless "
                 "that is an argument of the model; otherwise call pipe.step(x, y, NAME=...)"
             )
@@ -176,7 +177,7 @@ class BatchSplitter:
             tuple(rows_in[local]),
             tuple(rows_out[local]),
             local.start,
-            [leaf for leaf in leaves_of(y) if isinstance(leaf, Tensor)] if self.holds_first else (),
+            _tensors(y) if self.holds_first and shares_memory(_tensors(x, *named.values(), y)) else None,
             None if not self.compares or x is None or y is None
             else batch_digest((x, y), options.number, options.trains),
         )  # fmt: skip
@@ -198,6 +199,10 @@ class BatchSplitter:
                     "microbatch in penstock.Microbatches"
                 )
         return [StageState(x, {k: v[n] for k, v in by_name.items()}, {}) for n, x in enumerate(inputs)]
+
+
+def _tensors(*values: object) -> list[Tensor]:
+    return [leaf for value in values for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def _unequal(what: str, rows: Sequence[int], rows_in: Sequence[int]) -> str:

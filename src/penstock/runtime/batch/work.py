@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class LocalBatch:
         weights: weights of the microbatches' losses.
         rows_in, rows_out: rows of each input and of each target; empty if unknown.
         first: number of the first microbatch within the global batch.
-        target_tensors: tensors of the whole target, with which an input may share memory.
+        target_tensors: tensors of the whole target, if tensors of the batch share memory; None if they do not.
         digest: digest of the batch that this process was given, if other processes may have been given another one.
     """
 
@@ -56,7 +57,7 @@ class LocalBatch:
     rows_in: tuple[int, ...] = ()
     rows_out: tuple[int, ...] = ()
     first: int = 0
-    target_tensors: Sequence[Tensor] = ()
+    target_tensors: Sequence[Tensor] | None = None
     digest: int | None = None
 
 
@@ -100,7 +101,11 @@ class Work:
         value = self.batch.inputs[microbatch]
         every, structure = flatten(value)
         wants_grads = self.options.input_grads  # then each leaf gets its own
-        leaves, structure = share(every, structure, outside=self.batch.target_tensors, once=not wants_grads)
+        leaves: Sequence[Any] = every
+        if self.batch.target_tensors is not None:
+            leaves, structure = share(
+                every, structure, outside=self.batch.target_tensors, once=not wants_grads
+            )
         if not wants_grads:
             return Message(tuple(leaves), structure, (False,) * len(leaves))
         # Named values come after the batch, and get no gradients.
