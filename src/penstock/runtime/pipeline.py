@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.counts import require_count
 from penstock.errors import ConfigError, PenstockError
+from penstock.parallel.data.exchange import run_each
 from penstock.parallel.data.shards import Shards
 from penstock.parallel.device_mesh import given_mesh
 from penstock.parallel.mesh import Mesh, MeshShape
@@ -28,6 +29,8 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.flow.step_flow import StepFlow, Update
 from penstock.runtime.local_stages import LocalStages
 from penstock.runtime.measuring.measured_split import resolve_split
+from penstock.runtime.model.elsewhere import require_values
+from penstock.runtime.model.first_step import FirstStepCheck
 from penstock.runtime.model.given_model import given_model
 from penstock.runtime.model.pipeline_model import PipelineModel, evaluating
 from penstock.runtime.optim.grad_norm import GlobalNorm
@@ -50,6 +53,7 @@ from penstock.schedule.check import check
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.recompute import Policy
 from penstock.stage.compute.runner import LossFunction
+from penstock.stage.own_model.own_layers import ModelLayers
 from penstock.stage.rng.random_state import RandomState
 from penstock.stage.split import Split, split_layers
 from penstock.trace.events import Trace
@@ -163,6 +167,7 @@ class Pipeline(PipelineModel):
         )
         if self.world is not None:
             require_same_schedule(self.schedule, self.world)
+        run_each(lambda: require_values(given.layers), None if self.world is None else self.world.all_gather)
         split = resolve_split(split, self.layers, loss_fn, self.schedule, self.world, self.seed, autocast)
         layers_of_stages = split_layers(self.layers, self.schedule.stages, split)
         self.rank = self.world.rank if self.world is not None else 0
@@ -207,9 +212,19 @@ class Pipeline(PipelineModel):
         common = (self.device, self.reduction, self._local.routes, *ends, self.in_processes and not alone)
         self._splitters = [BatchSplitter(microbatches, self.replicas, n, *common) for n in local_replicas]
         self._container = given.container
+        self._first_step: FirstStepCheck | None = None
+        if execution.check_split and isinstance(given.layers, ModelLayers) and given.layers.unchecked:
+            of_layer = [s for s, layers in enumerate(layers_of_stages) for _ in layers]
+            checker = self.schedule.placement.holders[-1][0]
+            self._first_step = FirstStepCheck(
+                given.layers, loss_fn, of_layer, parameters, self.world, checker, autocast
+            )
         self._memory = execution.memory
         wait = self._engine.wait_for_parameters
-        super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world)
+        others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        super().__init__(parameters, self._engine.stage_modules, wait, given.module, self.world, others)
+        if self._emptied:
+            self._container.record()
         self.global_norm = GlobalNorm(parameters, self.world)
 
     def step(
@@ -407,12 +422,14 @@ class Pipeline(PipelineModel):
             self._container.require_unchanged()
             x, y, named = arguments_of(self.layers[0].batch, self._loss_fn, x, y, named)
             if trains:
+                self._require_same_parameters()
                 require_no_graph([*([] if input_grads else [("x", x)]), ("y", y), *named.items()])
             batches = [splitter.split(x, y, named, options) for splitter in self._splitters]
             works = self._engine.run(batches, options)
+            if trains and self._first_step is not None:
+                self._first_step.run(batches[0])
+                self._first_step = None
         self.steps += trains
-        if trains:
-            self._mark_trained()
         if trains and self._memory is not None:
             memory, self._memory = self._memory, None
             self._engine.choose_recompute(memory)

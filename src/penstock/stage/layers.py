@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import SplitError
-from penstock.stage.own_model.partly_trained import has_forward_hooks
 from penstock.stage.split_backward.functions import FunctionLayer, takes_a_value
 
 Role = Literal["embedding", "block", "head"]
@@ -156,6 +155,10 @@ class Container:
 
     def __init__(self, model: object) -> None:
         self._model = model if isinstance(model, nn.Sequential | nn.ModuleList) else None
+        self.record()
+
+    def record(self) -> None:
+        """Take the layers that the model has now for those of the pipeline."""
         self._layers = self._children()
 
     def _children(self) -> list[tuple[str, int]]:
@@ -195,6 +198,14 @@ def _require_plain(model: nn.Module) -> None:
             f"the {type(model).__name__} that holds the layers also has {', '.join(extras)}, which would be lost when it "
             "is split; put that into a layer, or give list(model) to leave it out"
         )
+
+
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a call of a module runs hooks."""
+    return any(vars(module)[kind] for kind in _CALL_HOOKS)
 
 
 def _instead(model: object) -> str:

@@ -27,7 +27,7 @@ from penstock.stage.forward.iteration import (
 from penstock.stage.forward.liveness import assigned, live_before, own_returns
 from penstock.stage.forward.module_uses import Frame, analyse, calls_its_forward, resolve_module
 from penstock.stage.forward.no_blocks import no_blocks
-from penstock.stage.own_model.partly_trained import has_forward_hooks
+from penstock.stage.layers import has_forward_hooks
 
 MOST_STAGES = 8
 """Rounds of a loop from which on they are blocks, and are not divided into smaller ones."""

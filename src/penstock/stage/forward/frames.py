@@ -14,7 +14,7 @@ from penstock.errors import SplitError
 from penstock.stage.forward.forward_source import read_source
 from penstock.stage.forward.liveness import assigned
 from penstock.stage.forward.module_uses import Frame, require_unwritten_defaults, resolve
-from penstock.stage.own_model.partly_trained import has_forward_hooks
+from penstock.stage.layers import has_forward_hooks
 
 _PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
 

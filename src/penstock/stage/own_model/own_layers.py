@@ -38,6 +38,9 @@ class ModelLayers(list[Layer]):
         loss_fn: loss that the model's own forward computes; None if the layers end in the output of ``model(x)``.
         rows: description of each layer.
         unchanged: check that the model is as it was when it was split; None if its layers are its own modules.
+
+    Attributes:
+        unchecked: whether the layers come from the source of a forward, and were not compared with the model on a sample.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ModelLayers(list[Layer]):
         super().__init__(layers)
         self.model, self.loss_fn, self.rows = model, loss_fn, rows
         self.unchanged = unchanged
+        self.unchecked = unchanged is not None
 
     def __str__(self) -> str:
         return "\n".join([f"{type(self.model).__name__}: {len(self)} layers", *self.rows])
@@ -111,6 +115,7 @@ def split(model: nn.Module, /, *sample: Any, loss: bool | None = None, **named: 
     layers = _split(model, own_loss)
     if sample:
         check_sample(model, layers, layers.loss_fn, sample, named)
+        layers.unchecked = False
     elif named:
         raise ConfigError("keyword arguments are part of a sample; give split(model, x, ...) the batch, too")
     return layers

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.errors import SplitError
 from penstock.stage.forward.forward_steps import Step
 from penstock.stage.forward.module_uses import Steps, value_at
-from penstock.stage.own_model.partly_trained import has_forward_hooks
+from penstock.stage.layers import has_forward_hooks
 
 
 class UnchangedModel:
@@ -35,11 +35,7 @@ class UnchangedModel:
         above = {""} | {p.rpartition(".")[0] for p in paths}
         above |= {".".join(a.split(".")[:n]) for a in above for n in range(1, a.count(".") + 1)}
         self._above = [(name, model.get_submodule(name)) for name in sorted(above)]
-        self._members = [
-            (name, vars(module)[kind], dict(vars(module)[kind]))
-            for name, module in self._above
-            for kind in ("_modules", "_parameters", "_buffers")
-        ]
+        self.record()
         self._code: dict[tuple[str, str], tuple[nn.Module, list[Any]]] = {}
         for step in steps:
             frame = step.frame
@@ -47,6 +43,14 @@ class UnchangedModel:
                 self._code[path, name] = frame.module, _definitions(frame.module, name)
         self._decided = [
             (path, way, model.get_submodule(path), value) for (path, way), value in decided.items()
+        ]
+
+    def record(self) -> None:
+        """Take the modules, parameters and buffers that the model has now for those of the split."""
+        self._members = [
+            (name, vars(module)[kind], dict(vars(module)[kind]))
+            for name, module in self._above
+            for kind in ("_modules", "_parameters", "_buffers")
         ]
 
     def require_unchanged(self) -> None:
