@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import penstock
 from penstock.runtime.workers.pool import LocalProcesses
@@ -76,6 +77,22 @@ def test_torchrun_trains_them_as_plain_pytorch_does():
     assert told.returncode == 0, told.stderr
     lines = sorted(line for line in told.stdout.splitlines() if line.startswith("rank"))
     assert lines == sorted(f"rank {rank}, {name}: []" for rank in range(2) for name in FORMS)
+
+
+def target_by_name(output: Tensor, target: Tensor) -> Tensor:
+    return FORMS["dit"].loss_fn(output, target)
+
+
+def test_a_batch_may_be_a_mapping_with_the_labels_of_a_diffusion_transformer():
+    form = FORMS["dit"]
+    losses = []
+    for whole in (False, True):
+        with penstock.Pipeline(form.model(), target_by_name, ranks=2, microbatches=MICROBATCHES) as pipe:
+            batch = form.batch(0)
+            mapping = {"target": batch.target, **batch.named, "x": batch.x}
+            result = pipe.step(mapping) if whole else pipe.step(batch.x, batch.target, **batch.named)
+            losses += [result.losses, pipe.evaluate(mapping).losses]
+    assert all(torch.equal(found, plainly("dit").losses[0]) for found in losses)
 
 
 @pytest.mark.parametrize("name", ["resnet", "unet, no time", "dit"])

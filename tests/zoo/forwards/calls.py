@@ -296,7 +296,7 @@ class MethodReplacedOnTheModel(Parts):
         return self.head(x)
 
 
-@forward(refused=r"forward|without owning")
+@forward(refused=r"forward|without owning|device meta")
 class ForwardReplacedOnASubmodule(Parts):
     """a submodule whose forward was replaced from outside"""
 

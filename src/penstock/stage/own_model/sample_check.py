@@ -63,7 +63,7 @@ def check_sample(
     if autocast is not None:
         casting = torch.autocast(device.type, dtype=autocast)
     reference = copies.of(model, "", {})
-    with _same_draws():
+    with _same_draws(), _constant(model):
         inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
         with casting:
             expected = reference(*(inputs if own_loss else inputs[:1]), **named_inputs)
@@ -83,7 +83,7 @@ def check_sample(
         )
         for layer, start, s in zip(layers, starts, stages or range(len(layers)), strict=True)
     ]
-    with _same_draws():
+    with _same_draws(), _constant(model):
         inputs, named_inputs = _cloned(tuple(sample)), _cloned(dict(named))
         with casting:
             result = _through(alone, inputs[0], named_inputs)
@@ -160,6 +160,22 @@ def _same_draws() -> Iterator[None]:
             yield
     finally:
         set_context(previous)
+
+
+@contextmanager
+def _constant(model: nn.Module) -> Iterator[None]:
+    """Return a context in which a model's own parameters require no gradients.
+
+    A forward that was replaced from outside may compute with them even in a copy; their gradients are not the check's.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 def _own(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
