@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import distributed as dist
@@ -128,6 +129,7 @@ class ProcessChannel:
         for peer, edge in offered.items():
             if rank in opened[peer]:
                 self._out[peer] = edge
+                edge.check = partial(self._require_no_notice, peer)
             else:
                 edge.close()
 
@@ -188,6 +190,14 @@ class ProcessChannel:
         except TransportError:
             self._peer_registry.require_same_call()  # the connection of a rank that has left after it was told
             raise
+
+    def _require_no_notice(self, peer: int) -> None:
+        """Raise if a rank that this one waits to send to has failed: it takes no more messages in this step."""
+        incoming = self._in.get(peer)
+        while isinstance(incoming, SharedIncoming) and incoming.has_notice:
+            attempt, _, content = incoming.next()
+            if isinstance(content, Failure) and attempt >= self._oldest_failure:
+                raise PeerError(content.message, content)
 
     def _other_call(self, peer: int) -> CallOrderError:
         calls = ("pipe.step()", "pipe.evaluate()")[:: -1 if self._kind else 1]
